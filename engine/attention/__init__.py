@@ -1,0 +1,1 @@
+"""Distributed attention as data: masks, layouts, plans, one executor for every method."""
