@@ -1,0 +1,196 @@
+"""From single-assignment values to buffers.
+
+Planners name every intermediate once (a *value*) and never rotate a buffer by hand. The allocator maps values of one kind
+to slots by linear scan over the time 5*step + phase (pre 0, post 1, tiles 2, wait 3, after 4); a transfer occupies its
+rows from post to wait. A slot passes to a value whose first use is strictly later than the last use of the old one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from engine.attention.plan import (
+    AttentionPlan,
+    Channel,
+    Direction,
+    Kind,
+    LocalOp,
+    RankPlan,
+    Slot,
+    Step,
+    Tile,
+    Transfer,
+    View,
+)
+
+PHASES = {"pre": 0, "post": 1, "tiles": 2, "wait": 3, "after": 4}
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of a block."""
+
+    start: int
+    stop: int
+
+    def hull(self, other: Rows | None) -> Rows:
+        """Smallest range that contains both."""
+        return self if other is None else Rows(min(self.start, other.start), max(self.stop, other.stop))
+
+
+@dataclass(frozen=True)
+class Value:
+    """Rows of one rank's block, held by `rank`, written once; `number` identifies it on that rank."""
+
+    number: int
+    rank: int
+    kind: Kind
+    rows: Rows
+    pin: str | None = None
+
+    def view(self, rows: Rows | None = None) -> View:
+        """View of some rows of the block (all by default); slot numbers are value numbers until allocation."""
+        rows = rows or self.rows
+        assert self.rows.start <= rows.start <= rows.stop <= self.rows.stop, (self, rows)
+        return View(self.number, rows.start - self.rows.start, rows.stop - self.rows.start)
+
+
+@dataclass
+class _Draft:
+    pre: list[LocalOp] = field(default_factory=list)
+    post: list[Transfer] = field(default_factory=list)
+    tiles: list[Tile] = field(default_factory=list)
+    wait: list[int] = field(default_factory=list)
+    after: list[LocalOp] = field(default_factory=list)
+
+
+class PlanBuilder:
+    """Collects values, tiles, local ops and messages of a group; only those of the ranks in `only` are kept."""
+
+    def __init__(self, direction: Direction, size: int, only: Collection[int] | None = None) -> None:
+        self.direction = direction
+        self.size = size
+        self.ranks = tuple(range(size)) if only is None else tuple(sorted(only))
+        self._keep = frozenset(self.ranks)
+        self._values: dict[int, list[Value]] = {rank: [] for rank in self.ranks}
+        self._drafts: dict[int, defaultdict[int, _Draft]] = {rank: defaultdict(_Draft) for rank in self.ranks}
+        self._messages = 0
+
+    def value(self, rank: int, kind: Kind, rows: Rows, pin: str | None = None) -> Value:
+        """A new value; on ranks that are not kept it only carries its rows."""
+        values = self._values.get(rank)
+        value = Value(len(values) if values is not None else -1, rank, kind, rows, pin)
+        if values is not None:
+            values.append(value)
+        return value
+
+    def tile(self, step: int, rank: int, tile: Tile) -> None:
+        """Compute `tile` on `rank` at `step`."""
+        if rank in self._keep:
+            self._drafts[rank][step].tiles.append(tile)
+
+    def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
+        """Run a local op on `rank` before the posts or after the waits of `step`."""
+        if rank in self._keep:
+            draft = self._drafts[rank][step]
+            (draft.pre if phase == "pre" else draft.after).append(op)
+
+    def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
+        """Move `rows` from `src` to `dst`: the only way to make transfers, always both ends at once."""
+        assert post <= wait and src.rank != dst.rank and src.kind == dst.kind, (post, wait, src, dst)
+        number = self._messages
+        self._messages += 1
+        for value, peer, op in ((src, dst.rank, "send"), (dst, src.rank, "recv")):
+            if value.rank in self._keep:
+                drafts = self._drafts[value.rank]
+                drafts[post].post.append(Transfer(number, op, channel, peer, value.view(rows)))  # type: ignore[arg-type]
+                drafts[wait].wait.append(number)
+
+    def build(self) -> AttentionPlan:
+        """The plan with values mapped to slots; steps at which no rank does anything are dropped."""
+        used = sorted({step for drafts in self._drafts.values() for step in drafts})
+        index = {step: position for position, step in enumerate(used)}
+        plans = {}
+        for rank in self.ranks:
+            drafts = self._drafts[rank]
+            steps = tuple(
+                Step(index[s], *(tuple(x) for x in (d.pre, d.post, d.tiles, d.wait, d.after)))
+                for s, d in sorted(drafts.items())
+            )
+            plans[rank] = _allocate(rank, self._values[rank], steps)
+        return AttentionPlan(self.direction, self.size, plans)
+
+
+def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:
+    spans = _lifetimes(steps)
+    slots: list[Slot] = []
+    free_after: list[int | None] = []  # last use of each slot; None: never reused
+    slot_of: dict[int, int] = {}
+    order = sorted((v for v in values if v.pin or v.number in spans), key=lambda v: spans.get(v.number, (-1, -1))[0])
+    for value in order:
+        rows = value.rows.stop - value.rows.start
+        chosen = None if value.pin else _free_slot(slots, free_after, value.kind, spans[value.number][0])
+        if chosen is None:
+            chosen = len(slots)
+            slots.append(Slot(value.kind, rows, value.pin))
+            free_after.append(None)
+        slots[chosen] = replace(slots[chosen], rows=max(slots[chosen].rows, rows))
+        free_after[chosen] = None if value.pin else spans[value.number][1]
+        slot_of[value.number] = chosen
+    return RankPlan(rank, tuple(slots), tuple(_renumbered(step, slot_of) for step in steps))
+
+
+def _free_slot(slots: list[Slot], free_after: list[int | None], kind: Kind, start: int) -> int | None:
+    for index, (slot, last) in enumerate(zip(slots, free_after, strict=True)):
+        if slot.kind == kind and last is not None and last < start:
+            return index
+    return None
+
+
+def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
+    """First and last time at which each value is touched."""
+    spans: dict[int, tuple[int, int]] = {}
+
+    def touch(views: Iterable[View | None], time: int) -> None:
+        for view in views:
+            if view is not None:
+                first, last = spans.get(view.slot, (time, time))
+                spans[view.slot] = (min(first, time), max(last, time))
+
+    in_flight: dict[int, View] = {}
+    for step in steps:
+        time = 5 * step.index
+        for op in step.pre:
+            touch((op.dst, op.src), time + PHASES["pre"])
+        for transfer in step.post:
+            in_flight[transfer.message] = transfer.view
+            touch((transfer.view,), time + PHASES["post"])
+        for tile in step.tiles:
+            touch((tile.q, tile.kv, tile.acc, tile.acc_kv), time + PHASES["tiles"])
+        for message in step.wait:
+            touch((in_flight[message],), time + PHASES["wait"])
+        for op in step.after:
+            touch((op.dst, op.src), time + PHASES["after"])
+    return spans
+
+
+def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
+    def moved(view: View) -> View:
+        return View(slot_of[view.slot], view.start, view.stop)
+
+    def moved_op(op: LocalOp) -> LocalOp:
+        return LocalOp(op.op, moved(op.dst), moved(op.src) if op.src else None)
+
+    return Step(
+        step.index,
+        tuple(moved_op(op) for op in step.pre),
+        tuple(replace(t, view=moved(t.view)) for t in step.post),
+        tuple(
+            replace(t, q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
+            for t in step.tiles
+        ),
+        step.wait,
+        tuple(moved_op(op) for op in step.after),
+    )

@@ -1,0 +1,208 @@
+"""The attention plan: tiles and transfers, step by step, for every rank. Plain values, no torch.
+
+Every step runs in the same order on every rank:
+
+    pre (local ops) -> post (transfers start) -> tiles (compute) -> wait (transfers end) -> after (local ops)
+
+A message is one object with two ends: both ends post it at one step and wait for it at one later-or-equal step, so no
+schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one communicator,
+one stream). A slot is reused only strictly after its last use; see `engine.attention.allocate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from engine.attention.topology import Topology
+
+Direction = Literal["forward", "backward"]
+
+
+class Kind(StrEnum):
+    """What one row (token) of a slot holds."""
+
+    Q = "q"  # query
+    KV = "kv"  # key and value
+    ACC = "acc"  # running out and lse, fp32
+    QX = "qx"  # query, dout and (lse, surrogate scale)
+    DQ = "dq"  # gradient of q, fp32
+    DKV = "dkv"  # gradients of k and v, fp32
+    DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
+    DKV_WIRE = "dkv_wire"  # gradients of k and v in the wire's dtype
+
+
+class Channel(StrEnum):
+    """Independent FIFOs between ranks: payload and gradients, inside a ring and between rings."""
+
+    PAYLOAD_INNER = "x.in"
+    PAYLOAD_OUTER = "x.out"
+    GRADIENT_INNER = "g.in"
+    GRADIENT_OUTER = "g.out"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs."""
+
+    kind: Kind
+    rows: int
+    pin: str | None = None
+
+
+class View(NamedTuple):
+    """Rows [start, stop) of a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: View) -> bool:
+        """Whether the two views share a row."""
+        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high.
+
+    Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV).
+    """
+
+    q: View
+    kv: View
+    acc: View
+    acc_kv: View | None = None
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One end of a message; `message` is the same number at both ends."""
+
+    message: int
+    op: Literal["send", "recv"]
+    channel: Channel
+    peer: int
+    view: View
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """Work on one rank's buffers: init (zeros; lse = -inf), add (dst += src), copy (dst = src, casting)."""
+
+    op: Literal["init", "add", "copy"]
+    dst: View
+    src: View | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank does between two points at which all ranks could stand still."""
+
+    index: int
+    pre: tuple[LocalOp, ...] = ()
+    post: tuple[Transfer, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    wait: tuple[int, ...] = ()  # message numbers
+    after: tuple[LocalOp, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Buffers and steps of one rank."""
+
+    rank: int
+    slots: tuple[Slot, ...]
+    steps: tuple[Step, ...]
+
+    def transfers(self) -> Iterator[Transfer]:
+        """All transfers in posting order."""
+        for step in self.steps:
+            yield from step.post
+
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles in order."""
+        for step in self.steps:
+            yield from step.tiles
+
+    def pinned(self, name: str) -> int:
+        """Index of the slot pinned under `name`."""
+        return next(index for index, slot in enumerate(self.slots) if slot.pin == name)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes that one token of each kind occupies on the wire."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
+    wire_gradient_bytes: int = 4
+    batch: int = 1
+
+    def of(self, kind: Kind) -> int:
+        """Bytes of one token of `kind`."""
+        q_width = self.num_heads * self.head_dim
+        kv_width = 2 * self.num_kv_heads * self.head_dim
+        widths = {
+            Kind.Q: q_width * self.element_bytes,
+            Kind.KV: kv_width * self.element_bytes,
+            Kind.ACC: (q_width + self.num_heads) * self.gradient_bytes,
+            Kind.QX: 2 * q_width * self.element_bytes + 2 * self.num_heads * self.gradient_bytes,
+            Kind.DQ: q_width * self.gradient_bytes,
+            Kind.DKV: kv_width * self.gradient_bytes,
+            Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,
+            Kind.DKV_WIRE: kv_width * self.wire_gradient_bytes,
+        }
+        return widths[kind] * self.batch
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes sent by one rank, inside its node and to other nodes."""
+
+    intra: int = 0
+    inter: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes over both kinds of link."""
+        return self.intra + self.inter
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Plans of some or all ranks of a group of `size` ranks, for one direction.
+
+    `ranks` maps rank -> plan; a training rank builds only its own, tests and previews build all of them.
+    """
+
+    direction: Direction
+    size: int
+    ranks: Mapping[int, RankPlan] = field(default_factory=dict)
+
+    def validate(self) -> None:
+        """Raise PlanError naming every rule that the plan breaks (see `engine.attention.validate`)."""
+        from engine.attention.validate import check_plan
+
+        check_plan(self)
+
+    def bytes_by_link(self, token_bytes: TokenBytes, topology: Topology) -> dict[int, LinkBytes]:
+        """Bytes that each planned rank sends in one run of the plan, by kind of link."""
+        result = {}
+        for rank, plan in self.ranks.items():
+            intra = inter = 0
+            for transfer in plan.transfers():
+                if transfer.op == "send":
+                    view = transfer.view
+                    size = (view.stop - view.start) * token_bytes.of(plan.slots[view.slot].kind)
+                    same = topology.same_node(rank, transfer.peer)
+                    intra, inter = intra + size * same, inter + size * (not same)
+            result[rank] = LinkBytes(intra, inter)
+        return result

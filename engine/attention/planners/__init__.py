@@ -1,0 +1,1 @@
+"""Planners: pure integer functions from (mask, layout, ring) to an AttentionPlan."""

@@ -1,0 +1,196 @@
+"""Structural rules of an attention plan; `check_plan` names every one that is broken.
+
+V1  every transfer is posted once and waited for once         V5  nothing touches rows that are in flight (reading what
+V2  a wait comes at or after its post                              is being sent is allowed)
+V3  waits of one channel come in post order                   V6  no row is read before something wrote it
+V4  every view lies inside its slot                           V7  sends and receives match one to one
+                                                              V8  both ends agree on steps, rows, kind and channel
+Values are proven by `engine.attention.counting`; these rules say where a broken plan breaks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.attention.plan import AttentionPlan, LocalOp, RankPlan, Tile, Transfer, View
+from engine.errors import PlanError
+
+INPUT_PINS = frozenset({"q", "kv", "qx"})
+
+
+@dataclass(frozen=True)
+class _Flight:
+    transfer: Transfer
+    post: int
+    wait: int
+
+
+def check_plan(plan: AttentionPlan) -> None:
+    """Raise PlanError with all violations. V7 and V8 need all ranks and are skipped for a plan of some."""
+    problems: list[str] = []
+    flights = {}
+    for rank, rank_plan in plan.ranks.items():
+        found = [*_check_views(rank_plan)]
+        flights[rank], unpaired = _flights(rank_plan)
+        found += unpaired
+        if not found:  # the remaining rules need sound views and pairs
+            found += [*_check_order(flights[rank]), *_check_conflicts(rank_plan, flights[rank])]
+            found += _check_written(rank_plan)
+        problems += [f"rank {rank}: {text}" for text in found]
+    if len(plan.ranks) == plan.size:
+        problems += _check_ends(plan, flights)
+    if problems:
+        raise PlanError(f"{plan.direction} plan of {plan.size} ranks:\n" + "\n".join(problems))
+
+
+def _tile_views(tile: Tile) -> list[View]:
+    return [view for view in (tile.q, tile.kv, tile.acc, tile.acc_kv) if view is not None]
+
+
+def _op_views(op: LocalOp) -> list[View]:
+    return [op.dst] if op.src is None else [op.dst, op.src]
+
+
+def _check_views(plan: RankPlan) -> Iterator[str]:
+    for step in plan.steps:
+        views = [view for tile in step.tiles for view in _tile_views(tile)]
+        views += [view for op in (*step.pre, *step.after) for view in _op_views(op)]
+        views += [transfer.view for transfer in step.post]
+        for view in views:
+            if not (0 <= view.slot < len(plan.slots) and 0 <= view.start < view.stop <= plan.slots[view.slot].rows):
+                yield f"V4 step {step.index}: {view} lies outside its slot"
+        for op in (*step.pre, *step.after):
+            if op.src is not None and op.src.stop - op.src.start != op.dst.stop - op.dst.start:
+                yield f"V4 step {step.index}: {op} has operands of different length"
+
+
+def _flights(plan: RankPlan) -> tuple[list[_Flight], list[str]]:
+    posted: dict[int, tuple[Transfer, int]] = {}
+    flights, problems = [], []
+    for step in plan.steps:
+        for transfer in step.post:
+            if transfer.message in posted:
+                problems.append(f"V1 step {step.index}: message {transfer.message} is posted twice")
+            posted[transfer.message] = (transfer, step.index)
+        for message in step.wait:
+            if message not in posted:
+                problems.append(f"V2 step {step.index}: waits for message {message}, which was not posted before")
+                continue
+            flights.append(_Flight(posted[message][0], posted[message][1], step.index))
+    waited = [flight.transfer.message for flight in flights]
+    for message in posted:
+        if waited.count(message) != 1:
+            problems.append(f"V1: message {message} is waited for {waited.count(message)} times")
+    return flights, problems
+
+
+def _check_order(flights: list[_Flight]) -> Iterator[str]:
+    by_channel = defaultdict(list)
+    for flight in flights:
+        by_channel[flight.transfer.channel].append(flight)
+    for channel, channel_flights in by_channel.items():
+        ordered = sorted(channel_flights, key=lambda f: (f.post, f.wait))
+        for before, after in zip(ordered, ordered[1:], strict=False):
+            if before.post < after.post and before.wait > after.wait:
+                numbers = f"{before.transfer.message} and {after.transfer.message}"
+                yield f"V3 channel {channel}: messages {numbers} are waited for out of post order"
+
+
+def _accesses(plan: RankPlan) -> Iterator[tuple[int, View, bool]]:
+    """(time, view, writes) of every local access."""
+    for step in plan.steps:
+        time = 5 * step.index
+        for op, at in [(op, time) for op in step.pre] + [(op, time + 4) for op in step.after]:
+            yield at, op.dst, True
+            if op.src is not None:
+                yield at, op.src, False
+        for tile in step.tiles:
+            yield time + 2, tile.q, False
+            yield time + 2, tile.kv, False
+            yield time + 2, tile.acc, True
+            if tile.acc_kv is not None:
+                yield time + 2, tile.acc_kv, True
+
+
+def _check_conflicts(plan: RankPlan, flights: list[_Flight]) -> Iterator[str]:
+    accesses = list(_accesses(plan))
+    for flight in flights:
+        receives = flight.transfer.op == "recv"
+        start, stop = 5 * flight.post + 1, 5 * flight.wait + 3
+        for time, view, writes in accesses:
+            if start <= time <= stop and (writes or receives) and view.overlaps(flight.transfer.view):
+                yield f"V5 step {time // 5}: {view} is touched while message {flight.transfer.message} is in flight"
+    for position, first in enumerate(flights):
+        for second in flights[position + 1 :]:
+            apart = first.wait < second.post or second.wait < first.post
+            both_send = first.transfer.op == second.transfer.op == "send"
+            if not apart and not both_send and first.transfer.view.overlaps(second.transfer.view):
+                yield f"V5: messages {first.transfer.message} and {second.transfer.message} share rows in flight"
+
+
+def _check_written(plan: RankPlan) -> list[str]:
+    written = [np.full(slot.rows, slot.pin in INPUT_PINS) for slot in plan.slots]
+    arriving: dict[int, View] = {}
+    problems: list[str] = []
+
+    def read(views: Iterable[View], what: object, step: int) -> None:
+        for view in views:
+            if not written[view.slot][view.start : view.stop].all():
+                problems.append(f"V6 step {step}: {what} reads rows that nothing wrote")
+
+    for step in plan.steps:
+        for op in step.pre:
+            _apply(op, written, read, step.index)
+        for transfer in step.post:
+            if transfer.op == "send":
+                read([transfer.view], transfer, step.index)
+            else:
+                arriving[transfer.message] = transfer.view
+                written[transfer.view.slot][transfer.view.start : transfer.view.stop] = False
+        for tile in step.tiles:
+            read(_tile_views(tile), tile, step.index)
+        for message in step.wait:
+            if message in arriving:
+                view = arriving[message]
+                written[view.slot][view.start : view.stop] = True
+        for op in step.after:
+            _apply(op, written, read, step.index)
+    return problems
+
+
+def _apply(op: LocalOp, written: list[npt.NDArray[np.bool_]], read: object, step: int) -> None:
+    sources = [op.src] if op.src is not None else []
+    if op.op == "add":
+        sources.append(op.dst)
+    read(sources, op, step)  # type: ignore[operator]
+    written[op.dst.slot][op.dst.start : op.dst.stop] = True
+
+
+def _check_ends(plan: AttentionPlan, flights: dict[int, list[_Flight]]) -> list[str]:
+    ends: defaultdict[int, list[tuple[int, _Flight]]] = defaultdict(list)
+    for rank, rank_flights in flights.items():
+        for flight in rank_flights:
+            ends[flight.transfer.message].append((rank, flight))
+    problems = []
+    for message, both in ends.items():
+        if sorted(flight.transfer.op for _, flight in both) != ["recv", "send"]:
+            problems.append(f"V7 message {message} has ends {[(r, f.transfer.op) for r, f in both]}")
+            continue
+        (a, first), (b, second) = both
+        if _signature(plan, a, first) != _signature(plan, b, second) or (first.transfer.peer, second.transfer.peer) != (
+            b,
+            a,
+        ):
+            problems.append(f"V8 message {message}: ranks {a} and {b} disagree: {first} / {second}")
+    return problems
+
+
+def _signature(plan: AttentionPlan, rank: int, flight: _Flight) -> tuple[object, ...]:
+    view = flight.transfer.view
+    kind = plan.ranks[rank].slots[view.slot].kind
+    return flight.post, flight.wait, flight.transfer.channel, view.stop - view.start, kind
