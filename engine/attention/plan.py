@@ -167,13 +167,13 @@ class TokenBytes:
 class LinkBytes:
     """Bytes sent by one rank, inside its node and to other nodes."""
 
-    intra: int = 0
-    inter: int = 0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
 
     @property
     def total(self) -> int:
         """Bytes over both kinds of link."""
-        return self.intra + self.inter
+        return self.intra_bytes + self.inter_bytes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""One loop that runs any attention plan on any device; what a tile or a local op means is the arithmetic's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention.plan import LocalOp, RankPlan, Slot, Tile, Transfer, View
+from engine.attention.transport import Hub, Parcel, Transport
+
+Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
+
+
+class Arithmetic(Protocol):
+    """What the values in the buffers are: tensors of attention, or records that prove a plan."""
+
+    def allocate(self, slot: Slot) -> Fields:
+        """Buffers of a slot that the plan does not get from its caller."""
+
+    def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
+        """Compute one tile; `fields` has q, kv, acc and, in backward, acc_kv, cut to the tile's rows."""
+
+    def run_op(self, op: str, dst: Fields, src: Fields | None) -> None:
+        """init, add or copy."""
+
+    def wire_fields(self, fields: Fields) -> tuple[Tensor, ...]:
+        """The tensors of some rows that travel, in a fixed order."""
+
+
+class Execution:
+    """One run of one rank's plan over its buffers."""
+
+    def __init__(
+        self, plan: RankPlan, arithmetic: Arithmetic, transport: Transport, pinned: Mapping[str, Fields]
+    ) -> None:
+        self._plan = plan
+        self._arithmetic = arithmetic
+        self._transport = transport
+        self.slots: list[Fields] = [
+            pinned[slot.pin] if slot.pin in pinned else arithmetic.allocate(slot) for slot in plan.slots
+        ]
+
+    def run(self) -> None:
+        """Run all steps."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[int]:
+        """Run step by step; yields the step's index after its posts, after its waits were asked for, and at its end."""
+        for step in self._plan.steps:
+            for op in step.pre:
+                self._op(op)
+            if step.post:
+                self._transport.post([self._parcel(transfer) for transfer in step.post])
+            yield step.index
+            for tile in step.tiles:
+                self._arithmetic.run_tile(tile, self._operands(tile))
+            if step.wait:
+                self._transport.wait(step.wait)
+            yield step.index
+            for op in step.after:
+                self._op(op)
+            yield step.index
+
+    @property
+    def step_indexes(self) -> frozenset[int]:
+        """Steps at which this rank does something."""
+        return frozenset(step.index for step in self._plan.steps)
+
+    def pinned(self, name: str) -> Fields:
+        """Buffers of a pinned slot."""
+        return self.slots[self._plan.pinned(name)]
+
+    def _rows(self, view: View) -> Fields:
+        return {name: tensor[view.start : view.stop] for name, tensor in self.slots[view.slot].items()}
+
+    def _operands(self, tile: Tile) -> dict[str, Fields]:
+        operands = {"q": self._rows(tile.q), "kv": self._rows(tile.kv), "acc": self._rows(tile.acc)}
+        if tile.acc_kv is not None:
+            operands["acc_kv"] = self._rows(tile.acc_kv)
+        return operands
+
+    def _op(self, op: LocalOp) -> None:
+        self._arithmetic.run_op(op.op, self._rows(op.dst), self._rows(op.src) if op.src else None)
+
+    def _parcel(self, transfer: Transfer) -> Parcel:
+        tensors = self._arithmetic.wire_fields(self._rows(transfer.view))
+        return Parcel(transfer.message, transfer.op == "send", transfer.channel, transfer.peer, tensors)
+
+
+def lockstep(executions: Sequence[Execution], hub: Hub) -> None:
+    """Run the executions of all ranks of a group in one process, step by step, over `hub`."""
+    running = [(execution.step_indexes, execution.steps()) for execution in executions]
+    for step in sorted(frozenset().union(*(indexes for indexes, _ in running))):
+        active = [steps for indexes, steps in running if step in indexes]
+        for steps in active:
+            next(steps)
+        for steps in active:
+            next(steps)
+        hub.deliver()
+        for steps in active:
+            next(steps)
+    hub.finish()
