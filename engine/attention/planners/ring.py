@@ -132,7 +132,8 @@ class _Circulation:
         """Emit every block's journey and build."""
         for accumulators in (self.sums, self.kv_sums):
             for value in accumulators:
-                self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+                if value.rows.stop:
+                    self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
         for home in range(self.ring.size):
             visits = self._visits(home)
             held = self._send_payload(home, visits)
@@ -157,7 +158,7 @@ class _Circulation:
 
     def _needed_rows(self, home: int, bands: tuple[Band, ...]) -> Rows | None:
         if self.ring.whole_blocks:
-            return Rows(0, self.visibility.layout.rows(home))
+            return Rows(0, self.visibility.layout.rows(home)) if self.visibility.layout.rows(home) else None
         return _hull(self._payload_rows(band) for band in bands)
 
     def _payload_rows(self, band: Band) -> Rows:

@@ -1,0 +1,184 @@
+"""File work of the data pipeline: path lists, JSON and hashes with readable errors, a lock between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import DataError
+
+LOCK_POLL_S = 0.1
+_GLOB_CHARACTERS = frozenset("*?[")
+
+
+def reading_error(path: Path, error: OSError) -> DataError:
+    """The `DataError` that tells why `path` could not be read."""
+    return DataError(f"cannot read {path}: {error.strerror or error}. Check that it exists and that you may read it.")
+
+
+def writing_error(path: Path, error: OSError) -> DataError:
+    """The `DataError` that tells why prepared data could not be written to `path`."""
+    return DataError(
+        f"cannot write prepared data to {path}: {error.strerror or error}. "
+        "Free some space or name another folder with data.prepared_dir or BURST_CACHE_DIR."
+    )
+
+
+def list_files(paths: Sequence[str], suffixes: tuple[str, ...]) -> tuple[Path, ...]:
+    """Absolute paths of all regular files that `paths` name, in the order given and sorted within one entry.
+
+    An entry is a file, a glob (`**` goes into folders) or a folder, which stands for every file below it that ends
+    in one of `suffixes` (all files if `suffixes` is empty) and is not hidden. A file named twice is read once.
+    """
+    found: dict[Path, None] = {}
+    missing: list[str] = []
+    for entry in paths:
+        matches = _matches(entry, suffixes)
+        if matches is None:
+            missing.append(entry)
+        else:
+            found.update(dict.fromkeys(matches))
+    if missing:
+        raise DataError(
+            f"data.paths: no such file or folder: {', '.join(repr(entry) for entry in missing)} "
+            f"(looked from {Path.cwd()}). Name files, folders or globs that exist."
+        )
+    if not found:
+        what = f"a file ending in {' or '.join(suffixes)}" if suffixes else "a file"
+        given = ", ".join(repr(entry) for entry in paths) or "an empty list"
+        raise DataError(f"data.paths: {given} holds no files to read. Name a folder with {what} in it, or the files.")
+    return tuple(found)
+
+
+def _matches(entry: str, suffixes: tuple[str, ...]) -> list[Path] | None:
+    if not entry:
+        return None
+    path = Path(entry).expanduser().absolute()
+    if path.is_dir():
+        return _files_below(path, suffixes)
+    if path.is_file():
+        return [path]
+    if path.exists():
+        raise DataError(f"data.paths: {path} is not a regular file. Name files, folders or globs of text files.")
+    if _GLOB_CHARACTERS & set(entry):
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
+        return sorted(Path(match) for match in matches if Path(match).is_file())
+    return None
+
+
+def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise reading_error(Path(error.filename or folder), error)
+
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files.extend(Path(parent, name) for name in names if not name.startswith(".") and name.endswith(suffixes or ""))
+    return sorted(path for path in files if path.is_file())
+
+
+def stat_key(path: Path) -> tuple[str, int, int]:
+    """(absolute path, size in bytes, modification time in ns): changes whenever the file does, without reading it."""
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise reading_error(path, error) from None
+    return str(path), facts.st_size, facts.st_mtime_ns
+
+
+def hash_json(value: object) -> str:
+    """SHA-256 in hex of the canonical JSON text of `value`."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 in hex of the bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise reading_error(path, error) from None
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in `path`; `what` names the file's role in the error text."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise reading_error(path, error) from None
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error}); expected {what}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a JSON {type(value).__name__}; expected {what}: a JSON object.")
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON and flush it to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folders(folders: Iterable[Path]) -> None:
+    """Flush the entries of folders to the disk, so that a rename after it cannot overtake them."""
+    for folder in folders:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Hold the lock file `path`; yields False where the file system knows no locks (then nothing is excluded).
+
+    The kernel frees the lock when a process dies, however it dies. The file is removed before the lock is released, so
+    a holder must check that it locked the file that still has this name.
+    """
+    import fcntl
+
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _lock(handle, on_wait, fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                yield False
+                return
+            if _is_named(handle, path):
+                try:
+                    yield True
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, on_wait: Callable[[], None], flock: Callable[[int, int], None], operation: int) -> bool:
+    while True:
+        try:
+            flock(handle, operation)
+        except BlockingIOError:
+            on_wait()
+            time.sleep(LOCK_POLL_S)
+        except OSError:
+            return False
+        else:
+            return True
+
+
+def _is_named(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

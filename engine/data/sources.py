@@ -1,0 +1,247 @@
+"""Where text comes from: plain files, JSONL, parquet and the Python standard library's own source.
+
+Every source yields documents as (origin, texts): where the document came from, and its text as one or more strings of
+about a mebibyte, so that a file of any size passes through in bounded memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import DataConfig
+from engine.data.files import list_files, reading_error
+from engine.errors import DataError
+
+PIECE_BYTES = 1 << 20  # text is handled in pieces of about this size
+_PARQUET_ROWS = 256
+_BYTE_ORDER_MARK = "\ufeff"
+_STDLIB_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+)
+_STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
+
+Document = tuple[str, Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An ordered list of files and the way to read documents out of one of them."""
+
+    description: str
+    files: tuple[Path, ...]
+    read: Callable[[Path], Iterator[Document]]
+
+    def documents(self) -> Iterator[Document]:
+        """Every document in a fixed order; the texts of one must be used before the next is asked for."""
+        for path in self.files:
+            yield from self.read(path)
+
+
+def open_source(config: DataConfig, *, stdlib_folder: Path | None = None) -> Source:
+    """The source that `config` names, with its files listed and nothing read yet."""
+    if config.format == "stdlib":
+        folder = stdlib_folder or Path(sysconfig.get_paths()["stdlib"])
+        return Source("source code of the Python standard library", find_stdlib_files(folder), _read_stdlib_file)
+    field = config.text_field
+    if config.format == "text":
+        files = list_files(config.paths, ())
+        return Source(f"{len(files)} text files", files, _read_text_file)
+    if config.format == "jsonl":
+        files = list_files(config.paths, (".jsonl", ".ndjson"))
+        return Source(f"{len(files)} JSONL files", files, lambda path: _read_jsonl(path, field))
+    if config.format == "parquet":
+        files = list_files(config.paths, (".parquet",))
+        return Source(f"{len(files)} parquet files", files, lambda path: _read_parquet(path, field))
+    raise DataError(f"data.format={config.format} is not a format of text. Legal: stdlib, text, jsonl, parquet.")
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+# --- plain text -------------------------------------------------------------------------------------------------------
+
+
+def _read_text_file(path: Path) -> Iterator[Document]:
+    yield str(path), _text_pieces(path)
+
+
+def _text_pieces(path: Path) -> Iterator[str]:
+    offset, carry = 0, b""
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(PIECE_BYTES):
+                data = carry + chunk
+                cut = data.rfind(b"\n") + 1 or _last_character(data)
+                text = decode_utf8(data[:cut], path, offset)
+                yield text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text
+                offset, carry = offset + cut, data[cut:]
+    except OSError as error:
+        raise reading_error(path, error) from None
+    if carry:
+        text = decode_utf8(carry, path, offset)
+        yield text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text
+
+
+def _last_character(data: bytes) -> int:
+    """Offset of the last UTF-8 character of `data`, which may be incomplete; a cut there breaks none."""
+    for back in range(1, min(4, len(data)) + 1):
+        if data[-back] & 0xC0 != 0x80:
+            return len(data) - back
+    return len(data)
+
+
+def decode_utf8(data: bytes, path: Path, offset: int, line: int | None = None) -> str:
+    """Text of `data`, which lies at byte `offset` of `path`; a `DataError` names the byte that is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"{path}:{line}" if line is not None else str(path)
+        remedy = "Convert the file (iconv -f latin1 -t utf-8 ...) or leave it out of data.paths."
+        if offset == 0 and data.startswith(b"\x1f\x8b"):
+            remedy = "It looks compressed with gzip: unpack it first."
+        raise DataError(
+            f"{place}: invalid UTF-8 at byte offset {offset + error.start} "
+            f"(0x{data[error.start]:02x}, {error.reason}). {remedy}"
+        ) from None
+
+
+# --- JSONL ------------------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+    offset = 0
+    try:
+        with path.open("rb") as file:
+            for line, data in enumerate(file, start=1):
+                if data.strip():
+                    yield f"{path}:{line}", split_text(_jsonl_text(data, path, offset, line, field))
+                offset += len(data)
+    except OSError as error:
+        raise reading_error(path, error) from None
+
+
+def _jsonl_text(data: bytes, path: Path, offset: int, line: int, field: str) -> str:
+    text = decode_utf8(data, path, offset, line).rstrip("\r\n")
+    try:
+        record = json.loads(text.removeprefix(_BYTE_ORDER_MARK) if line == 1 else text)
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg}, column {error.colno}"
+        raise DataError(f"{path}:{line}: bad JSON ({detail}). Expected one JSON object per line.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}:{line}: bad JSON ({error}). Expected one JSON object per line.") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path}:{line}: a JSON {_json_type(record)}; expected an object with the key '{field}'.")
+    if field not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise DataError(f"{path}:{line}: no key '{field}'; keys present: {keys}. Set data.text_field to one of them.")
+    value = record[field]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{path}:{line}: '{field}' is a JSON {_json_type(value)}; expected a string. Mend the line or set "
+            "data.text_field to a key that holds text."
+        )
+    return value
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+# --- parquet ----------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"reading {path} needs the package pyarrow, which is not installed. Run: pip install 'burst-train[parquet]'"
+        ) from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, column)
+            row = 0
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+                for cell in batch.column(0):
+                    yield f"{path}: row {row}", split_text(_cell_text(cell, path, row, column))
+                    row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        # Arrow reports damaged contents, too, as OSError, but then without an error number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise reading_error(path, error) from None
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"{path} cannot be read as parquet: {reason} Check the file or data.format.") from None
+
+
+def _check_column(path: Path, schema: Any, column: str) -> None:
+    import pyarrow
+
+    if column not in schema.names:
+        names = ", ".join(schema.names) or "none"
+        raise DataError(f"{path}: no column '{column}'; columns present: {names}. Set data.text_field to one of them.")
+    kind = schema.field(column).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
+        raise DataError(f"{path}: column '{column}' holds {kind}; expected strings. Set data.text_field to a column.")
+
+
+def _cell_text(cell: Any, path: Path, row: int, column: str) -> str:
+    try:
+        value = cell.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: row {row}: column '{column}': invalid UTF-8 at byte offset {error.start}. Mend the row."
+        ) from None
+    if not isinstance(value, str):
+        raise DataError(f"{path}: row {row}: column '{column}' is null; expected a string. Leave such rows out.")
+    return value
+
+
+# --- the standard library ---------------------------------------------------------------------------------------------
+
+
+def find_stdlib_files(folder: Path) -> tuple[Path, ...]:
+    """The *.py files of the standard library at `folder`, sorted by their path inside it.
+
+    Tests, installed packages, links and files made by one build of Python are left out, so machines with the same
+    Python release have the same text.
+    """
+    files: list[tuple[str, Path]] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED_FOLDERS and not name.startswith(".")]
+        for name in names:
+            path = Path(parent, name)
+            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_PREFIX) and not path.is_symlink():
+                files.append((path.relative_to(folder).as_posix(), path))
+    if not files:
+        raise DataError(
+            f"data.format=stdlib: this Python has no source files of its standard library in {folder} (only compiled "
+            "files or a zip?). Give text of your own (data.format=text data.paths=[FOLDER]) or use another Python."
+        )
+    return tuple(path for _, path in sorted(files))
+
+
+def _read_stdlib_file(path: Path) -> Iterator[Document]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:  # a few files are kept in other encodings on purpose
+        return
+    except OSError as error:
+        raise reading_error(path, error) from None
+    yield str(path), split_text(text.removeprefix(_BYTE_ORDER_MARK))

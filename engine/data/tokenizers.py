@@ -1,0 +1,242 @@
+"""Text <-> token ids: the bytes themselves, a BPE trained on the corpus, or any tokenizer.json.
+
+Each knows how many bytes of text every token id stands for, so a loss per token can be told as bits per byte, the one
+unit in which models with different tokenizers can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import DataError
+
+Ids = npt.NDArray[np.int64]
+
+BYTES_VOCAB_SIZE = 256
+BYTES_EOD_ID = 255  # the byte 0xFF occurs in no UTF-8 text, so the vocabulary stays a power of two
+BPE_EOD_TOKEN = "<|endoftext|>"
+BPE_MIN_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # every byte and the end of a document
+TOKENIZER_FILE = "tokenizer.json"
+
+_EOD_TOKENS = (
+    BPE_EOD_TOKEN,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer(Protocol):
+    """What the pipeline asks of a tokenizer. Ids lie in [0, vocab_size); `eod_id` ends every document."""
+
+    name: str
+    vocab_size: int
+    eod_id: int
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, int64, without any end-of-document id; special tokens in a text are plain text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` without end-of-document ids; broken UTF-8 becomes U+FFFD."""
+
+    def id_bytes(self) -> list[bytes]:
+        """The text bytes that each id stands for, vocab_size entries; empty for ids that stand for no text."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_saved_tokenizer` needs into `folder` (nothing for bytes)."""
+
+
+def token_bytes(tokenizer: Tokenizer) -> Ids:
+    """Bytes of text per token id, int64 [vocab_size].
+
+    Over a document they add up to the length of its UTF-8 text: exactly for byte-level tokenizers, closely for those
+    that normalise text or add spaces.
+    """
+    return np.fromiter((len(text) for text in tokenizer.id_bytes()), dtype=np.int64, count=tokenizer.vocab_size)
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes are the ids; 255, a byte that UTF-8 never uses, ends a document. vocab_size is 256."""
+
+    name = "bytes"
+    vocab_size = BYTES_VOCAB_SIZE
+    eod_id = BYTES_EOD_ID
+
+    def encode(self, text: str) -> Ids:
+        """Ids of `text`, one per UTF-8 byte."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; a character cut in half becomes U+FFFD."""
+        return bytes(token for token in ids if token != self.eod_id).decode("utf-8", errors="replace")
+
+    def id_bytes(self) -> list[bytes]:
+        """One byte per id, none for the end of a document."""
+        return [bytes([token]) if token != self.eod_id else b"" for token in range(self.vocab_size)]
+
+    def save(self, folder: Path) -> None:
+        """Nothing: there is nothing to remember."""
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, from a tokenizer.json or just trained.
+
+    Truncation, padding and added start or end tokens that the file may ask for are switched off: they would change the
+    text. Special tokens are found only by their ids, never in the text of a document.
+    """
+
+    def __init__(self, inner: Any, name: str) -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.vocab_size = max(self._vocab.values(), default=-1) + 1
+        self.eod_id = _find_eod(self._vocab, name)
+
+    def encode(self, text: str) -> Ids:
+        """Ids of `text`."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, computed on all cores."""
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def id_bytes(self) -> list[bytes]:
+        """The text bytes of each id: exact if the tokenizer works on bytes, else what decoding gives."""
+        special = {index for index, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        special.add(self.eod_id)
+        tokens = {index: token for token, index in self._vocab.items() if index not in special}
+        decoder = json.loads(self._inner.to_str()).get("decoder")
+        kinds = _decoder_kinds(decoder)
+        if "ByteLevel" in kinds:
+            known = {index: _from_byte_level(token) for index, token in tokens.items()}
+        else:
+            known = self._decode_each(tokens)
+            if "ByteFallback" in kinds:
+                matches = {index: _BYTE_TOKEN.fullmatch(token) for index, token in tokens.items()}
+                known |= {index: bytes([int(match[1], 16)]) for index, match in matches.items() if match}
+        return [known.get(index, b"") for index in range(self.vocab_size)]
+
+    def _decode_each(self, tokens: dict[int, str]) -> dict[int, bytes]:
+        # A token at the start of a text loses its leading space in most decoders: decode it after another one.
+        before = self.encode("a").tolist()
+        prefix = self._inner.decode(before, skip_special_tokens=False)
+        texts = self._inner.decode_batch([[*before, index] for index in tokens], skip_special_tokens=False)
+        return {
+            index: text[len(prefix) :].encode("utf-8", "replace") for index, text in zip(tokens, texts, strict=True)
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json."""
+        (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """A byte-level BPE of at most `vocab_size` ids trained on `texts`; the same texts give the same tokenizer.
+
+    Id 0 is the end of a document, then come the 256 bytes, so every text can be encoded. A small corpus may not have
+    enough repeated pairs and gives fewer ids. `vocab_size` is at least BPE_MIN_VOCAB_SIZE.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BPE_EOD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return FileTokenizer(inner, "bpe")
+
+
+def load_tokenizer_file(path: Path, name: str | None = None) -> FileTokenizer:
+    """The tokenizer in the tokenizer.json at `path`; `name` (default: the path) appears in manifests and errors."""
+    from tokenizers import Tokenizer
+
+    text = read_tokenizer_file(path)
+    try:
+        inner = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(
+            f"tokenizer {path} cannot be loaded ({error}). Expected a tokenizer.json of the library tokenizers."
+        ) from None
+    return FileTokenizer(inner, name or str(path))
+
+
+def read_tokenizer_file(path: Path) -> str:
+    """The text of the tokenizer.json at `path`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer={path}: cannot read it: {error.strerror or error}. "
+            "Expected 'bytes', 'bpe' or the path of a tokenizer.json."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {path}: invalid UTF-8 at byte offset {error.start}; expected JSON.") from None
+
+
+def load_saved_tokenizer(name: str, folder: Path) -> Tokenizer:
+    """The tokenizer called `name` whose file, if it needs one, was saved into `folder`."""
+    return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer_file(folder / TOKENIZER_FILE, name)
+
+
+def _find_eod(vocab: dict[str, int], name: str) -> int:
+    for token in _EOD_TOKENS:
+        if token in vocab:
+            return vocab[token]
+    raise DataError(
+        f"tokenizer {name} has no end-of-document token (looked for {', '.join(_EOD_TOKENS)}). "
+        "Add one of them to its added_tokens with 'special': true."
+    )
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    kinds = {str(decoder.get("type"))}
+    for inner in decoder.get("decoders", ()):
+        kinds |= _decoder_kinds(inner)
+    return kinds
+
+
+def _from_byte_level(token: str) -> bytes:
+    """The bytes behind a token of a byte-level vocabulary, which writes each byte as one printable character."""
+    table = _byte_level_table()
+    try:
+        return bytes(table[character] for character in token)
+    except KeyError:  # a token added later, kept as plain text
+        return token.encode("utf-8")
+
+
+def _byte_level_table() -> dict[str, int]:
+    """Character -> byte as GPT-2 chose it: printable Latin-1 stands for itself, the rest follows from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

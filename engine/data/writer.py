@@ -1,0 +1,107 @@
+"""Writes a token set (format: engine.data.manifest) as a stream, in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.data.files import write_json
+from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, storage_dtype
+from engine.data.tokenizers import Tokenizer, token_bytes
+
+DOCUMENTS_FILE = "documents.bin"
+TOKEN_BYTES_FILE = "token_bytes.bin"
+DEFAULT_FILE_TOKENS = 1 << 30  # a file holds at most so many tokens (2 or 4 GiB)
+
+
+class TokenSetWriter:
+    """Appends documents to a token set in `folder`, which must exist and is incomplete until `close` has returned."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, file_tokens: int = DEFAULT_FILE_TOKENS) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._file_tokens = file_tokens
+        self._dtype = numpy_dtype(storage_dtype(tokenizer.vocab_size))
+        self._file: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+        self._in_file = 0
+        self._files: list[TokenFile] = []
+        self._documents = (folder / DOCUMENTS_FILE).open("wb")
+        self._inside_document = False
+        self._max_token_id = 0
+        self.token_count = 0
+        self.document_count = 0
+        self.text_bytes = 0
+
+    def append(self, ids: npt.NDArray[np.int64], text_bytes: int, *, ends_document: bool) -> None:
+        """Add the next part of the current document (or of a new one); the last part is followed by `eod_id`."""
+        if not self._inside_document:
+            self._documents.write(self.token_count.to_bytes(8, "little"))
+            self.document_count += 1
+        self._inside_document = not ends_document
+        self.text_bytes += text_bytes
+        self._write(np.append(ids, self._tokenizer.eod_id) if ends_document else ids)
+
+    def close(self, source: str) -> Manifest:
+        """The manifest, written last; every file is on the disk when this returns."""
+        self.finish_files()
+        token_bytes(self._tokenizer).astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
+        manifest = Manifest(
+            dtype=self._dtype.name,
+            vocab_size=self._tokenizer.vocab_size,
+            token_count=self.token_count,
+            files=tuple(self._files),
+            eod_id=self._tokenizer.eod_id,
+            tokenizer=self._tokenizer.name,
+            documents_file=DOCUMENTS_FILE,
+            document_count=self.document_count,
+            token_bytes_file=TOKEN_BYTES_FILE,
+            text_bytes=self.text_bytes,
+            max_token_id=self._max_token_id,
+            source=source,
+            writer=WRITER,
+        )
+        write_json(self._folder / MANIFEST_FILE, manifest.to_json())
+        return manifest
+
+    def finish_files(self) -> None:
+        """Close the open files; a set without a manifest is no set."""
+        self._finish_file()
+        if not self._documents.closed:
+            _close_synced(self._documents)
+
+    def _write(self, ids: npt.NDArray[np.int64]) -> None:
+        if ids.size == 0:
+            return
+        self._max_token_id = max(self._max_token_id, int(ids.max()))
+        self.token_count += ids.size
+        while ids.size:
+            room = self._file_tokens - self._in_file
+            data = ids[:room].astype(self._dtype).tobytes()
+            if self._file is None:
+                self._file = (self._folder / f"tokens-{len(self._files):05d}.bin").open("wb", buffering=1 << 20)
+            self._file.write(data)
+            self._hash.update(data)
+            self._in_file += min(room, ids.size)
+            ids = ids[room:]
+            if self._in_file == self._file_tokens:
+                self._finish_file()
+
+    def _finish_file(self) -> None:
+        if self._file is None:
+            return
+        name = Path(self._file.name).name
+        _close_synced(self._file)
+        self._files.append(TokenFile(name, self._in_file, self._hash.hexdigest()))
+        self._file, self._hash, self._in_file = None, hashlib.sha256(), 0
+
+
+def _close_synced(file: BinaryIO) -> None:
+    with file:
+        file.flush()
+        os.fsync(file.fileno())

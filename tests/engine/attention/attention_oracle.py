@@ -1,0 +1,170 @@
+"""Independent oracles and an in-process group for attention tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.attention.api import AttentionRuntime, PlanPair, SavedAttention
+from engine.attention.executor import lockstep
+from engine.attention.kernels.base import TileKernel
+from engine.attention.layout import Layout, LayoutName, build_layout
+from engine.attention.mask import Mask, Visibility
+from engine.attention.plan import LinkBytes
+from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.topology import Topology
+from engine.attention.transport import Hub
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random q, dout [N, H, D] and k, v [N, K, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def random_inputs(
+    rows: int, heads: int, kv_heads: int, head_dim: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> Tensor:
+        return torch.randn(rows, count, head_dim, dtype=torch.float64, generator=generator).to(dtype)
+
+    return Inputs(draw(heads), draw(kv_heads), draw(kv_heads), draw(heads))
+
+
+def dense_visibility(mask: Mask, rows: int) -> Tensor:
+    return torch.tensor([[mask.visible(i, j) for j in range(rows)] for i in range(rows)])
+
+
+def oracle(inputs: Inputs, visible: Tensor) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv by dense float64 attention and autograd; rows that see nothing give 0 and -inf."""
+    q, k, v = (x.double().detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, keys) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~visible.any(1)[None, :, None], 0.0)
+    out = torch.einsum("hij,jhd->ihd", weights, values)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.double())
+    lse = torch.logsumexp(scores.detach(), -1).T
+    return dict(zip(NAMES, (out.detach(), lse, dq, dk, dv), strict=True))
+
+
+def causal(rows: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool).tril()
+
+
+def ring_plans(mask: Mask, layout: Layout, ring: Ring, circulates: Literal["kv", "q"]) -> PlanPair:
+    visibility = Visibility(mask, layout)
+    return PlanPair(plan_forward(visibility, ring), plan_backward(visibility, ring, circulates))
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """Gathered results in global order and the bytes that every rank sent."""
+
+    values: dict[str, Tensor]
+    forward_bytes: dict[int, LinkBytes]
+    backward_bytes: dict[int, LinkBytes]
+
+
+@dataclass(frozen=True)
+class Group:
+    """All ranks of a group in this process."""
+
+    plans: PlanPair
+    layout: Layout
+    kernel: TileKernel
+    late: bool = True
+    topology: Topology | None = None
+    wire: torch.dtype = torch.float32
+
+    def run(self, inputs: Inputs) -> GroupResult:
+        size = self.layout.size
+        index = [torch.from_numpy(self.layout.positions(rank)) for rank in range(size)]
+        forward_hub = Hub(size, self.topology, late=self.late)
+        forwards = [
+            self._runtime(r, forward_hub).forward_execution(inputs.q[i], inputs.k[i], inputs.v[i])
+            for r, i in enumerate(index)
+        ]
+        lockstep(forwards, forward_hub)
+        saved = []
+        for i, execution in zip(index, forwards, strict=True):
+            acc = execution.pinned("acc")
+            saved.append(
+                SavedAttention(inputs.q[i], inputs.k[i], inputs.v[i], acc["out"].to(inputs.q.dtype), acc["lse"])
+            )
+        backward_hub = Hub(size, self.topology, late=self.late)
+        backwards = [
+            self._runtime(r, backward_hub).backward_execution(state, inputs.dout[i])
+            for r, (i, state) in enumerate(zip(index, saved, strict=True))
+        ]
+        lockstep(backwards, backward_hub)
+        dkv = [execution.pinned("dkv")["dkv"] for execution in backwards]
+        parts = {
+            "out": [state.out for state in saved],
+            "lse": [state.lse for state in saved],
+            "dq": [execution.pinned("dq")["dq"].to(inputs.q.dtype) for execution in backwards],
+            "dk": [x[:, 0].to(inputs.k.dtype) for x in dkv],
+            "dv": [x[:, 1].to(inputs.v.dtype) for x in dkv],
+        }
+        values = {name: gather(index, tensors) for name, tensors in parts.items()}
+        return GroupResult(values, forward_hub.sent, backward_hub.sent)
+
+    def _runtime(self, rank: int, hub: Hub) -> AttentionRuntime:
+        return AttentionRuntime(
+            self.plans.forward.ranks[rank],
+            self.plans.backward.ranks[rank],
+            self.kernel,
+            hub.transport(rank),
+            self.wire,
+            poisoned=True,
+        )
+
+
+def gather(index: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """Rows of all ranks in global order, float64."""
+    whole = torch.full((sum(len(i) for i in index), *parts[0].shape[1:]), torch.nan, dtype=torch.float64)
+    for i, part in zip(index, parts, strict=True):
+        whole[i] = part.double()
+    return whole
+
+
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """Largest absolute difference per result; NaN counts as infinite, equal infinities as none."""
+    result = {}
+    for name in NAMES:
+        same = got[name] == want[name]
+        difference = (got[name] - want[name]).abs().masked_fill(same, 0.0)
+        result[name] = float(difference.nan_to_num(nan=torch.inf).max())
+    return result
+
+
+def relative_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """||got - want|| / ||want|| per result."""
+    return {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in ("out", "dq", "dk", "dv")}
+
+
+def build_group(
+    layout: LayoutName,
+    ring: Ring,
+    circulates: Literal["kv", "q"],
+    mask: Mask,
+    kernel: TileKernel,
+    *,
+    rows: int | None = None,
+    late: bool = True,
+) -> Group:
+    blocks = build_layout(layout, rows or mask.seq_len, ring.size)
+    wire = torch.bfloat16 if ring.narrow_gradients else torch.float32
+    return Group(ring_plans(mask, blocks, ring, circulates), blocks, kernel, late, wire=wire)

@@ -1,0 +1,54 @@
+"""Small corpora and hand-written token sets, as another tool would write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+
+from engine.data.shards import TokenShards, open_token_set
+from engine.data.sources import Document, Source
+from engine.data.split import Piece, iter_pieces
+
+# Machines under load are slow, so no deadline per example.
+quick = settings(deadline=None, max_examples=60)
+
+
+def make_source(*documents: str | Sequence[str]) -> Source:
+    """A source without files; a document is a text or the pieces of one."""
+
+    def read(path: Path) -> Iterator[Document]:
+        for index, document in enumerate(documents):
+            yield f"document {index}", [document] if isinstance(document, str) else document
+
+    return Source("made up", (Path("made-up"),), read)
+
+
+def make_pieces(*documents: str | Sequence[str], max_bytes: int | None = None) -> list[Piece]:
+    return list(iter_pieces(make_source(*documents), max_bytes))
+
+
+def write_token_set(folder: Path, tokens: Sequence[int], *, dtype: str = "uint16", **changes: Any) -> Path:
+    """A token set of one file, as a foreign tool might write it; `changes` go into the manifest (None removes)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    np.asarray(tokens, dtype=np.dtype(dtype).newbyteorder("<")).tofile(folder / "t.bin")
+    manifest = {
+        "format": "burst-tokens",
+        "version": 1,
+        "dtype": dtype,
+        "vocab_size": 100,
+        "token_count": len(tokens),
+        "files": [{"name": "t.bin", "token_count": len(tokens)}],
+        **changes,
+    }
+    text = json.dumps({key: value for key, value in manifest.items() if value is not None})
+    (folder / "manifest.json").write_text(text)
+    return folder
+
+
+def make_shards(folder: Path, tokens: Sequence[int], **changes: Any) -> TokenShards:
+    return open_token_set(write_token_set(folder, tokens, **changes))

@@ -1,0 +1,399 @@
+"""Preparation: the same configuration finds the same data, whoever asks, and nothing is ever half there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_helpers import write_token_set
+
+from engine.config import DataConfig
+from engine.data import PreparedData, Progress, open_prepared, prepare
+from engine.data.files import exclusive_lock
+from engine.data.tokenizers import train_bpe
+from engine.errors import ConfigError, DataError
+
+TEXTS = [f"document {index}: größe € {'words and more ' * (index % 7)}\n" for index in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for index, text in enumerate(TEXTS):
+        (folder / f"{index:03d}.txt").write_text(text)
+    return folder
+
+
+def text_config(folder: Path, **settings: Any) -> DataConfig:
+    return DataConfig(**{"format": "text", "paths": (str(folder),), "validation_fraction": 0.1, **settings})
+
+
+def texts_of(prepared: PreparedData) -> list[str]:
+    """All documents of both splits, sorted."""
+    tokenizer, documents = prepared.load_tokenizer(), []
+    for shards in (prepared.train, prepared.validation):
+        tokens = shards.read(0, shards.token_count)
+        starts = shards.document_offsets(0, tokens)
+        documents += [tokenizer.decode(part) for part in np.split(tokens, starts[1:])]
+    return sorted(documents)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_every_format_gives_the_documents_back(corpus: Path, tmp_path: Path, kind: Any, tokenizer: str) -> None:
+    paths = {"text": corpus, "jsonl": tmp_path / "c.jsonl", "parquet": tmp_path / "c.parquet"}
+    paths["jsonl"].write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    pq.write_table(pa.table({"text": TEXTS}), paths["parquet"])
+    prepared = prepare(text_config(paths[kind], format=kind, tokenizer=tokenizer, bpe_vocab_size=280))
+    assert texts_of(prepared) == sorted(TEXTS)
+    assert prepared.token_bytes is not None
+    for shards in (prepared.train, prepared.validation):
+        assert prepared.token_bytes[shards.read(0, shards.token_count)].sum() == shards.text_bytes
+    assert prepared.vocab_size == (256 if tokenizer == "bytes" else 280)
+    assert (prepared.validation.text_bytes or 0) >= 0.1 * len("".join(TEXTS).encode())
+
+
+def test_the_standard_library_needs_no_paths() -> None:
+    prepared = prepare(DataConfig(max_bytes=300_000))
+    assert (prepared.train.text_bytes or 0) + (prepared.validation.text_bytes or 0) == 300_000
+    assert prepared.validation.token_count > 1
+    assert any(text.startswith('"""') for text in texts_of(prepared))
+
+
+def test_a_tokenizer_file_is_used_and_kept(corpus: Path, tmp_path: Path) -> None:
+    train_bpe(TEXTS, 280).save(tmp_path)
+    config = text_config(corpus, tokenizer=str(tmp_path / "tokenizer.json"), prepared_dir=str(tmp_path / "out"))
+    assert prepare(config).vocab_size == 280
+    (tmp_path / "tokenizer.json").unlink()
+    assert texts_of(open_prepared(config)) == sorted(TEXTS)
+
+
+def test_bpe_is_trained_on_training_text_only(corpus: Path, tmp_path: Path) -> None:
+    first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400))
+    trained_on = [first.load_tokenizer().decode(part) for part in _documents(first)]
+    train_bpe(trained_on, 400).save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (first.path / "tokenizer.json").read_bytes()
+
+
+def _documents(prepared: PreparedData) -> list[Any]:
+    tokens = prepared.train.read(0, prepared.train.token_count)
+    return np.split(tokens, prepared.train.document_offsets(0, tokens)[1:])
+
+
+def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
+    config = text_config(corpus)
+    first = prepare(config)
+    facts = (first.path / "prepared.json").stat()
+    seen: list[Progress] = []
+    second = prepare(config, progress=seen.append)
+    assert (second.path, second.content_hash, seen) == (first.path, first.content_hash, [])
+    assert (first.path / "prepared.json").stat() == facts
+    assert [path.name for path in (cache / "data").iterdir()] == [first.path.name]
+
+
+def test_settings_that_do_not_matter_share_the_data(corpus: Path) -> None:
+    config = text_config(corpus)
+    same = dataclasses.replace(config, bpe_vocab_size=999, text_field="body")
+    assert prepare(same).path == prepare(config).path
+
+
+@pytest.mark.parametrize("change", [{"tokenizer": "bpe"}, {"max_bytes": 100}, {"validation_fraction": 0.2}])
+def test_settings_that_matter_get_data_of_their_own(corpus: Path, change: dict[str, Any]) -> None:
+    config = text_config(corpus)
+    assert prepare(dataclasses.replace(config, **change)).path != prepare(config).path
+
+
+def test_a_changed_source_file_is_prepared_again(corpus: Path) -> None:
+    config = text_config(corpus)
+    first = prepare(config)
+    (corpus / "000.txt").write_text("something new")
+    second = prepare(config)
+    assert second.path != first.path
+    assert "something new" in texts_of(second)
+
+
+def test_content_hash_tells_tokens_apart_not_places(corpus: Path, tmp_path: Path) -> None:
+    base = text_config(corpus)
+    here, there = (prepare(dataclasses.replace(base, prepared_dir=str(tmp_path / name))) for name in "ab")
+    assert here.content_hash == there.content_hash
+    assert prepare(dataclasses.replace(base, max_bytes=500)).content_hash != here.content_hash
+
+
+def test_ranks_open_what_was_prepared(corpus: Path, tmp_path: Path) -> None:
+    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"not prepared: nothing at .*out\. Run `burst data prepare`"):
+        open_prepared(config)
+    made = prepare(config)
+    for path in corpus.iterdir():
+        path.unlink()
+    assert open_prepared(config).content_hash == made.content_hash
+
+
+def test_prepared_dir_of_another_configuration_is_refused_and_kept(corpus: Path, tmp_path: Path) -> None:
+    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(config)
+    changed = dataclasses.replace(config, tokenizer="bpe", max_bytes=5)
+    for call in (prepare, open_prepared):
+        with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
+            call(changed)
+    assert open_prepared(config).vocab_size == 256
+
+
+def test_prepared_dir_older_than_its_sources_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(config)
+    (corpus / "000.txt").write_text("new")
+    with pytest.raises(DataError, match="out of date: changed since it was prepared: source files"):
+        prepare(config)
+
+
+def test_prepared_dir_with_other_things_is_refused_and_kept(corpus: Path) -> None:
+    with pytest.raises(DataError, match="holds other things"):
+        prepare(text_config(corpus, prepared_dir=str(corpus)))
+    assert len(list(corpus.iterdir())) == len(TEXTS)
+
+
+def test_an_empty_prepared_dir_is_filled(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert prepare(text_config(corpus, prepared_dir=str(tmp_path / "out"))).path == tmp_path / "out"
+
+
+def test_damaged_cache_is_made_again(corpus: Path) -> None:
+    config = text_config(corpus)
+    first = prepare(config)
+    (first.path / "train" / "tokens-00000.bin").write_bytes(b"\0")
+    assert texts_of(prepare(config)) == sorted(TEXTS)
+
+
+def test_damaged_prepared_dir_is_named(corpus: Path, tmp_path: Path) -> None:
+    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(config)
+    (tmp_path / "out" / "train" / "manifest.json").unlink()
+    with pytest.raises(DataError, match="no manifest at"):
+        prepare(config)
+
+
+class StopError(Exception):
+    """A fake interruption."""
+
+
+@pytest.mark.parametrize("stage", ["survey", "tokenizer", "encode"])
+def test_an_interruption_leaves_nothing_behind(corpus: Path, cache: Path, stage: str) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.stage == stage:
+            raise StopError
+
+    config = text_config(corpus, tokenizer="bpe", bpe_vocab_size=300)
+    with pytest.raises(StopError):
+        prepare(config, progress=interrupt)
+    assert list((cache / "data").iterdir()) == []
+    assert texts_of(prepare(config)) == sorted(TEXTS)
+
+
+def test_leftovers_of_killed_processes_are_removed(corpus: Path, cache: Path) -> None:
+    config = text_config(corpus)
+    path = prepare(config).path
+    leftover = path.with_name(f"{path.name}.tmp-1-abcd")
+    leftover.mkdir()
+    (leftover / "x").write_text("x")
+    prepare(config)
+    assert [entry.name for entry in (cache / "data").iterdir()] == [path.name]
+
+
+def prepare_and_die(config: DataConfig) -> None:
+    def die(progress: Progress) -> None:
+        if progress.stage == "encode":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(config, progress=die)
+
+
+def test_a_killed_process_leaves_no_data_and_blocks_nobody(corpus: Path, cache: Path) -> None:
+    config = text_config(corpus)
+    process = multiprocessing.get_context("spawn").Process(target=prepare_and_die, args=(config,))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name for path in (cache / "data").iterdir() if ".tmp-" in path.name]
+    path = prepare(config).path
+    assert list((cache / "data").iterdir()) == [path]
+
+
+def test_source_files_that_change_meanwhile_are_noticed(corpus: Path, cache: Path) -> None:
+    def meddle(progress: Progress) -> None:
+        if progress.stage == "encode":
+            (corpus / "000.txt").write_text("changed")
+
+    with pytest.raises(DataError, match="source files changed while they were read"):
+        prepare(text_config(corpus), progress=meddle)
+    assert list((cache / "data").iterdir()) == []
+
+
+def test_progress_adds_up(corpus: Path) -> None:
+    seen: list[Progress] = []
+    prepared = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=300), progress=seen.append)
+    last = {progress.stage: progress for progress in seen}
+    total = len("".join(TEXTS).encode())
+    assert list(last) == ["survey", "tokenizer", "encode"]
+    assert all((progress.documents, progress.text_bytes) == (len(TEXTS), total) for progress in last.values())
+    assert [last[stage].total_text_bytes for stage in ("survey", "tokenizer", "encode")] == [None, total, total]
+    assert last["encode"].tokens == prepared.train.token_count + prepared.validation.token_count
+
+
+def test_max_bytes_is_exact(corpus: Path) -> None:
+    prepared = prepare(text_config(corpus, max_bytes=1000))
+    assert (prepared.train.text_bytes or 0) + (prepared.validation.text_bytes or 0) in range(998, 1001)
+
+
+def test_a_single_document_is_split_by_position(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("0123456789" * 20)
+    prepared = prepare(text_config(tmp_path / "one.txt"))
+    assert (prepared.train.text_bytes, prepared.validation.text_bytes) == (180, 20)
+    assert (prepared.train.document_count, prepared.validation.document_count) == (1, 1)
+
+
+@pytest.mark.parametrize("content", ["", "x"])
+def test_a_corpus_without_text_for_both_splits_is_an_error(tmp_path: Path, cache: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(DataError, match=r"the corpus is empty: 1 files .*a\.txt|leaves no text for train"):
+        prepare(text_config(tmp_path / "a.txt"))
+    assert list((cache / "data").iterdir()) == []
+
+
+def test_bad_lines_are_named_before_anything_is_written(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnonsense\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: bad JSON"):
+        prepare(text_config(tmp_path / "a.jsonl", format="jsonl"))
+    assert list((cache / "data").iterdir()) == []
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    line = "a line of text that is repeated\n"
+    (tmp_path / "big.txt").write_text(line * 900_000)
+    config = text_config(tmp_path / "big.txt")
+    tracemalloc.start()
+    try:
+        prepare(config)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # 29 MB of text are 230 MB as int64 ids; a group of pieces needs about ten bytes per byte of its 4 to 6 MiB.
+    assert peak < 90e6
+
+
+def prepare_in_process(config: DataConfig, cache: str, barrier: Any, results: Any) -> None:
+    os.environ["BURST_CACHE_DIR"] = cache
+    barrier.wait()
+    built = []
+    prepared = prepare(config, progress=lambda progress: built.append(progress.stage))
+    results.put((str(prepared.path), prepared.content_hash, "encode" in built))
+
+
+def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    config = text_config(corpus)
+    arguments = (config, str(cache), barrier, results)
+    processes = [context.Process(target=prepare_in_process, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    answers = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+    assert len({answer[:2] for answer in answers}) == 1
+    assert sum(built for *_, built in answers) == 1
+    assert len(list((cache / "data").iterdir())) == 1
+
+
+def test_a_waiting_process_says_so(tmp_path: Path) -> None:
+    waits: list[None] = []
+
+    def give_way() -> None:
+        waits.append(None)
+        holder.__exit__(None, None, None)
+
+    holder = exclusive_lock(tmp_path / "lock", lambda: None)
+    assert holder.__enter__()
+    with exclusive_lock(tmp_path / "lock", give_way) as locked:
+        assert locked
+        assert len(waits) == 1
+    assert not (tmp_path / "lock").exists()
+
+
+def test_all_unusable_settings_are_listed() -> None:
+    config = DataConfig(format="text", validation_fraction=1.0, max_bytes=0, tokenizer="bpe", bpe_vocab_size=256)
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    assert len(caught.value.problems) == 4
+
+
+def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot write prepared data to .*data\.prepared_dir or BURST_CACHE_DIR"):
+        prepare(text_config(corpus, prepared_dir=str(tmp_path / "file" / "out")))
+
+
+# --- data.format=shards -----------------------------------------------------------------------------------------------
+
+
+def shards_config(path: Path, **settings: Any) -> DataConfig:
+    return DataConfig(**{"format": "shards", "paths": (str(path),), "validation_fraction": 0.25, **settings})
+
+
+@pytest.mark.parametrize("opener", [prepare, open_prepared])
+def test_prepared_folders_open_as_shards(corpus: Path, opener: Any) -> None:
+    made = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=300))
+    opened = opener(shards_config(made.path))
+    assert opened.content_hash == made.content_hash
+    assert np.array_equal(opened.token_bytes, made.token_bytes)
+    assert texts_of(opened) == sorted(TEXTS)
+
+
+def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
+    prepared = prepare(shards_config(write_token_set(tmp_path / "s", list(range(40)), eod_id=99)))
+    assert (prepared.train.token_count, prepared.validation.token_count) == (30, 10)
+    assert prepared.validation.read(0, 2).tolist() == [30, 31]
+    assert (prepared.eod_id, prepared.token_bytes) == (99, None)
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        prepared.load_tokenizer()
+
+
+def test_prepare_reads_foreign_shards_through_and_ranks_do_not(tmp_path: Path) -> None:
+    config = shards_config(write_token_set(tmp_path / "s", [1] * 39 + [100]))
+    open_prepared(config)
+    with pytest.raises(DataError, match="token 39"):
+        prepare(config)
+
+
+def test_train_and_validation_must_agree(tmp_path: Path) -> None:
+    write_token_set(tmp_path / "p" / "train", [1, 2], vocab_size=50)
+    write_token_set(tmp_path / "p" / "validation", [1, 2], vocab_size=60)
+    with pytest.raises(DataError, match="vocab_size of train is 50 but of validation 60"):
+        prepare(shards_config(tmp_path / "p"))
+
+
+def test_a_missing_shard_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        open_prepared(shards_config(tmp_path / "nowhere"))
+
+
+def test_several_shard_paths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes one"):
+        prepare(shards_config(tmp_path, paths=("a", "b")))

@@ -1,0 +1,171 @@
+"""The sampler: every sample once per epoch, in the same order however the global batch is divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import make_shards, quick
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.data.sampler import IGNORE_INDEX, PackedSampler, permute, sequential_batches
+from engine.data.shards import TokenShards
+from engine.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    """Ids 0, 1, 2, ... 999: a token tells where it came from."""
+    return make_shards(tmp_path_factory.mktemp("sets") / "counting", list(range(1000)), vocab_size=1000)
+
+
+@given(size=st.integers(1, 700), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+@quick
+def test_permute_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    assert sorted(permute(position, size, (seed, epoch)) for position in range(size)) == list(range(size))
+
+
+def test_permutations_differ_by_seed_and_epoch() -> None:
+    keys = [(seed, epoch) for seed in range(20) for epoch in range(20)]
+    assert len({tuple(permute(position, 100, key) for position in range(100)) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 12])
+def test_every_place_is_equally_likely(size: int) -> None:
+    draws = 3000
+    counts = np.zeros((size, size))
+    for epoch in range(draws):
+        for position in range(size):
+            counts[position, permute(position, size, (7, epoch))] += 1
+    # Standard deviation of a cell is below sqrt(draws / size); five of them are not reached by chance.
+    assert abs(counts - draws / size).max() < 5 * (draws / size) ** 0.5
+
+
+@given(
+    seq_len=st.integers(1, 40),
+    dp_size=st.integers(1, 5),
+    batch_size=st.integers(1, 4),
+    grad_accum_steps=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@quick
+def test_an_epoch_visits_every_sample_once(
+    counting: TokenShards, seq_len: int, dp_size: int, batch_size: int, grad_accum_steps: int, seed: int
+) -> None:
+    sampler = PackedSampler(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
+    wanted, step = 2 * sampler.samples_per_epoch, 0
+    firsts: list[int] = []
+    while len(firsts) < wanted:
+        for micro_step in range(grad_accum_steps):
+            for dp_rank in range(dp_size):
+                batch = sampler.batch(step, micro_step, dp_rank, dp_size, batch_size)
+                firsts += batch.tokens[:, 0].tolist()
+        step += 1
+    samples = [seq_len * index for index in range(sampler.samples_per_epoch)]
+    for epoch in range(2):
+        part = firsts[epoch * sampler.samples_per_epoch : (epoch + 1) * sampler.samples_per_epoch]
+        assert sorted(part) == samples
+
+
+@given(seq_len=st.integers(1, 30), step=st.integers(0, 50), seed=st.integers(0, 9))
+@quick
+def test_a_step_has_the_same_samples_however_it_is_divided(
+    counting: TokenShards, seq_len: int, step: int, seed: int
+) -> None:
+    seen = []
+    for grad_accum_steps, dp_size, batch_size in ((1, 1, 12), (1, 4, 3), (3, 2, 2), (12, 1, 1), (2, 6, 1)):
+        sampler = PackedSampler(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
+        parts = [
+            sampler.batch(step, micro_step, dp_rank, dp_size, batch_size).tokens
+            for micro_step in range(grad_accum_steps)
+            for dp_rank in range(dp_size)
+        ]
+        seen.append(np.concatenate(parts).tolist())
+    assert all(rows == seen[0] for rows in seen)
+
+
+def test_labels_are_the_next_tokens(counting: TokenShards) -> None:
+    batch = PackedSampler(counting, 37, 1).batch(4, 0, 0, 1, 5)
+    assert batch.tokens.shape == batch.labels.shape == (5, 37)
+    assert batch.tokens.dtype == batch.labels.dtype == np.int64
+    assert (batch.labels == batch.tokens + 1).all()
+
+
+def test_the_same_arguments_give_the_same_batch_after_others(counting: TokenShards) -> None:
+    sampler = PackedSampler(counting, 16, 3)
+    first = sampler.batch(9, 0, 1, 2, 2)
+    sampler.batch(10, 0, 0, 2, 2)
+    assert (PackedSampler(counting, 16, 3).batch(9, 0, 1, 2, 2).tokens == first.tokens).all()
+    assert (sampler.batch(9, 0, 1, 2, 2).tokens == first.tokens).all()
+
+
+def test_samples_are_shuffled_and_differ_by_seed(counting: TokenShards) -> None:
+    orders = [[PackedSampler(counting, 10, seed).sample_at(number) for number in range(99)] for seed in (0, 1)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) != orders[0]
+
+
+def test_documents_of_a_row_start_where_the_shards_say(tmp_path: Path) -> None:
+    tokens = [1, 9, 2, 2, 9, 3, 9, 4, 4, 4, 4, 4, 9]
+    shards = make_shards(tmp_path / "s", tokens, eod_id=9, vocab_size=10)
+    rows = [row for batch in sequential_batches(shards, 4, batch_size=1) for row in batch.documents]
+    assert [row.tolist() for row in rows] == [[0, 2], [0, 1, 3], [0]]
+
+
+@given(length=st.integers(1, 30), cuts=st.sets(st.integers(1, 199)), start=st.integers(0, 160))
+@quick
+def test_documents_of_a_window_agree_with_its_tokens(
+    tmp_path_factory: pytest.TempPathFactory, length: int, cuts: set[int], start: int
+) -> None:
+    tokens = np.where(np.isin(np.arange(200), [cut - 1 for cut in cuts]), 9, 1)
+    folder = tmp_path_factory.mktemp("s")
+    np.array([0, *sorted(cuts)], dtype="<i8").tofile(folder / "d.bin")
+    indexed = make_shards(folder, tokens.tolist(), documents_file="d.bin")
+    plain = make_shards(tmp_path_factory.mktemp("s"), tokens.tolist(), eod_id=9)
+    ids = indexed.read(start, length)
+    assert indexed.document_offsets(start, ids).tolist() == plain.document_offsets(start, ids).tolist()
+
+
+def test_a_corpus_shorter_than_a_sample_says_what_would_fit(counting: TokenShards) -> None:
+    with pytest.raises(DataError, match=r"has 1,000 tokens, but seq_len=1,000 needs at least 1,001.*at most 999"):
+        PackedSampler(counting, 1000, 0)
+    assert PackedSampler(counting, 999, 0).samples_per_epoch == 1
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0, 1, 1), (0, 0, 2, 2, 1), (-1, 0, 0, 1, 1), (0, 0, 0, 1, 0)])
+def test_places_that_do_not_exist_are_refused(counting: TokenShards, arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="step="):
+        PackedSampler(counting, 10, 0).batch(*arguments)
+
+
+@given(count=st.integers(2, 80), seq_len=st.integers(1, 100), batch_size=st.integers(1, 3), dp_size=st.integers(1, 4))
+@quick
+def test_validation_sees_every_token_once_and_all_ranks_equally_often(
+    tmp_path_factory: pytest.TempPathFactory, count: int, seq_len: int, batch_size: int, dp_size: int
+) -> None:
+    shards = make_shards(tmp_path_factory.mktemp("s"), list(range(count)))
+    ranks = [
+        list(sequential_batches(shards, seq_len, batch_size=batch_size, dp_rank=rank, dp_size=dp_size))
+        for rank in range(dp_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    seen: Counter[int] = Counter()
+    for batch in (batch for batches in ranks for batch in batches):
+        assert batch.tokens.shape == batch.labels.shape == (batch_size, seq_len)
+        real = batch.labels != IGNORE_INDEX
+        assert (batch.labels[real] == batch.tokens[real] + 1).all()
+        seen.update(batch.labels[real].tolist())
+    assert seen == Counter(range(1, count))
+
+
+def test_validation_begins_at_the_start_and_stops_when_told(counting: TokenShards) -> None:
+    batches = list(sequential_batches(counting, 10, batch_size=2, dp_rank=1, dp_size=2, max_batches=3))
+    assert [batch.tokens[:, 0].tolist() for batch in batches] == [[20, 30], [60, 70], [100, 110]]
+
+
+def test_validation_of_a_single_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 1 tokens; at least 2"):
+        list(sequential_batches(make_shards(tmp_path / "s", [1]), 4, batch_size=1))

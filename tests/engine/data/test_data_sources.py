@@ -1,0 +1,214 @@
+"""Sources: what they read, in which order, and how precisely they name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine.config import DataConfig
+from engine.data import sources
+from engine.data.sources import PIECE_BYTES, find_stdlib_files, open_source, split_text
+from engine.errors import DataError
+
+
+def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[str]:
+    config = DataConfig(format=kind, paths=tuple(str(path) for path in paths), **settings)
+    return ["".join(texts) for _, texts in open_source(config).documents()]
+
+
+def write_parquet(path: Path, **columns: list[Any]) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_text_files_are_documents_sorted_by_path(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "second\r\n"), ("a/z.txt", "first ü"), (".hidden", "no"), ("c.md", "third")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    assert read_all("text", tmp_path) == ["first ü", "second\r\n", "third"]
+
+
+def test_globs_and_files_named_twice_are_read_once(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.log"):
+        (tmp_path / name).write_text(name)
+    assert read_all("text", tmp_path / "b.txt", tmp_path / "*.txt") == ["b.txt", "a.txt"]
+
+
+def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert read_all("text", tmp_path / "a.txt") == ["hello"]
+
+
+@pytest.mark.parametrize("unit", ["ä€😀", "line ü\n", "x"])
+def test_long_text_files_come_in_pieces_that_join_to_the_text(tmp_path: Path, unit: str) -> None:
+    text = unit * (5 * PIECE_BYTES // (2 * len(unit.encode()))) + "tail"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    [(_, pieces)] = open_source(DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))).documents()
+    parts = list(pieces)
+    assert "".join(parts) == text
+    assert len(parts) >= 2
+    assert max(len(part.encode()) for part in parts) <= 2 * PIECE_BYTES
+
+
+def test_split_text_joins_to_the_text_and_cuts_after_line_breaks() -> None:
+    text = ("a" * 1000 + "\n") * 3000
+    parts = list(split_text(text))
+    assert "".join(parts) == text
+    assert all(part.endswith("\n") for part in parts[:-1])
+    assert max(map(len, parts)) <= PIECE_BYTES
+
+
+@pytest.mark.parametrize("before", ["", "line\n", "x" * (PIECE_BYTES - 1), "line\n" * PIECE_BYTES])
+def test_invalid_utf8_is_named_with_its_byte_offset(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(before.encode() + b"ok\xff tail")
+    with pytest.raises(DataError, match=rf"bad\.txt: invalid UTF-8 at byte offset {len(before) + 2} \(0xff"):
+        read_all("text", path)
+
+
+def test_a_character_cut_off_by_the_end_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cut.txt").write_bytes("good €".encode()[:-1])
+    with pytest.raises(DataError, match=r"byte offset 5 .*unexpected end of data"):
+        read_all("text", tmp_path / "cut.txt")
+
+
+def test_gzip_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x1f\x8b\x08\x00rest")
+    with pytest.raises(DataError, match="unpack it first"):
+        read_all("text", tmp_path / "a.txt")
+
+
+def test_all_missing_paths_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no such file or folder: '.*nope1', '.*nope2'"):
+        read_all("text", tmp_path / "nope1", tmp_path, tmp_path / "nope2")
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("jsonl", ".jsonl"), ("parquet", ".parquet")])
+def test_a_folder_without_matching_files_is_an_error(tmp_path: Path, kind: str, ending: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=rf"holds no files to read.*\{ending}"):
+        read_all(kind, tmp_path)
+
+
+def test_jsonl_lines_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
+    lines = [json.dumps({"body": "one\ntwo"}), "", json.dumps({"body": "ü", "id": 3})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert read_all("jsonl", tmp_path, text_field="body") == ["one\ntwo", "ü"]
+
+
+GOOD_LINE = b'{"text": "fine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', r"a\.jsonl:2: bad JSON \(.*column 10\)"),
+        (b"[" * 100_000, r"a\.jsonl:2: bad JSON"),
+        (b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:2: bad JSON \(Exceeds the limit"),
+        (b'["text"]', r"a\.jsonl:2: a JSON array; expected an object"),
+        (b'{"id": 1, "body": "x"}', r"a\.jsonl:2: no key 'text'; keys present: body, id\. Set data\.text_field"),
+        (b"{}", r"a\.jsonl:2: no key 'text'; keys present: none"),
+        (b'{"text": 5}', r"a\.jsonl:2: 'text' is a JSON number; expected a string"),
+        (b'{"text": null}', r"a\.jsonl:2: 'text' is a JSON null"),
+        (b'{"text": "\xe4"}', r"a\.jsonl:2: invalid UTF-8 at byte offset 27"),
+    ],
+)
+def test_bad_jsonl_is_named_with_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD_LINE + line + b"\n" + GOOD_LINE)
+    with pytest.raises(DataError, match=message):
+        read_all("jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_rows_are_documents(tmp_path: Path, kind: Any) -> None:
+    texts = [f"row {index} ü" for index in range(600)]
+    pq.write_table(pa.table({"id": list(range(600)), "body": pa.array(texts, type=kind)}), tmp_path / "a.parquet")
+    assert read_all("parquet", tmp_path, text_field="body") == texts
+
+
+def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", id=[1], body=["x"])
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; columns present: id, body"):
+        read_all("parquet", path)
+
+
+def test_parquet_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="column 'text' holds int64; expected strings"):
+        read_all("parquet", write_parquet(tmp_path / "a.parquet", text=[1, 2]))
+
+
+def test_parquet_null_is_named_with_its_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", text=["x"] * 300 + [None])
+    with pytest.raises(DataError, match="row 300: column 'text' is null"):
+        read_all("parquet", path)
+
+
+def test_parquet_invalid_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+    broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 0: column 'text': invalid UTF-8 at byte offset 2"):
+        read_all("parquet", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"plain text, not parquet at all", b"PAR1" + b"\x00" * 20 + b"PAR1"])
+def test_what_is_not_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+        read_all("parquet", tmp_path)
+
+
+def make_stdlib(folder: Path) -> Path:
+    names = ["os.py", "json/decoder.py", "test/test_os.py", "idlelib/idle_test/a.py", "site-packages/x.py", "latin.py"]
+    for name in [*names, "_sysconfigdata__linux.py", "__pycache__/os.py", "os.pyc", "unittest/test/b.py"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+    (folder / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n'\xe4'")
+    (folder / "sitecustomize.py").symlink_to(folder / "os.py")
+    return folder
+
+
+def test_stdlib_files_leave_out_tests_packages_and_links(tmp_path: Path) -> None:
+    files = find_stdlib_files(make_stdlib(tmp_path))
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["json/decoder.py", "latin.py", "os.py"]
+
+
+def test_stdlib_skips_files_that_are_not_utf8(tmp_path: Path) -> None:
+    source = open_source(DataConfig(), stdlib_folder=make_stdlib(tmp_path))
+    assert ["".join(texts) for _, texts in source.documents()] == ["# json/decoder.py\n", "# os.py\n"]
+
+
+def test_python_without_sources_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "os.pyc").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"no source files of its standard library.*data\.format=text"):
+        find_stdlib_files(tmp_path)
+
+
+def test_the_standard_library_of_this_python_is_found() -> None:
+    source = open_source(DataConfig())
+    assert len(source.files) > 100
+    assert {"os.py", "argparse.py"} <= {path.name for path in source.files}
+
+
+def test_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    source = open_source(DataConfig(format="text", paths=(str(path),)))
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt: No such file"):
+        [list(texts) for _, texts in source.documents()]
+
+
+def test_a_device_is_not_a_text_file() -> None:
+    with pytest.raises(DataError, match="/dev/null is not a regular file"):
+        read_all("text", "/dev/null")
+
+
+def test_last_character_never_cuts_one() -> None:
+    data = "a€😀".encode()
+    for end in range(1, len(data) + 1):
+        data[: sources._last_character(data[:end])].decode()

@@ -1,0 +1,124 @@
+"""Splitting: the rule keeps both sides alive and does not depend on anything but the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from data_helpers import make_pieces, make_source, quick
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.data.split import Piece, SplitRule, Surveyor, iter_pieces, make_rule
+from engine.errors import DataError
+
+texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=30)
+fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
+
+
+def rule_of(pieces: Sequence[Piece], fraction: float) -> SplitRule:
+    surveyor = Surveyor()
+    for piece in pieces:
+        surveyor.add(piece)
+    return make_rule(surveyor.survey(), fraction)
+
+
+def split(pieces: Sequence[Piece], fraction: float) -> dict[str, list[Piece]]:
+    sides: dict[str, list[Piece]] = {"train": [], "validation": []}
+    for name, piece in rule_of(pieces, fraction).assign(pieces):
+        sides[name].append(piece)
+    return sides
+
+
+def size(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.data) for piece in pieces)
+
+
+@given(texts, fractions)
+@quick
+def test_neither_side_is_empty_and_every_document_is_on_one(documents: list[str], fraction: float) -> None:
+    pieces = make_pieces(*documents)
+    sides = split(pieces, fraction)
+    assert sides["train"]
+    assert sides["validation"]
+    assert sorted(piece.document for side in sides.values() for piece in side) == list(range(len(documents)))
+
+
+def test_validation_reaches_the_fraction_by_at_most_one_hash_value_more() -> None:
+    pieces = make_pieces(*(f"document {index} " * 5 for index in range(2000)))
+    share = size(split(pieces, 0.05)["validation"]) / size(pieces)
+    assert 0.05 <= share <= 0.05 + 3 / 2000  # a hash value of 16 bits rarely has more than a few documents
+
+
+def test_documents_keep_their_side_when_the_order_changes() -> None:
+    documents = [f"text {index}" for index in range(200)]
+    chosen = {piece.text for piece in split(make_pieces(*documents), 0.1)["validation"]}
+    assert {piece.text for piece in split(make_pieces(*reversed(documents)), 0.1)["validation"]} == chosen
+
+
+def test_equal_documents_are_on_the_same_side() -> None:
+    documents = [f"text {index % 50}" for index in range(100)]
+    sides = split(make_pieces(*documents), 0.2)
+    assert not {piece.text for piece in sides["train"]} & {piece.text for piece in sides["validation"]}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_a_document_with_most_of_the_text_always_trains(fraction: float) -> None:
+    for index in range(50):
+        huge = f"huge {index} " * 1000
+        sides = split(make_pieces("small one", huge, f"small {index}"), fraction)
+        assert huge in [piece.text for piece in sides["train"]]
+
+
+def test_copies_of_one_document_leave_one_for_validation() -> None:
+    sides = split(make_pieces(*["same"] * 10), 0.1)
+    assert (len(sides["train"]), len(sides["validation"])) == (9, 1)
+
+
+def test_all_pieces_of_a_document_are_on_its_side() -> None:
+    documents = [[f"{index} part {part}\n" for part in range(3)] for index in range(40)]
+    sides = split(make_pieces(*documents), 0.3)
+    assert not {piece.document for piece in sides["train"]} & {piece.document for piece in sides["validation"]}
+    assert sum(map(len, sides.values())) == 120
+
+
+@given(st.lists(st.text("aé€😀", min_size=1, max_size=9), min_size=1, max_size=6), fractions)
+@quick
+def test_a_single_document_is_cut_by_position(parts: list[str], fraction: float) -> None:
+    pieces = make_pieces(parts)
+    sides = split(pieces, fraction)
+    assert "".join(piece.text for name in ("train", "validation") for piece in sides[name]) == "".join(parts)
+    wanted = max(1, round(size(pieces) * fraction))
+    assert wanted <= size(sides["validation"]) <= wanted + 3  # the cut moves back to the start of a character
+    for side in sides.values():
+        assert [piece.ends_document for piece in side] == [False] * (len(side) - 1) + [True] * bool(side)
+
+
+@given(texts, st.integers(1, 300))
+@quick
+def test_max_bytes_is_exact_up_to_a_whole_character(documents: list[str], limit: int) -> None:
+    whole = "".join(documents).encode()
+    pieces = make_pieces(*documents, max_bytes=limit)
+    data = b"".join(piece.data for piece in pieces)
+    assert data == whole[:limit].decode(errors="ignore").encode()
+    assert [piece.text.encode() for piece in pieces] == [piece.data for piece in pieces]
+    assert all(piece.ends_document for piece in pieces)
+
+
+def test_max_bytes_cuts_ascii_exactly_and_reads_no_further() -> None:
+    def texts_with_a_trap() -> object:
+        yield "12345"
+        raise AssertionError("read past the limit")
+
+    pieces = make_pieces("abc", texts_with_a_trap(), max_bytes=8)
+    assert [piece.data for piece in pieces] == [b"abc", b"12345"]
+    assert [piece.data for piece in make_pieces("abc", "12345", max_bytes=7)] == [b"abc", b"1234"]
+
+
+def test_empty_documents_are_not_counted() -> None:
+    assert [(piece.document, piece.text) for piece in make_pieces("", "a", ["", ""], "b")] == [(0, "a"), (1, "b")]
+
+
+def test_lone_surrogates_are_named_with_their_document() -> None:
+    with pytest.raises(DataError, match=r"document 1: .*U\+D800\) at character 2"):
+        list(iter_pieces(make_source("fine", "ab\ud800c"), None))

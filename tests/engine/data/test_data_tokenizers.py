@@ -1,0 +1,169 @@
+"""Tokenizers: ids and text are the same thing, and every byte of text is accounted for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_helpers import quick
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from engine.data.tokenizers import (
+    BPE_EOD_TOKEN,
+    BYTES_EOD_ID,
+    ByteTokenizer,
+    FileTokenizer,
+    load_saved_tokenizer,
+    load_tokenizer_file,
+    token_bytes,
+    train_bpe,
+)
+from engine.errors import DataError
+
+CORPUS = ["def encode(self, text):\n    return text.encode()\n" * 20, "größe €uro 😀 naïve\n" * 10]
+BPE = train_bpe(CORPUS, 320)
+EXACT: list[Any] = [ByteTokenizer(), BPE]
+ID_BYTES = {tokenizer.name: tokenizer.id_bytes() for tokenizer in EXACT}
+any_text = st.text(st.characters(codec="utf-8"), max_size=200)
+
+
+@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
+@given(text=any_text)
+@quick
+def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(ID_BYTES[tokenizer.name][token] for token in ids) == text.encode()
+    assert tokenizer.eod_id not in ids
+    assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
+def test_token_bytes_of_a_document_add_up_to_its_utf8_length(tokenizer: Any) -> None:
+    text = "".join(CORPUS) + "\x00 unseen: ж漢\r\n"
+    assert token_bytes(tokenizer)[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
+def test_the_end_of_a_document_has_no_text(tokenizer: Any) -> None:
+    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+    assert tokenizer.decode([tokenizer.eod_id]) == ""
+
+
+def test_bytes_use_the_one_byte_that_utf8_never_has() -> None:
+    assert (ByteTokenizer.vocab_size, ByteTokenizer.eod_id) == (256, 255)
+    every_character = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    assert BYTES_EOD_ID not in every_character.encode()
+
+
+def test_bpe_merges_and_keeps_to_its_size() -> None:
+    assert BPE.vocab_size <= 320
+    assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
+
+
+def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
+    tokenizer = train_bpe(["ab"], 5000)
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.decode(tokenizer.encode("\x00ÿ€")) == "\x00ÿ€"
+
+
+def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from pathlib import Path; from engine.data.tokenizers import train_bpe; "
+        "train_bpe(json.loads(sys.argv[1]), 320).save(Path(sys.argv[2]))"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code, json.dumps(CORPUS), str(tmp_path)], check=True, cwd=root)
+    BPE.save(tmp_path / "..")
+    assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / ".." / "tokenizer.json").read_bytes()
+
+
+def test_special_tokens_in_a_text_are_text() -> None:
+    text = f"before {BPE_EOD_TOKEN} after"
+    ids = BPE.encode(text)
+    assert BPE.eod_id not in ids
+    assert BPE.decode(ids) == text
+
+
+def test_saved_tokenizers_give_the_same_ids(tmp_path: Path) -> None:
+    BPE.save(tmp_path)
+    again = load_saved_tokenizer("bpe", tmp_path)
+    assert again.name == "bpe"
+    assert again.encode_many(CORPUS)[0].tolist() == BPE.encode(CORPUS[0]).tolist()
+
+
+def make_sentencepiece_like() -> Tokenizer:
+    """A BPE with U+2581 for spaces and bytes as a last resort, like Llama-2's."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
+    inner = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True)
+    )
+    inner.add_special_tokens(["</s>", "<unk>"])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]  # as Llama's, less the first space
+    )
+    return inner
+
+
+def test_byte_fallback_and_spaces_are_counted() -> None:
+    tokenizer = FileTokenizer(make_sentencepiece_like(), "llama-like")
+    text = "b a é€a a"
+    ids = tokenizer.encode(text)
+    assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+
+
+def make_word_level(**tokens: int) -> Tokenizer:
+    inner = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "[UNK]": 2, **tokens}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return inner
+
+
+def test_word_tokens_count_the_space_before_them() -> None:
+    tokenizer = FileTokenizer(make_word_level(**{"</s>": 3}), "words")
+    assert token_bytes(tokenizer)[[0, 1, tokenizer.eod_id]].tolist() == [6, 6, 0]
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    inner = make_word_level(**{"</s>": 3})
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer_file(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("hello world hello world").tolist() == [0, 1, 0, 1]
+
+
+def test_vocabulary_counts_to_the_highest_id() -> None:
+    inner = make_word_level(**{"</s>": 10})
+    inner.add_tokens([AddedToken("extra", normalized=False)])
+    tokenizer = FileTokenizer(inner, "gaps")
+    assert tokenizer.vocab_size == max(inner.get_vocab().values()) + 1
+    assert token_bytes(tokenizer).shape == (tokenizer.vocab_size,)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not json", r"tokenizer .*bad\.json cannot be loaded \(.*\)\. Expected a tokenizer\.json"),
+        (b"{}", r"bad\.json cannot be loaded"),
+        (b"\xff\xfe", r"bad\.json: invalid UTF-8 at byte offset 0"),
+        (make_word_level().to_str().encode(), r"bad\.json has no end-of-document token \(looked for <\|endoftext"),
+    ],
+)
+def test_unusable_tokenizer_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer_file(tmp_path / "bad.json")
+
+
+def test_a_missing_tokenizer_file_names_the_legal_values(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*bytess: cannot read it.*Expected 'bytes', 'bpe' or"):
+        load_tokenizer_file(tmp_path / "bytess")
