@@ -1,13 +1,24 @@
 """The run configuration: frozen dataclasses, every field documented, the unit in its name.
 
-Standard library only: the command line and every rank import this module without torch.
+Standard library and PyYAML only: the command line and every rank import this module without torch.
 YAML -> Hydra compose -> plain dict -> `RunConfig` (here) -> RUN/config.yaml -> every rank.
+Rules between fields are in `engine.config_checks`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from engine.config_reader import read_dataclass, to_plain
+from engine.config_schema import Problem, note
+from engine.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
@@ -20,126 +31,190 @@ KernelName = Literal["auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn
 class ModelConfig:
     """Shape of a Llama-style decoder."""
 
-    name: str = "tiny"
-    vocab_size: int = 256
-    hidden_size: int = 256
-    ffn_hidden_size: int = 688
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    init_std: float = 0.02
+    name: str = field(default="tiny", metadata=note("name of this shape, for tables; the option of the group model"))
+    vocab_size: int = field(
+        default=256, metadata=note("rows of the embedding and of the LM head", "tokens", at_least=2)
+    )
+    hidden_size: int = field(default=256, metadata=note("width of the residual stream", at_least=1))
+    ffn_hidden_size: int = field(default=688, metadata=note("inner width of the SwiGLU feed-forward", at_least=1))
+    num_layers: int = field(default=4, metadata=note("decoder layers", "layers", at_least=1))
+    num_heads: int = field(default=4, metadata=note("query heads", "heads", at_least=1))
+    num_kv_heads: int = field(
+        default=4, metadata=note("key and value heads; fewer than num_heads: GQA", "heads", at_least=1)
+    )
+    head_dim: int = field(default=64, metadata=note("width of one head; even, for RoPE", at_least=2))
+    rope_theta: float = field(default=10000.0, metadata=note("base of the rotary position wavelengths", above=0))
+    norm_eps: float = field(default=1e-5, metadata=note("added to the variance in RMSNorm", above=0))
+    tie_embeddings: bool = field(default=False, metadata=note("the LM head uses the embedding's weight"))
+    init_std: float = field(default=0.02, metadata=note("standard deviation of initial weights", above=0))
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """A point in the space of distributed attention methods; null means: what the preset says."""
 
-    preset: PresetName = "single"
-    layout: LayoutName | None = None
-    ring_inner_size: int | None = None
-    ring_outer_size: int | None = None
-    backward_circulates: Circulates | None = None
-    gradient_wire_dtype: Dtype | None = None
-    mask: Literal["causal", "full"] = "causal"
-    kernel: KernelName = "auto"
+    preset: PresetName = field(default="single", metadata=note("a named point; the fields below move away from it"))
+    layout: LayoutName | None = field(default=None, metadata=note("which positions each rank holds"))
+    ring_inner_size: int | None = field(
+        default=None, metadata=note("ranks in the inner ring, inside a node", "ranks", at_least=1)
+    )
+    ring_outer_size: int | None = field(
+        default=None, metadata=note("inner rings in the outer ring, between nodes", "rings", at_least=1)
+    )
+    backward_circulates: Circulates | None = field(
+        default=None, metadata=note("what travels in the backward pass: keys and values, or queries")
+    )
+    gradient_wire_dtype: Dtype | None = field(
+        default=None, metadata=note("number format of partial gradients while they travel")
+    )
+    mask: Literal["causal", "full"] = field(default="causal", metadata=note("which positions a token may look at"))
+    kernel: KernelName = field(default="auto", metadata=note("what computes one tile; auto: the fastest that is legal"))
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     """What is kept for the backward pass."""
 
-    activation_checkpoint: Literal["none", "full"] = "full"
+    activation_checkpoint: Literal["none", "full"] = field(
+        default="full", metadata=note("full: keep the input of every layer and compute the rest again")
+    )
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """How logits become a loss."""
 
-    kind: Literal["fused", "plain"] = "fused"
-    chunk_tokens: int = 2048
-    z_loss: float = 0.0
+    kind: Literal["fused", "plain"] = field(
+        default="fused", metadata=note("fused: LM head and loss together, never all logits at once")
+    )
+    chunk_tokens: int = field(default=2048, metadata=note("rows of logits alive at once (fused)", "tokens", at_least=1))
+    z_loss: float = field(default=0.0, metadata=note("weight of the squared log of the partition function", at_least=0))
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How ranks are divided: world_size = dp_replicate_size * dp_shard_size * cp_size."""
 
-    cp_size: int | None = None  # null: all ranks that data parallelism leaves
-    dp_shard_size: int = 1
-    dp_replicate_size: int = 1
-    reshard_after_forward: bool = True
+    cp_size: int | None = field(
+        default=None,
+        metadata=note("ranks that share one sequence; null: all that data parallelism leaves", "ranks", at_least=1),
+    )
+    dp_shard_size: int = field(
+        default=1, metadata=note("ranks that share parameters and read different sequences (FSDP)", "ranks", at_least=1)
+    )
+    dp_replicate_size: int = field(default=1, metadata=note("copies of the sharded model (HSDP)", "copies", at_least=1))
+    reshard_after_forward: bool = field(
+        default=True, metadata=note("free gathered parameters after the forward pass and gather them again")
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    learning_rate: float = 3e-4
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int | None = None  # wsd: length of the final decay; null: a tenth of all steps
-    min_learning_rate_ratio: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
+    learning_rate: float = field(default=3e-4, metadata=note("highest learning rate", above=0))
+    schedule: Literal["cosine", "constant", "wsd"] = field(
+        default="cosine", metadata=note("course of the learning rate after warm-up; wsd: flat, then a final decay")
+    )
+    warmup_steps: int = field(default=0, metadata=note("linear rise from 0 to learning_rate", "steps", at_least=0))
+    decay_steps: int | None = field(
+        default=None, metadata=note("wsd: length of the final decay; null: a tenth of all steps", "steps", at_least=1)
+    )
+    min_learning_rate_ratio: float = field(
+        default=0.1, metadata=note("last learning rate as a share of the highest", at_least=0, at_most=1)
+    )
+    beta1: float = field(default=0.9, metadata=note("decay of the gradient's mean", at_least=0, below=1))
+    beta2: float = field(default=0.95, metadata=note("decay of the squared gradient's mean", at_least=0, below=1))
+    epsilon: float = field(default=1e-8, metadata=note("added to the denominator", above=0))
+    weight_decay: float = field(default=0.1, metadata=note("decoupled; not on norms", at_least=0))
+    max_grad_norm: float | None = field(
+        default=1.0, metadata=note("clip the global gradient norm to this; null: never", above=0)
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
-    seq_len: int = 4096
-    steps: int = 100
-    micro_batch_size: int = 1  # sequences per data-parallel rank and micro-step
-    grad_accum_steps: int = 1
-    compute_dtype: Dtype = "bfloat16"
-    eval_interval_steps: int | None = None  # null: only at the end
-    eval_batches: int = 4
-    warmup_metric_steps: int = 3  # first steps left out of medians
-    compile: bool = False
-    tensorboard: bool = False
-    profile: str | None = None  # "START:STOP": steps traced by torch.profiler into RUN/profile/
-    peak_flops_per_device: float | None = None  # FLOP/s; null: table by device name, measured on CPU
-    log_interval_steps: int = 1
+    seq_len: int = field(
+        default=4096, metadata=note("length of one sequence, over all its ranks", "tokens", at_least=1)
+    )
+    steps: int = field(default=100, metadata=note("optimizer steps", "steps", at_least=1))
+    micro_batch_size: int = field(
+        default=1, metadata=note("sequences per data-parallel rank and micro-step", "sequences", at_least=1)
+    )
+    grad_accum_steps: int = field(default=1, metadata=note("micro-steps per optimizer step", "micro-steps", at_least=1))
+    compute_dtype: Dtype = field(default="bfloat16", metadata=note("number format of matrix products"))
+    eval_interval_steps: int | None = field(
+        default=None, metadata=note("steps between validations; null: only at the end", "steps", at_least=1)
+    )
+    eval_batches: int = field(default=4, metadata=note("micro-batches per validation", "micro-batches", at_least=1))
+    warmup_metric_steps: int = field(
+        default=3, metadata=note("first steps left out of the medians", "steps", at_least=0)
+    )
+    compile: bool = field(default=False, metadata=note("torch.compile every layer"))
+    tensorboard: bool = field(default=False, metadata=note("also write TensorBoard events into the run folder"))
+    profile: str | None = field(
+        default=None, metadata=note("START:STOP, the steps that torch.profiler traces into RUN/profile/", "steps")
+    )
+    peak_flops_per_device: float | None = field(
+        default=None,
+        metadata=note("what MFU is measured against; null: by device name, measured on CPU", "FLOP/s", above=0),
+    )
+    log_interval_steps: int = field(default=1, metadata=note("steps between lines of progress", "steps", at_least=1))
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from."""
 
-    format: Literal["stdlib", "text", "jsonl", "parquet", "shards"] = "stdlib"
-    paths: tuple[str, ...] = ()  # files or folders or globs; empty only for stdlib
-    text_field: str = "text"  # key (JSONL) or column (parquet) that holds the text
-    tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json
-    bpe_vocab_size: int = 4096
-    prepared_dir: str | None = None  # where shards lie; null: a folder in the cache named by content
-    validation_fraction: float = 0.01
-    max_bytes: int | None = None  # stop reading the corpus after so many bytes of text
+    format: Literal["stdlib", "text", "jsonl", "parquet", "shards"] = field(
+        default="stdlib", metadata=note("kind of files; stdlib: the source of Python's own library, found everywhere")
+    )
+    paths: tuple[str, ...] = field(default=(), metadata=note("files, folders or globs; empty only for stdlib"))
+    text_field: str = field(default="text", metadata=note("key (JSONL) or column (parquet) that holds the text"))
+    tokenizer: str = field(
+        default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
+    )
+    bpe_vocab_size: int = field(default=4096, metadata=note("size of a trained BPE vocabulary", "tokens", at_least=257))
+    prepared_dir: str | None = field(
+        default=None, metadata=note("folder of token shards; null: one in the cache, named by content")
+    )
+    validation_fraction: float = field(
+        default=0.01, metadata=note("share of the corpus kept for validation", above=0, below=1)
+    )
+    max_bytes: int | None = field(
+        default=None, metadata=note("stop reading the corpus after so much text", "bytes", at_least=1)
+    )
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """The machines: this machine only, for now."""
 
-    name: str = "local"
-    ranks_per_node: int | None = None  # null: one per GPU, or 1 without GPUs
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    threads_per_rank: int | None = None  # null: cores / local ranks, at least 1
-    topology_nodes: int | None = None  # treat the ranks as lying on so many nodes; null: as they do
+    name: str = field(
+        default="local", metadata=note("name of these machines, for tables; the option of the group cluster")
+    )
+    ranks_per_node: int | None = field(
+        default=None, metadata=note("processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1)
+    )
+    backend: Literal["auto", "nccl", "gloo"] = field(
+        default="auto", metadata=note("transport of torch.distributed; auto: nccl with GPUs, else gloo")
+    )
+    threads_per_rank: int | None = field(
+        default=None, metadata=note("CPU threads of one rank; null: cores / local ranks", "threads", at_least=1)
+    )
+    topology_nodes: int | None = field(
+        default=None, metadata=note("treat the ranks as lying on so many nodes; null: as they do", "nodes", at_least=1)
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything a run needs; written to RUN/config.yaml and read by every rank."""
 
-    exp: str = "tiny"
-    seed: int = 0
+    exp: str = field(default="tiny", metadata=note("name of the experiment: the folder of its runs"))
+    seed: int = field(default=0, metadata=note("seed of initial weights and of the order of data", at_least=0))
     model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -149,3 +224,57 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """(the configuration, every unknown key and wrong type); a mistaken field has its default."""
+    config, problems = read_dataclass(RunConfig, values)
+    assert isinstance(config, RunConfig)
+    return config, problems
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that these plain values spell; absent fields take their defaults.
+
+    Raises ConfigError with every unknown key, wrong type and illegal choice at once. Does not check fields
+    against one another or against files: that is `engine.config_checks.check_config`.
+    """
+    config, problems = read_config(values)
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    return config
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration in dicts, lists and scalars; `config_from_dict` turns it back."""
+    plain = to_plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """The configuration in a YAML file, such as RUN/config.yaml. Raises ConfigError, naming the file."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        place = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML: {place}") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a table of settings such as `seed: 0`, got {type(values).__name__}")
+    try:
+        return config_from_dict(values)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The configuration as YAML text with every field present; `load_config` reads it back unchanged."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def config_fingerprint(config: RunConfig) -> str:
+    """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
+    canonical = json.dumps(config_to_dict(config), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()

@@ -20,6 +20,7 @@ from engine.attention.merge import backward_stats
 from engine.attention.plan import AttentionPlan, Channel, LinkBytes, RankPlan
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
 from engine.attention.presets import AttentionMethod, resolve_attention
+from engine.attention.topology import Topology
 from engine.attention.transport import DistributedTransport, NoTransport, Transport, make_channel_groups
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
@@ -116,6 +117,14 @@ class _Attention(torch.autograd.Function):
         return execution.pinned("dq")["dq"].to(saved.q.dtype), dkv[:, 0], dkv[:, 1], None
 
 
+@dataclass(frozen=True)
+class GroupPlace:
+    """A rank's place in the group that shares a sequence, and where that group's ranks lie."""
+
+    rank: int
+    topology: Topology
+
+
 class ParallelAttention:
     """Attention of local queries over the whole sequence; an AttentionFn.
 
@@ -123,11 +132,12 @@ class ParallelAttention:
     ranks of the group must call it (and run its backward) the same number of times in the same order.
     """
 
-    def __init__(self, runtime: AttentionRuntime, layout: Layout, method: AttentionMethod, cp_rank: int) -> None:
+    def __init__(self, runtime: AttentionRuntime, layout: Layout, method: AttentionMethod, place: GroupPlace) -> None:
         self.runtime = runtime
         self.layout = layout
         self.method = method
-        self.cp_rank = cp_rank
+        self.cp_rank = place.rank
+        self.topology = place.topology
 
     @property
     def padded_seq_len(self) -> int:
@@ -177,7 +187,7 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention
         transport,
         getattr(torch, method.gradient_wire_dtype),
     )
-    return ParallelAttention(runtime, layout, method, mesh.cp_rank)
+    return ParallelAttention(runtime, layout, method, GroupPlace(mesh.cp_rank, topology))
 
 
 def padded_length(seq_len: int, cp_size: int) -> int:
@@ -199,4 +209,4 @@ def local_attention(
     plans = plan_method(method, Mask(seq_len, causal=causal), layout, 0)
     chosen = kernel or choose_kernel("auto", device or torch.device("cpu"), torch.bfloat16, 64)
     runtime = AttentionRuntime(plans.forward.ranks[0], plans.backward.ranks[0], chosen, NoTransport())
-    return ParallelAttention(runtime, layout, method, 0)
+    return ParallelAttention(runtime, layout, method, GroupPlace(0, Topology(1, 1)))

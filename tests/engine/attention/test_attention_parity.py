@@ -64,10 +64,10 @@ def test_bf16_error_is_at_most_that_of_one_kernel(ring: Ring, circulates: Litera
 
 
 @pytest.mark.parametrize("circulates", ["kv", "q"])
-def test_bf16_gradients_on_the_wire_hold_the_goal_on_eight_ranks(circulates: Literal["kv", "q"]) -> None:
+def test_bf16_gradients_on_the_wire_hold_the_goal_on_four_ranks(circulates: Literal["kv", "q"]) -> None:
     inputs = random_inputs(1024, 4, 4, head_dim=64, dtype=torch.bfloat16)
     want = oracle(inputs, causal(1024))
-    group = build_group("zigzag", Ring(8, narrow_gradients=True), circulates, Mask(1024), CpuFlashKernel())
+    group = build_group("zigzag", Ring(4, narrow_gradients=True), circulates, Mask(1024), CpuFlashKernel())
     ours, single = relative_errors(group.run(inputs).values, want), relative_errors(one_kernel(inputs), want)
     assert all(ours[name] <= 1.3 * single[name] for name in ours), (ours, single)
 

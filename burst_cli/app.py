@@ -1,0 +1,136 @@
+"""The `burst` command: the table of verbs, and the one place where errors become exit codes.
+
+A verb's module is imported only when that verb runs, so `burst --help` stays fast. To add a verb: write
+`burst_cli/commands/NAME.py` with `app = new_verb()` and an `@app.command()` in it, and add one line to VERBS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from burst_cli import __version__
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One word after `burst`: where its code lives and the line that `burst --help` shows for it."""
+
+    name: str
+    module: str
+    help: str
+
+
+VERBS = (
+    Verb("launch", "burst_cli.commands.launch", "Train: write the run folder, start the ranks, show progress."),
+    Verb("report", "burst_cli.commands.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
+    Verb("config", "burst_cli.commands.config", "Show the composed configuration and where each value comes from."),
+    Verb("data", "burst_cli.commands.data", "Prepare training data."),
+)
+
+
+class _VerbGroup(TyperGroup):
+    """Lists every verb from VERBS and imports only the one that is called."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for verb in VERBS:
+            self.add_command(TyperCommand(name=verb.name, help=verb.help))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        module = next((verb.module for verb in VERBS if verb.name == name), None)
+        if module is None:
+            return name, command, rest
+        loaded = typer.main.get_command(importlib.import_module(module).app)
+        loaded.name = name
+        return name, loaded, rest
+
+
+app = typer.Typer(
+    cls=_VerbGroup,
+    help="Train Llama-style language models on long sequences, on one laptop or a fleet of GPU nodes.",
+    epilog="Settings are positional: burst launch exp=tiny train.steps=50   (burst config --fields lists all)",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"burst {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the Python traceback of an error; works after a verb too.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `burst ARGV` (default: this process's arguments), everything printed; never raises for mistakes.
+
+    0 ok, 1 failed, 2 usage or configuration, 3 unknown state, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.environ.get("_BURST_COMPLETE"):
+        from burst_cli.completion import run_completion
+
+        return run_completion(lambda: _run(arguments))
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug, as_json = "--debug" in flags, _wants_json(flags)
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _run(arguments)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) left; keep the interpreter from complaining while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        from burst_cli import render
+
+        return render.fail(error, as_json=as_json, debug=debug)
+
+
+def _wants_json(flags: Sequence[str]) -> bool:
+    """Whether stdout must hold one JSON document, also when the verb never gets to run."""
+    return "--json" in flags or "--format=json" in flags or "--format json" in " ".join(flags)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of the verb; mistakes come out as exceptions."""
+    code: object = typer.main.get_command(app).main(arguments, prog_name="burst", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def new_verb(**settings: Any) -> typer.Typer:
+    """An empty Typer application with the settings that every verb shares; its module must call it `app`."""
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )

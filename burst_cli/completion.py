@@ -1,0 +1,145 @@
+"""Tab completion of overrides: groups, options, settings and their values, read from folders and dataclasses.
+
+Neither Hydra nor torch is imported here: every press of the key starts a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from burst_cli.conf_dirs import Option, list_options, search_path
+from engine.config import RunConfig
+from engine.config_schema import FieldSpec, walk_fields, walk_sections
+from engine.errors import ConfigError
+
+Candidate = tuple[str, str]
+HELP_WIDTH = 70
+
+
+def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """(text, help) of everything the word under the cursor may become."""
+    body = incomplete.lstrip("+~")
+    sign = incomplete[: len(incomplete) - len(body)]
+    groups = _options_of(ctx.params.get("config_dir"))
+    fields = {spec.key: spec for spec in walk_fields(RunConfig)}
+    key, equals, value = body.partition("=")
+    if equals:
+        found = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields) if text.startswith(value)]
+    else:
+        found = list(_keys(body, groups, fields))
+        if len(found) == 1 and found[0][0].endswith("="):
+            # One key left: offer it with its values, so that the shell stops right after the equals sign.
+            key = found[0][0].removesuffix("=")
+            values = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields)]
+            found = values if len(values) > 1 else found + values
+    return [(sign + text, _one_line(doc)) for text, doc in found]
+
+
+def _one_line(doc: str) -> str:
+    """The help on one line without markup: Typer folds it at 80 columns, and shells read one candidate per line."""
+    return escape(doc if len(doc) <= HELP_WIDTH else doc[: HELP_WIDTH - 1] + "…")
+
+
+def _options_of(config_dirs: Any) -> dict[str, dict[str, Option]]:
+    """The options of every group; a folder that does not exist is no reason to complete nothing."""
+    try:
+        return list_options(search_path([Path(folder) for folder in config_dirs or ()]))
+    except ConfigError:
+        return list_options(search_path())
+
+
+def _keys(start: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]) -> Iterator[Candidate]:
+    """Groups and top settings as `name=`, sections as `name.`; the settings of a section once it is named."""
+    sections = dict(walk_sections(RunConfig))
+    near = [name for name in sections if name.startswith(start)]
+    tops = [key for key in fields if "." not in key and key not in groups]
+    if "." not in start:
+        shown = [group for group in groups if group.startswith(start)]
+        yield from ((f"{group}=", f"group: {', '.join(groups[group])}") for group in shown)
+        yield from ((f"{key}=", fields[key].note.doc) for key in tops if key.startswith(start))
+        if len(near) != 1 or (shown and shown != near):
+            yield from ((f"{name}.", sections[name]) for name in near)
+            return
+        start = f"{near[0]}."
+    yield from ((f"{key}=", spec.note.doc) for key, spec in fields.items() if "." in key and key.startswith(start))
+
+
+def _values(key: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]) -> Iterator[Candidate]:
+    """Values of a group or a setting with a word on each; for a number its default alone."""
+    if key in groups:
+        yield from ((name, option.description) for name, option in groups[key].items())
+        return
+    spec = fields.get(key)
+    if spec is None:
+        return
+    default = _spell(spec.default)
+    legal = spec.legal_values() or (default,)
+    for value in legal:
+        yield value, "default" if value == default else spec.note.doc
+
+
+def _spell(value: Any) -> str:
+    """A default as one types it in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return "[" + ",".join(map(_spell, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def run_completion(run: Callable[[], int]) -> int:
+    """The exit code of one completion request, which the shell puts into the environment.
+
+    Bash cuts words at = and :, so `exp=ti` arrives as three words and only `tiny` may be answered. The words are
+    joined before Typer sees them and the answers cut again; other shells pass whole words.
+    """
+    if os.environ.get("_BURST_COMPLETE") != "complete_bash":
+        return _exit_code(run)
+    words, cut = join_bash_words(_bash_words(os.environ.get("COMP_WORDS", "")), int(os.environ.get("COMP_CWORD", "0")))
+    os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
+    answer = io.StringIO()
+    with contextlib.redirect_stdout(answer):
+        code = _exit_code(run)
+    print("\n".join(line[cut:] for line in answer.getvalue().splitlines()))
+    return code
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def _bash_words(text: str) -> list[str]:
+    """Typer's bash function joins words with newlines; words joined with blanks are understood too."""
+    return text.split("\n") if "\n" in text else text.split(" ")
+
+
+def join_bash_words(words: Iterable[str], cursor: int) -> tuple[list[str], int]:
+    """(the words up to the cursor with bash's cuts undone, how many characters of the last are bash's own).
+
+    burst config exp = ti -> [burst, config, exp=ti], 4
+    """
+    joined: list[str] = []
+    cut, glue = 0, False
+    for word in list(words)[: cursor + 1]:
+        is_break = bool(word) and not word.strip("=:")
+        if joined and word and (glue or is_break):
+            cut = len(joined[-1]) + len(word) if is_break else len(joined[-1])
+            joined[-1] += word
+        else:
+            joined.append(word)
+            cut = 0
+        glue = is_break
+    return joined, cut

@@ -1,0 +1,211 @@
+"""Configuration files and overrides become one checked `RunConfig`. The only module that imports Hydra.
+
+Hydra composes and nothing else: no logging, no change of folder, no global object left behind. Settings that no file
+names have the defaults of `engine.config`, so `key=value` works for every documented setting without a `+`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra import version as hydra_version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override as HydraOverride
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from burst_cli.conf_dirs import list_options, search_path
+from burst_cli.overrides import Groups, Override, grammar_problem, override_problem
+from burst_cli.sources import Layer, trace_sources
+from engine.config import RunConfig, read_config
+from engine.config_checks import config_problems
+from engine.config_schema import Problem
+from engine.errors import ConfigError
+
+ROOT_CONFIG = "config"
+_SIGNS = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked configuration, the overrides as given, and where the values came from.
+
+    `sources`: dotted key -> file (`conf/exp/tiny.yaml`), override (`train.steps=50`) or `default`, for every setting
+    that a file or an override names; a key that is absent has its default.
+    """
+
+    config: RunConfig
+    overrides: tuple[str, ...]
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """What Hydra made of the files: plain values, the chosen option of each group, the files in order of merging."""
+
+    values: dict[str, Any]
+    choices: Mapping[str, str]
+    layers: tuple[Layer, ...]
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Composed:
+    """The configuration that the files and these overrides spell, checked as a whole.
+
+    Folders are searched in this order: `config_dirs` (the last one first), ~/.config/burst/conf, the built-in files.
+    Raises ConfigError with every mistake found in overrides, types, choices and rules between settings.
+    """
+    folders = search_path(config_dirs)
+    groups = list_options(folders)
+    accepted, problems = _read_overrides(overrides, groups)
+    try:
+        raw = _run_hydra(folders, accepted, groups)
+    except ConfigError as error:
+        raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
+    sources = trace_sources(raw.layers, [override for override in accepted if not override.is_choice(groups)])
+    config, mistakes = read_config(raw.values)
+    problems += [_with_file(problem, sources) for problem in mistakes]
+    config = _name_after_choice(config, raw.choices, sources)
+    # A rule about a setting that could not be read would speak of its default, which nobody asked for.
+    doubtful = {key for problem in problems for key in problem.keys}
+    problems += [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    return Composed(config, tuple(overrides), sources)
+
+
+def _name_after_choice(config: RunConfig, choices: Mapping[str, str], sources: dict[str, str]) -> RunConfig:
+    """The configuration with `exp` named after the chosen file, unless a file names it; `custom` without one."""
+    if "exp" in sources:
+        return config
+    choice = choices.get("exp", "custom")
+    sources["exp"] = f"exp={choice}" if "exp" in choices else "default"
+    return replace(config, exp=choice.removesuffix(".yaml").replace("/", "-"))
+
+
+def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """The problem with the file that holds the mistake, when a file does."""
+    places: set[str] = set()
+    for name in problem.keys:
+        inside = {source for key, source in sources.items() if key.startswith((f"{name}.", f"{name}["))}
+        places |= {sources[name]} if name in sources else inside
+    files = sorted(place for place in places if place.endswith(".yaml"))
+    text = f"{problem.text} (in {', '.join(files)})" if files else problem.text
+    if problem.keys == ("exp",):
+        text += "; the first line of a file in exp/ must be `# @package _global_`, and then sections such as `train:`"
+    return replace(problem, text=text)
+
+
+def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Override], list[Problem]]:
+    """(the overrides that may be composed, the problems of all others)."""
+    parser = OverridesParser.create()
+    accepted: list[Override] = []
+    problems: list[Problem] = []
+    for given in overrides:
+        try:
+            override = _convert(parser.parse_override(given), given)
+        except HydraException as error:
+            problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
+            continue
+        problem = override_problem(override, groups)
+        if problem is None:
+            accepted.append(override)
+        else:
+            problems.append(problem)
+    return accepted, problems
+
+
+def _convert(parsed: HydraOverride, given: str) -> Override:
+    key = str(parsed.get_key_element()).lstrip("+~")
+    if not key:
+        raise HydraException("there is nothing before the =")
+    is_sweep = parsed.is_sweep_override()
+    return Override(given, _SIGNS.get(parsed.type, ""), key, None if is_sweep else parsed.value(), is_sweep)
+
+
+def _run_hydra(folders: Sequence[Path], overrides: Sequence[Override], groups: Groups) -> _Raw:
+    """The composed values. Raises ConfigError for files that cannot be read or do not fit together."""
+    deleted = [override.key for override in overrides if override.is_delete and not override.is_choice(groups)]
+    lines = [override.hydra_line(groups) for override in overrides if override.key not in deleted]
+    try:
+        loader = _config_loader(folders)
+        composed = loader.load_configuration(ROOT_CONFIG, lines, RunMode.RUN, from_shell=False)
+        defaults = loader.compute_defaults_list(ROOT_CONFIG, lines, RunMode.RUN).defaults
+        choices = {str(group): str(choice) for group, choice in composed.hydra.runtime.choices.items() if choice}
+        values = _plain_values(composed)
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(_hydra_text(error, folders)) from error
+    for key in deleted:
+        _delete(values, key)
+    layers = (Layer.find(folders, item.config_path, item.package or "") for item in defaults if item.config_path)
+    return _Raw(values, choices, tuple(layer for layer in layers if layer is not None))
+
+
+def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
+    """A loader that searches the folders in this order.
+
+    Hydra's public `initialize_config_dir` takes one folder, looks for the root file only there, puts all other folders
+    after it and leaves a global object behind.
+    """
+    hydra_version.setbase("1.3")
+    first, *others = folders
+    path = create_config_search_path(str(first))
+    for folder in reversed(others):
+        path.append("burst", str(folder), anchor=SearchPathQuery(provider="main"))
+    return ConfigLoaderImpl(path)
+
+
+def _plain_values(composed: DictConfig) -> dict[str, Any]:
+    """The values without Hydra's own, interpolations resolved."""
+    with open_dict(composed):
+        del composed["hydra"]
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError([f"{key}: must be given (a file says ??? there); add {key}=VALUE" for key in missing])
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _delete(values: dict[str, Any], key: str) -> None:
+    """Take a dotted key out of nested tables; nothing happens when it is not there, as a default is not."""
+    *path, last = key.split(".")
+    table: Any = values
+    for name in path:
+        table = table.get(name) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table.pop(last, None)
+
+
+def _hydra_text(error: BaseException, folders: Sequence[Path]) -> str:
+    """Hydra's message in one line, with the causes that it only chains, each said once."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_undecodable(folders)}: not UTF-8 text; save the file as UTF-8"
+    place = getattr(error, "full_key", None)
+    told: list[str] = []
+    chained: BaseException | None = error
+    while chained is not None:
+        words = " ".join(str(chained).split()).partition(" full_key: ")[0].partition(" Config search path: ")[0]
+        if words and not any(words.strip("'\"b") in earlier for earlier in told):
+            told.append(words)
+        chained = chained.__cause__ or chained.__context__
+    return f"{place or 'the configuration files do not compose'}: {'; '.join(told)}"
+
+
+def _undecodable(folders: Sequence[Path]) -> str:
+    """The first configuration file that is no text, which the error of the decoder does not name."""
+    for path in (path for folder in folders for path in sorted(folder.glob("**/*.yaml"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return str(path)
+    return "a configuration file"

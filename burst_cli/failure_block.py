@@ -1,0 +1,60 @@
+"""The one block that a person reads when a run failed: who, when, what, the last words, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.text import Text
+
+from burst_cli.figures import clean
+from cluster.failure import Failure, advice
+from cluster.launch import tail_text
+from engine.runs import RunFolder
+
+LOG_LINES = 15
+_MESSAGE_CHARACTERS = 2_000
+_LINE_CHARACTERS = 400
+
+
+def failure_block(run: RunFolder, failure: Failure) -> Text:
+    """The block for `run`; nothing in it is markup, and terminal escapes of the ranks are gone."""
+    name = f"{run.exp}/{run.run_id}"
+    where = _where(failure)
+    block = Text.assemble((f"{failure.status.upper()} ", "bold red"), (name, "bold"), f": {where}\n" if where else "\n")
+    message = clean(failure.message)[:_MESSAGE_CHARACTERS].rstrip() or "(no message)"
+    kind = "" if failure.kind in ("config", "user", "launcher") else f"{clean(failure.type)}: "
+    block.append(_indented(f"{kind}{message}"), style="red")
+    if failure.kind not in ("config", "user"):
+        lines = last_lines(failure.log)
+        if lines:
+            block.append(f"  last lines of {failure.log}\n", style="dim")
+            for line in lines:
+                block.append(f"  │ {line}\n", style="dim")
+        elif failure.log:
+            block.append(f"  log {failure.log} (empty)\n", style="dim")
+    block.append("  what to do: ", style="bold")
+    block.append(advice(failure, run.path))
+    return block
+
+
+def last_lines(log: str | None, count: int = LOG_LINES) -> list[str]:
+    """The last `count` lines of a log that say something, cut to a width that can be read."""
+    if log is None:
+        return []
+    lines = [line.rstrip() for line in clean(tail_text(Path(log))).splitlines()]
+    return [line[:_LINE_CHARACTERS] for line in lines if line][-count:]
+
+
+def _where(failure: Failure) -> str:
+    parts = []
+    if failure.rank is not None:
+        parts.append(f"rank {failure.rank} on {failure.host}")
+    if failure.step is not None:
+        parts.append(f"step {failure.step}" if failure.phase else f"after step {failure.step}")
+    if failure.phase:
+        parts.append(f"phase {clean(failure.phase)}")
+    return ", ".join(parts)
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())

@@ -1,0 +1,86 @@
+"""Figures as people read them: 12.3K tokens/s, 1.5 GiB, 0:42. What is not known is a dash."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+DASH = "–"
+_BARS = "▁▂▃▄▅▆▇█"
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)
+
+
+def count(value: float | None, digits: int = 3) -> str:
+    """A number with a decimal prefix: 950, 12.3K, 4.56M, 1.2T."""
+    if value is None:
+        return DASH
+    for prefix in ("", "K", "M", "G", "T", "P"):
+        if abs(value) < 999.5 or prefix == "P":
+            return f"{value:.{digits}g}{prefix}" if abs(value) < 999.5 else f"{value:.0f}{prefix}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def flops_per_s(value: float | None) -> str:
+    """FLOP/s with a decimal prefix: 61.4 GFLOP/s."""
+    if value is None:
+        return DASH
+    text = count(value)
+    number = text.rstrip("KMGTP")
+    return f"{number} {text[len(number) :]}FLOP/s"
+
+
+def binary_bytes(value: float | None) -> str:
+    """Bytes with a binary prefix: 512 B, 1.5 GiB."""
+    if value is None:
+        return DASH
+    for prefix in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.5 or prefix == "TiB":
+            return f"{value:.0f} {prefix}" if prefix == "B" else f"{value:.3g} {prefix}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def percent(value: float | None) -> str:
+    """A ratio in percent with three significant digits: 0.4567 -> 45.7%."""
+    return DASH if value is None else f"{100 * value:.3g}%"
+
+
+def plain(value: float | None, digits: int = 4) -> str:
+    """A number with `digits` digits behind the point."""
+    return DASH if value is None else f"{value:.{digits}f}"
+
+
+def seconds(value: float | None) -> str:
+    """A short time: 250 ms, 1.25 s."""
+    if value is None:
+        return DASH
+    return f"{1000 * value:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+
+
+def duration(value: float | None) -> str:
+    """A long time: 0:42, 12:05, 3:04:05."""
+    if value is None:
+        return DASH
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as bars, low to high, at most `width` characters; each bar is the mean of its share of the values."""
+    if not values:
+        return ""
+    size = min(width, len(values))
+    edges = [index * len(values) // size for index in range(size + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def clean(text: str) -> str:
+    """`text` without terminal escapes and control characters (output of ranks may hold any bytes)."""
+    bare = _ESCAPE.sub("", text.replace("\t", "    "))
+    return "".join(char for char in bare if char == "\n" or char.isprintable())

@@ -1,0 +1,38 @@
+"""Arguments and options that several verbs share, each written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from burst_cli.completion import complete_override
+
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...",
+        help="Settings in Hydra's grammar: exp=tiny train.steps=50 attention=burst",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+
+ConfigDirOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config-dir",
+        help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated.",
+        show_default=False,
+    ),
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+
+RunsDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs-dir", envvar="BURST_RUNS_DIR", help="Folder of all runs; default: ./runs.", show_default=False
+    ),
+]

@@ -1,0 +1,1 @@
+"""Machines and processes: plans of launches as plain values, and the one executor that runs them."""

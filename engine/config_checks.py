@@ -1,0 +1,233 @@
+"""Rules between settings, and between settings and this machine's files: every broken one at once.
+
+Standard library only. World size may be unknown while a configuration is composed (`cluster.ranks_per_node` null:
+one rank per GPU, found at launch); rules that need it are then skipped, and apply once the launcher has filled it in.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.attention.presets import resolve_attention
+from engine.attention.topology import Topology
+from engine.config import DataConfig, ModelConfig, RunConfig
+from engine.config_reader import range_problems
+from engine.config_schema import Problem
+from engine.errors import ConfigError
+
+BYTE_VOCABULARY = 256
+_EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STEP_RANGE = re.compile(r"(\d+):(\d+)")
+
+
+def check_config(config: RunConfig) -> None:
+    """Return when every rule holds; else raise ConfigError with one sentence per broken rule."""
+    problems = config_problems(config)
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+
+
+def config_problems(config: RunConfig) -> list[Problem]:
+    """One problem per broken rule; rules that read a number which is itself out of range are silent."""
+    problems = list(range_problems(config))
+    out_of_range = {key for problem in problems for key in problem.keys}
+    for rule in (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files, _degrees, _attention):
+        problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
+    return problems
+
+
+def _name(config: RunConfig) -> Iterator[Problem]:
+    if not _EXP_NAME.fullmatch(config.exp):
+        yield Problem(
+            ("exp",),
+            f"exp: {config.exp!r} cannot name the folder of a run; use letters, digits, '.', '_' and '-', at most 100",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
+        legal = ", ".join(str(count) for count in range(1, model.num_heads + 1) if model.num_heads % count == 0)
+        yield Problem(
+            ("model.num_heads", "model.num_kv_heads"),
+            f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
+            f"{legal}",
+        )
+    if model.head_dim % 2:
+        yield Problem(
+            ("model.head_dim",),
+            f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels",
+        )
+
+
+def _vocabulary(config: RunConfig) -> Iterator[Problem]:
+    """The model has a row for every id that the tokenizer can give; of a tokenizer.json only the file is known here."""
+    rows = config.model.vocab_size
+    needs = {"bytes": BYTE_VOCABULARY, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
+    if needs is not None and config.data.format != "shards" and rows < needs:
+        smaller = " or a smaller data.bpe_vocab_size" if config.data.tokenizer == "bpe" else ""
+        yield Problem(
+            ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"),
+            f"model.vocab_size: got {rows}, but data.tokenizer={config.data.tokenizer} gives {needs} different tokens; "
+            f"set model.vocab_size={needs} or more{smaller}",
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps > steps:
+        yield Problem(
+            ("optimizer.warmup_steps", "train.steps"),
+            f"optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at most train.steps={steps}; "
+            "set both, such as optimizer.warmup_steps=0",
+        )
+    if optimizer.decay_steps is None:
+        return
+    if optimizer.schedule != "wsd":
+        yield Problem(
+            ("optimizer.decay_steps", "optimizer.schedule"),
+            f"optimizer.decay_steps: only optimizer.schedule=wsd has a final decay, not {optimizer.schedule}; "
+            "leave it null or choose wsd",
+        )
+    elif optimizer.warmup_steps + optimizer.decay_steps > steps:
+        yield Problem(
+            ("optimizer.decay_steps", "optimizer.warmup_steps", "train.steps"),
+            f"optimizer.decay_steps: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} steps exceed "
+            f"train.steps={steps}; shorten one or train longer",
+        )
+
+
+def _train(config: RunConfig) -> Iterator[Problem]:
+    train = config.train
+    if train.warmup_metric_steps >= train.steps:
+        yield Problem(
+            ("train.warmup_metric_steps", "train.steps"),
+            f"train.warmup_metric_steps: got {train.warmup_metric_steps}, which leaves no step of train.steps="
+            f"{train.steps} for the medians; expected less than {train.steps}",
+        )
+    if train.profile is None:
+        return
+    found = _STEP_RANGE.fullmatch(train.profile)
+    if found is None or not 1 <= int(found[1]) < int(found[2]) <= train.steps + 1:
+        yield Problem(
+            ("train.profile", "train.steps"),
+            f"train.profile: got {train.profile!r}, expected START:STOP with 1 <= START < STOP <= "
+            f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7",
+        )
+
+
+def _data_format(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    if data.format == "stdlib" and data.paths:
+        yield Problem(
+            ("data.format", "data.paths"),
+            f"data.paths: data.format=stdlib reads no files, but {list(data.paths)} was given; choose what they hold: "
+            "data=text, data=jsonl, data=parquet or data=shards",
+        )
+    if data.format != "stdlib" and not data.paths:
+        yield Problem(
+            ("data.format", "data.paths"),
+            f"data.paths: data.format={data.format} reads files, but none was given; add data.paths=[FILE,FOLDER,GLOB]",
+        )
+
+
+def _data_files(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.data.paths):
+        if not _names_something(entry):
+            yield Problem(
+                (f"data.paths[{index}]",),
+                f"data.paths: no such file or folder: {entry!r} (looked from {Path.cwd()}); give paths that exist",
+            )
+    yield from _tokenizer_file(config.data)
+    prepared = config.data.prepared_dir
+    if prepared is not None and Path(prepared).expanduser().is_file():
+        yield Problem(
+            ("data.prepared_dir",), f"data.prepared_dir: {prepared!r} is a file; give a folder, which need not exist"
+        )
+
+
+def _names_something(entry: str) -> bool:
+    """Whether a file, a folder or a glob with at least one match has this name."""
+    path = Path(entry).expanduser()
+    if not entry or path.exists() or not any(character in entry for character in "*?["):
+        return bool(entry) and path.exists()
+    return bool(glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+
+
+def _tokenizer_file(data: DataConfig) -> Iterator[Problem]:
+    if data.tokenizer in ("bytes", "bpe") or Path(data.tokenizer).expanduser().is_file():
+        return
+    yield Problem(
+        ("data.tokenizer",),
+        f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists "
+        f"(looked from {Path.cwd()})",
+    )
+
+
+def _degrees(config: RunConfig) -> Iterator[Problem]:
+    """Degrees multiply to the number of ranks; nodes divide it."""
+    world_size, parallel = config.cluster.ranks_per_node, config.parallel
+    nodes = 1 if config.cluster.topology_nodes is None else config.cluster.topology_nodes
+    data_parallel = parallel.dp_replicate_size * parallel.dp_shard_size
+    if world_size is None or min(nodes, data_parallel) < 1:
+        return
+    if world_size % nodes:
+        yield Problem(
+            ("cluster.topology_nodes", "cluster.ranks_per_node"),
+            f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; "
+            f"choose a divisor of cluster.ranks_per_node={world_size}",
+        )
+    keys = ("parallel.cp_size", "parallel.dp_shard_size", "parallel.dp_replicate_size", "cluster.ranks_per_node")
+    product = f"dp_replicate_size {parallel.dp_replicate_size} x dp_shard_size {parallel.dp_shard_size}"
+    if parallel.cp_size is None and world_size % data_parallel:
+        yield Problem(
+            keys,
+            f"parallel: {product} = {data_parallel} does not divide the {world_size} ranks of cluster.ranks_per_node; "
+            "choose degrees that do",
+        )
+    elif parallel.cp_size is not None and data_parallel * parallel.cp_size != world_size:
+        yield Problem(
+            keys,
+            f"parallel: {product} x cp_size {parallel.cp_size} = {data_parallel * parallel.cp_size}, but "
+            f"cluster.ranks_per_node={world_size}; set cluster.ranks_per_node={data_parallel * parallel.cp_size}, "
+            "leave parallel.cp_size=null, or change a degree",
+        )
+
+
+def _attention(config: RunConfig) -> Iterator[Problem]:
+    """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
+    cp_size = known_cp_size(config)
+    sizes = (config.attention.ring_inner_size, config.attention.ring_outer_size, cp_size)
+    if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
+        return
+    try:
+        resolve_attention(config.attention, config.model, config.train.seq_len, cp_size, _topology(config, cp_size))
+    except ConfigError as error:
+        keys = tuple(f"attention.{name}" for name in ("preset", "ring_inner_size", "ring_outer_size"))
+        for text in error.problems:
+            yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
+
+
+def known_cp_size(config: RunConfig) -> int | None:
+    """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
+    parallel, world_size = config.parallel, config.cluster.ranks_per_node
+    data_parallel = parallel.dp_replicate_size * parallel.dp_shard_size
+    if world_size is None or data_parallel < 1:
+        return parallel.cp_size
+    cp_size = world_size // data_parallel if parallel.cp_size is None else parallel.cp_size
+    return cp_size if cp_size * data_parallel == world_size else None
+
+
+def _has_legal_heads(model: ModelConfig) -> bool:
+    return model.num_kv_heads > 0 and model.num_heads > 0 and model.num_heads % model.num_kv_heads == 0
+
+
+def _topology(config: RunConfig, cp_size: int) -> Topology:
+    """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
+    world_size, nodes = config.cluster.ranks_per_node, config.cluster.topology_nodes or 1
+    if world_size is None or world_size < 1 or nodes < 1 or world_size % nodes:
+        return Topology(1, cp_size)
+    return Topology(nodes, world_size // nodes).group(cp_size)

@@ -1,0 +1,114 @@
+"""FLOPs of a training step, the parameters behind them, and MFU: the one place that counts. Standard library only.
+
+Per sequence of N tokens, with N_mat parameters that take part in matmuls (head included, embedding lookup not), and
+P visible (query, key) pairs of the mask:
+
+    forward    2 * N_mat * N           a multiplication and an addition per parameter and token
+             + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head
+    backward   twice the forward       gradients of both operands of every matmul
+
+Conventions differ by more than 2x between publications, so each figure carries the name of its own:
+
+    model                  forward + backward, pairs counted exactly by the mask: basis of `mfu`
+    model_full_attention   the same with P = N**2, as if nothing were masked: basis of `mfu_full_attention`
+    hardware               model + what activation checkpointing computes again: basis of `hfu`
+
+Not counted anywhere: norms, RoPE, softmax, the optimizer, and what a flash kernel recomputes inside its own backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by what they do; a tied head counts under `head`, and its embedding is 0."""
+
+    embedding: int
+    layer_matmuls: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """Numbers that are stored and trained."""
+        return self.embedding + self.layer_matmuls + self.norms + self.head
+
+    @property
+    def matmul(self) -> int:
+        """N_mat: parameters that every token is multiplied with."""
+        return self.layer_matmuls + self.head
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one optimizer step over all ranks, in the three conventions of this module."""
+
+    model: int
+    model_full_attention: int
+    hardware: int
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Parameters of `engine.model.llama.LlamaModel(model)`, without building it."""
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * query_size + 2 * kv_size)
+    mlp = 3 * model.hidden_size * model.ffn_hidden_size
+    vocabulary = model.vocab_size * model.hidden_size
+    return ParameterCount(
+        embedding=0 if model.tie_embeddings else vocabulary,
+        layer_matmuls=model.num_layers * (attention + mlp),
+        norms=(2 * model.num_layers + 1) * model.hidden_size,
+        head=vocabulary,
+    )
+
+
+def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
+    """Visible (query, key) pairs of one sequence, exactly; the causal diagonal is visible."""
+    return seq_len * (seq_len + 1) // 2 if mask == "causal" else seq_len * seq_len
+
+
+def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
+    """FLOPs of one forward pass over `tokens` tokens with `pairs` visible pairs per head and layer."""
+    return 2 * count_parameters(model).matmul * tokens + _attention_forward(model, pairs)
+
+
+def step_flops(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    visible_pairs: int,
+    sequences: int = 1,
+    activation_checkpoint: Literal["none", "full"] = "none",
+) -> Flops:
+    """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
+
+    `visible_pairs` are the pairs of ONE sequence that the mask lets through. "full" activation checkpointing runs the
+    forward pass of every layer again up to its last matmul, down_proj, whose result no gradient needs (torch stops
+    there); of the head never: the loss computes its logits once.
+    """
+    forward = forward_flops(model, tokens=seq_len, pairs=visible_pairs)
+    forward_full = forward_flops(model, tokens=seq_len, pairs=attention_pairs("full", seq_len))
+    again = 0
+    if activation_checkpoint == "full":
+        down_proj = model.num_layers * model.hidden_size * model.ffn_hidden_size
+        again = 2 * (count_parameters(model).layer_matmuls - down_proj) * seq_len
+        again += _attention_forward(model, visible_pairs)
+    return Flops(
+        model=3 * forward * sequences,
+        model_full_attention=3 * forward_full * sequences,
+        hardware=(3 * forward + again) * sequences,
+    )
+
+
+def mfu(flops: float, *, step_time_s: float, devices: int, peak_flops_per_s: float) -> float:
+    """`flops` in `step_time_s` as a share of the peak of `devices` devices; the FLOPs given say which MFU it is."""
+    return flops / (step_time_s * devices * peak_flops_per_s)
+
+
+def _attention_forward(model: ModelConfig, pairs: int) -> int:
+    return 4 * model.num_layers * model.num_heads * model.head_dim * pairs

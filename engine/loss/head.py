@@ -1,0 +1,43 @@
+"""The LM head as a module that gives the loss, so that its weight is gathered, used and freed as one FSDP unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.config import LossConfig
+from engine.loss.fused import linear_cross_entropy
+from engine.loss.options import LossOptions
+from engine.loss.plain import cross_entropy_plain
+
+
+class LMHead(nn.Module):
+    """Projection to the vocabulary; `forward` gives the loss, `logits` the logits.
+
+    Under FSDP2 only `forward` gathers the weight by itself: for `logits` call
+    `register_fsdp_forward_method(head, "logits")` once.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, loss: LossConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.kind = loss.kind
+        self.options = LossOptions(chunk_tokens=loss.chunk_tokens, z_loss=loss.z_loss)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Loss SUM over the rows whose label is not -100, fp32 scalar; hidden [B, T, d] or [T, d], labels alike.
+
+        Labels are already shifted: row t holds the token that follows it in the sequence. In evaluation mode the
+        z-loss is left out: what is reported is the cross entropy.
+        """
+        options = self.options if self.training else replace(self.options, z_loss=0.0)
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        compute = linear_cross_entropy if self.kind == "fused" else cross_entropy_plain
+        return compute(rows, self.weight, targets, options=options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] in the dtype of `hidden` [..., d]."""
+        return F.linear(hidden, self.weight.to(hidden.dtype))

@@ -1,0 +1,160 @@
+"""What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
+
+    step_time_s        slowest rank, device synchronised at step edges only; data loading included, validation not
+    tokens             text tokens of the step over all ranks, padding not counted
+    *_tflops, mfu, hfu of the mean device, against summary.json's peak_flops_per_device; conventions: engine/flops.py
+    peak_memory_*      largest over ranks; what is counted is named by `peak_memory_source` in summary.json
+    comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
+
+A figure that cannot be had is None, never 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.api import ParallelAttention
+from engine.flops import Flops, mfu
+from engine.parallel.mesh import Mesh
+from engine.parallel.reduce import max_over_ranks
+from engine.peak import Peak, above_peak_warning
+from engine.train_step import StepResult
+
+
+class PeakMemory:
+    """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def source(self) -> str:
+        """What the figure counts, for people."""
+        if self._device.type == "cuda":
+            return "CUDA caching allocator, peak of a step"
+        return "resident set of the process, peak since its start"
+
+    def reset(self) -> None:
+        """Begins a new peak, where that can be done."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> tuple[int | None, int | None]:
+        """(allocated, reserved) peak in bytes; reserved exists on CUDA only."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        return peak_resident_bytes(), None
+
+
+def peak_resident_bytes() -> int | None:
+    """Largest resident set of this process so far, or None where the system does not say.
+
+    VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one optimizer step holds, over all ranks: text tokens and FLOPs; and the peak of one device."""
+
+    tokens: int
+    flops: Flops
+    peak: Peak
+
+    def rates(self, seconds: float, devices: int) -> dict[str, float | None]:
+        """Speed of a step that took `seconds` on `devices` devices; the keys of metrics.jsonl."""
+        peak = self.peak.flops_per_s
+
+        def utilisation(flops: float) -> float | None:
+            if peak is None:
+                return None
+            return mfu(flops, step_time_s=seconds, devices=devices, peak_flops_per_s=peak)
+
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "tokens_per_s_per_device": self.tokens / seconds / devices,
+            "model_tflops_per_device": self.flops.model / seconds / devices / 1e12,
+            "mfu": utilisation(self.flops.model),
+            "mfu_full_attention": utilisation(self.flops.model_full_attention),
+            "hfu": utilisation(self.flops.hardware),
+        }
+
+    def warning(self, seconds: float, devices: int) -> str | None:
+        """A sentence when a step of `seconds` is faster than the device can be: then no figure of it can be trusted."""
+        return above_peak_warning("hardware FLOPs", self.flops.hardware / seconds / devices, self.peak)
+
+
+class StepMeter:
+    """Measures one optimizer step between `start` and `finish`; all ranks must call both."""
+
+    def __init__(self, mesh: Mesh, attention: ParallelAttention, cost: StepCost) -> None:
+        self._mesh = mesh
+        self._attention = attention
+        self._cost = cost
+        self._memory = PeakMemory(mesh.device)
+        self._started = 0.0
+
+    @property
+    def peak_memory_source(self) -> str:
+        """What peak_memory_bytes counts."""
+        return self._memory.source
+
+    def warning(self, row: dict[str, Any]) -> str | None:
+        """What is suspicious about a row that `finish` gave."""
+        return self._cost.warning(row["step_time_s"], self._mesh.world_size)
+
+    def start(self) -> None:
+        """The edge before a step."""
+        self._attention.reset_traffic()
+        self._memory.reset()
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
+        """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
+        self._synchronize()
+        seconds = time.perf_counter() - self._started
+        traffic = self._attention.traffic()
+        own = [seconds, *self._memory.read(), traffic.intra_bytes, traffic.inter_bytes, float(stop)]
+        slowest, allocated, reserved, intra, inter, stopping = max_over_ranks(own, self._mesh.device)
+        assert slowest is not None
+        row = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            "tokens": self._cost.tokens,
+            "step_time_s": slowest,
+            **self._cost.rates(slowest, self._mesh.world_size),
+            "peak_memory_bytes": _whole(allocated),
+            "peak_memory_reserved_bytes": _whole(reserved),
+            "comm_intra_bytes": _whole(intra),
+            "comm_inter_bytes": _whole(inter),
+            "comm_exposed_s": None,  # needs the same plan with a null transport: not measured in training
+        }
+        return row, bool(stopping)
+
+    def _synchronize(self) -> None:
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,1 @@
+"""The decoder, its rotary embedding and its initialisation."""

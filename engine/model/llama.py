@@ -1,0 +1,129 @@
+"""A Llama-style decoder on one device: unaware of parallelism, which comes in through `positions` and `attention`.
+
+    tokens [B, T] -> embedding -> num_layers x TransformerBlock -> RMSNorm -> hidden [B, T, d] -> LMHead -> loss sum
+
+Module names inside a block are those of Hugging Face's Llama, so that weights map by name. q, k and v are separate
+matmuls: on the machines measured the fused ones gain nothing, and they would need a copy to take their gradients apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import LossConfig, ModelConfig
+from engine.loss.head import LMHead
+from engine.model.elementwise import rms_norm, swiglu
+from engine.model.rope import apply_rope, rope_table
+
+# q [B, T, H, D], k and v [B, T, K, D] -> out [B, T, H, D]; softmax scale 1 / sqrt(D); differentiable.
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size], dtype of x."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Projections and RoPE around an attention function; kv heads are never expanded."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
+        """[B, T, d] from x [B, T, d]; cos, sin [T, D / 2]."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = apply_rope(self.q_proj(x).view(heads), cos, sin)
+        k = apply_rope(self.k_proj(x).view(heads), cos, sin)
+        v = self.v_proj(x).view(heads)
+        out = attention(q, k, v)
+        projected: Tensor = self.o_proj(out.reshape(*x.shape[:2], -1))
+        return projected
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, d] from x [B, T, d]."""
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm block: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
+        """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions."""
+        # Added in place to the branch's own output, which no backward needs: one buffer per branch less.
+        branch: Tensor = self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
+        hidden = branch.add_(hidden)
+        branch = self.mlp(self.post_attention_layernorm(hidden))
+        return branch.add_(hidden)
+
+
+class LlamaModel(nn.Module):
+    """The decoder. Build it on the meta device for large shapes, then `to_empty`, then `init_weights`."""
+
+    def __init__(self, config: ModelConfig, loss: LossConfig | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
+        self.tie_weights()
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
+        """Hidden states [B, T, d] after the final norm; tokens [B, T] int64, positions [T] int64 global.
+
+        Row t of every sequence has position `positions[t]`, in whatever order the layout put the rows.
+        """
+        hidden: Tensor = self.embedding(tokens)
+        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def tie_weights(self) -> None:
+        """Makes head and embedding one parameter if the config says so."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LlamaModel:
+        """As nn.Module's (`to`, `to_empty`, ...), which would leave two parameters where one was shared."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie_weights()
+        return self

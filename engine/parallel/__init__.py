@@ -1,0 +1,1 @@
+"""How ranks are divided: one object that owns the meshes, and FSDP2 over them."""

@@ -1,0 +1,79 @@
+"""FSDP2 over the flattened dp_shard x cp ranks: fp32 master weights, summed gradients, no stale gathered weights.
+
+Gradients are summed over ranks, never averaged: the trainer divides the loss by the number of labels on all ranks, so
+ranks with different counts weigh as their tokens do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from engine.config import Dtype, ParallelConfig
+from engine.parallel.mesh import Mesh
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def mixed_precision(compute_dtype: Dtype) -> MixedPrecisionPolicy:
+    """Parameters gathered in `compute_dtype`, gradients reduced in fp32.
+
+    Inputs are not cast: positions and rotary tables must stay exact whatever the weights are.
+    """
+    dtype = TORCH_DTYPES[compute_dtype]
+    param_dtype = None if dtype == torch.float32 else dtype
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def shard_model(
+    model: nn.Module,
+    units: Sequence[nn.Module | list[nn.Module]],
+    mesh: Mesh,
+    *,
+    parallel: ParallelConfig,
+    compute_dtype: Dtype,
+) -> None:
+    """Shards `model` in place: every unit is gathered on its own, what is left belongs to the root.
+
+    A list of modules is one unit (tied weights must share one). All ranks must call, in the same order.
+    """
+    for unit in [*units, model]:
+        fully_shard(
+            unit,
+            mesh=mesh.fsdp_mesh,
+            reshard_after_forward=parallel.reshard_after_forward,
+            mp_policy=mixed_precision(compute_dtype),
+        )
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no scaled reduction: without this a divide factor of our own asks it for one and fails.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every FSDP unit of `model`, the root first."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def set_gradient_sync(model: nn.Module, *, sync: bool) -> None:
+    """Says whether the next backward reduces gradients (the last micro-step) or keeps adding them up locally.
+
+    Local sums are whole (not sharded) fp32 gradients: 4 bytes per parameter of the whole model on every rank.
+    """
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(sync, recurse=False)
+
+
+def release_gathered_weights(model: nn.Module) -> None:
+    """Frees gathered weights of every unit.
+
+    A unit that stays gathered after a forward without a backward (evaluation) would not see weights that are changed
+    before the next backward, such as those of a checkpoint that is loaded.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()

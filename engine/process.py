@@ -1,0 +1,53 @@
+"""Small facts and settings of operating-system processes. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+
+
+def process_start(pid: int) -> str | None:
+    """When process `pid` started, in a form that tells a reused pid apart; None when no such process lives."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "" if not Path("/proc/self/stat").exists() and _exists(pid) else None
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may itself hold spaces and parentheses
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process `signal_number` when its parent dies (Linux; elsewhere nothing happens).
+
+    torchrun leaves its ranks behind when it is killed, and a killed launcher would leave torchrun behind.
+    """
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def redirect_output(path: Path) -> None:
+    """Send standard output and error of this process and its children to `path` (appended), on the descriptor level."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process `pid` exists, on systems without /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,103 @@
+"""Where a run comes from: code, versions, hardware. Standard library only; torch is not loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.records import utc_now
+
+PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
+IMAGE_VARIABLE = "BURST_IMAGE"
+MAX_DIFF_CHARACTERS = 1_000_000
+_TIMEOUT_S = 10.0
+
+
+def collect_provenance(code_root: Path | None = None) -> dict[str, Any]:
+    """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
+
+    code_root: the folder that holds the packages; its git commit and uncommitted changes are recorded when it is the
+    top of a checkout (not when it merely lies in one, as site-packages of a virtual environment may).
+    """
+    root = code_root or Path(__file__).resolve().parent.parent
+    return {
+        "collected_at": utc_now(),
+        "command": list(sys.argv),
+        "cwd": str(Path.cwd()),
+        "git": git_facts(root),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "hardware": _hardware(),
+        "image": os.environ.get(IMAGE_VARIABLE),
+    }
+
+
+def git_facts(root: Path) -> dict[str, Any] | None:
+    """{sha, branch, dirty, status, diff, diff_truncated} of the checkout whose top is `root`, or None."""
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top.strip()).resolve() != root.resolve():
+        return None
+    status = _output("git", "-C", str(root), "status", "--porcelain") or ""
+    diff = _output("git", "-C", str(root), "diff", "HEAD") or ""
+    return {
+        "sha": _line("git", "-C", str(root), "rev-parse", "HEAD"),
+        "branch": _line("git", "-C", str(root), "rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": bool(status.strip()),
+        "status": status.splitlines(),
+        "diff": diff[:MAX_DIFF_CHARACTERS],
+        "diff_truncated": len(diff) > MAX_DIFF_CHARACTERS,
+    }
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus.splitlines() if gpus else [],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _line(*command: str) -> str | None:
+    text = _output(*command)
+    return text.strip() if text else None
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of `command`, or None when it is missing, fails or hangs."""
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

@@ -1,0 +1,116 @@
+"""JSON on disk that survives being killed: objects replaced atomically, lines appended whole, torn lines skipped.
+
+Standard library only. Figures that are not finite (NaN, infinity) have no place in JSON: they become null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def utc_now() -> str:
+    """The present as ISO 8601 in UTC with milliseconds, e.g. 2026-01-31T12:00:00.000Z."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when there is no such file. Raises ValueError when it holds anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """`document` as the text of a JSON file."""
+    return json.dumps(finite(document), indent=2, allow_nan=False, default=str) + "\n"
+
+
+def replace_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Replace `path` by `document`; a reader sees the old or the new text, never a part of one."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json_text(document))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append `row` as one line with a single write; a line torn by an earlier crash is closed first."""
+    lost = sorted(key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value))
+    document = finite({**row, "not_finite": lost} if lost else row)
+    line = json.dumps(document, allow_nan=False, default=str) + "\n"
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of all complete lines of `path`; torn or damaged lines are left out, a missing file has none."""
+    return JsonLinesTail(path).poll(final=True)
+
+
+class JsonLinesTail:
+    """Follows a JSON lines file from its beginning: `poll()` returns the rows that became complete since last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    def poll(self, *, final: bool = False) -> list[dict[str, Any]]:
+        """New rows; with `final` a last line without newline counts too, if it is whole."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:  # replaced by a shorter file: a new attempt
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                block = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if final:
+            lines.append(self._rest)
+        return [row for line in lines if (row := _parse(line)) is not None]
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,44 @@
+"""What `burst launch` does after composition, with the fake trainer.
+
+python launch_driver.py RUNS_DIR [--real] [--json] [--plain]; --real: torchrun itself instead of its stand-in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from burst_cli.launching import LaunchManner, run_plan
+from cluster.facts import probe_local_node
+from cluster.launch import LaunchTiming
+from cluster.plan import build_launch_plan
+from engine.config import ClusterConfig, DataConfig, RunConfig, TrainConfig
+from engine.runs import new_run_path
+
+FAKES = Path(__file__).parent.parent / "cluster"
+
+
+def main() -> int:
+    runs_dir, flags = Path(sys.argv[1]), sys.argv[2:]
+    corpus = runs_dir.parent / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("to be or not to be\n" * 500)
+    data = DataConfig(
+        format="text", paths=(str(corpus),), prepared_dir=str(runs_dir.parent / "prepared"), validation_fraction=0.2
+    )
+    config = RunConfig(data=data, train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2))
+    facts = probe_local_node()
+    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{FAKES}")
+    path = new_run_path(runs_dir, "tiny")
+    plan = build_launch_plan(config, facts, path, module="fake_trainer")
+    if "--real" not in flags:
+        argv = (sys.executable, str(FAKES / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
+        plan = dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),))
+    timing = LaunchTiming(poll_s=0.02, stop_grace_s=0.7, failure_grace_s=0.5)
+    return run_plan(plan, ["exp=tiny"], LaunchManner("--plain" in flags, "--json" in flags, timing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

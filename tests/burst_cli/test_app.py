@@ -1,0 +1,147 @@
+"""The frame of the command line: help, lazy verbs, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from burst_cli import __version__, render
+from burst_cli.app import VERBS
+from engine.errors import BurstError, ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP_LIMIT_S = 0.4
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+
+
+def modules_after(*argv: str) -> set[str]:
+    """Top-level modules that one call of `burst` imported."""
+    code = f"import sys; from burst_cli.app import main; main({list(argv)!r}); print('\\n' + ' '.join(sys.modules))"
+    return {name.partition(".")[0] for name in python(code).stdout.splitlines()[-1].split()}
+
+
+def test_help_lists_every_verb_with_its_line(burst) -> None:
+    result = burst("--help")
+    assert result.code == 0
+    for verb in VERBS:
+        assert verb.name in result.out
+        assert verb.help in result.out
+
+
+def test_no_verb_shows_the_help_and_is_a_usage_error(burst) -> None:
+    result = burst()
+    assert result.code == 2
+    assert "Usage: burst" in result.out
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_verb_explains_itself(burst, verb) -> None:
+    result = burst(verb.name, "--help")
+    assert result.code == 0
+    assert f"Usage: burst {verb.name}" in result.out
+
+
+def test_version_is_that_of_the_package(burst) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert burst("--version").out == f"burst {__version__}\n"
+    assert __version__ == project["version"]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert modules_after("--help").isdisjoint({"torch", "numpy", "hydra", "omegaconf", "tokenizers", "paramiko"})
+
+
+@pytest.mark.parametrize("flag", ["--groups", "--fields", "--search-path"])
+def test_lists_of_config_import_neither_torch_nor_hydra(flag: str) -> None:
+    assert modules_after("config", flag).isdisjoint({"torch", "numpy", "hydra", "omegaconf"})
+
+
+@pytest.mark.parametrize("argv", [("config",), ("report",)])
+def test_verbs_without_tensors_import_no_torch(argv: tuple[str, ...]) -> None:
+    assert "torch" not in modules_after(*argv)
+
+
+def test_help_appears_at_once() -> None:
+    # The best of several: other work on the machine may slow any one of them.
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "burst_cli", "--help"], capture_output=True, check=True, cwd=ROOT)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < HELP_LIMIT_S
+
+
+def test_error_with_json_is_the_one_document_on_stdout(burst) -> None:
+    result = burst("config", "--json", "train.seqlen=1", "train.steps=x")
+    error = json.loads(result.out)["error"]
+    assert result.code == error["exit_code"] == 2
+    assert error["type"] == "ConfigError"
+    assert [problem.partition(":")[0] for problem in error["problems"]] == ["train.seqlen", "train.steps"]
+
+
+def test_usage_error_with_json_is_a_document_too(burst) -> None:
+    result = burst("config", "-z", "--json")
+    assert json.loads(result.out)["error"]["problems"] == ["No such option: -z. See `burst config --help`."]
+    assert result.code == 2
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:
+    for argv in (("--debug", "config", "model=x"), ("config", "model=x", "--debug")):
+        result = burst(*argv)
+        assert result.code == 2
+        assert "Traceback" in result.err
+        assert "model has no option 'x'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("x"), 2), (DataError("x"), 1), (BurstError("x"), 1), (ZeroDivisionError("x"), 1)]
+)
+def test_exit_code_follows_the_kind_of_error(error: Exception, code: int, capsys) -> None:
+    assert render.fail(error) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_says_so(capsys) -> None:
+    render.fail(KeyError("lost"))
+    assert re.search(r"KeyError: 'lost' \(a bug in burst: run again with --debug", capsys.readouterr().err)
+
+
+def test_a_file_that_may_not_be_used_is_no_bug(capsys, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file") as caught:
+        (tmp_path / "gone").read_text()
+    assert render.fail(caught.value) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'gone'}: No such file or directory. Check that")
+
+
+@pytest.mark.parametrize("flags", [("--json",), ("--format", "json"), ("--format=json",)])
+def test_json_is_asked_for_in_several_ways(burst, flags: tuple[str, ...]) -> None:
+    assert json.loads(burst("report", "--no-such-option", *flags).out)["error"]["exit_code"] == 2
+
+
+def test_text_of_an_error_is_not_read_as_markup(capsys) -> None:
+    render.fail(ConfigError("data.paths: '[/red]x' [bold]"))
+    assert "'[/red]x' [bold]" in capsys.readouterr().err
+
+
+def test_json_has_null_for_a_figure_that_is_no_number(capsys) -> None:
+    render.emit_json({"loss": float("nan"), "path": Path("/a"), "steps": (1, float("inf"))})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "path": "/a", "steps": [1, None]}
+
+
+def test_a_reader_that_leaves_early_causes_no_noise() -> None:
+    command = f"{sys.executable} -m burst_cli config --fields --json | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    assert result.stdout == "{\n"
+    assert result.stderr == ""

@@ -1,0 +1,167 @@
+"""Mistakes of a user: exit code 2, words that name the mistake and the remedy, no traceback, no run folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Override(s) -> what the message must contain: the mistake as given, and what to write instead.
+BAD_OVERRIDES = [
+    ("train.seqlen=4096", "train.seqlen: no such setting", "did you mean train.seq_len?"),
+    ("trian.steps=4", "trian.steps: no such setting", "did you mean train.steps?"),
+    ("steps=4", "steps: no such setting", "did you mean train.steps?"),
+    ("Train.Steps=4", "Train.Steps: no such setting", "did you mean train.steps?"),
+    ("nonsense=4", "nonsense: no such setting", "burst config --fields"),
+    ("train.wheels=4", "train.wheels: no such setting", "train has seq_len, steps,"),
+    ("exp=tinny", "exp has no option 'tinny'", "did you mean exp=tiny?"),
+    ("model=llama3b", "model has no option 'llama3b'", "did you mean model=llama"),
+    ("attention=ulyses", "attention has no option 'ulyses'", "Options: burst, ring, single, striped"),
+    ("modle=tiny", "modle: no such setting", "did you mean model?"),
+    ("model=null", "model is a group of files", "takes the name of one"),
+    ("train={steps:4}", "train is a group of files", "train.NAME=VALUE"),
+    ("train.steps", "'train.steps': expected KEY=VALUE", "train.steps=50"),
+    ("=4", "'=4': expected KEY=VALUE", "exp=tiny"),
+    ("train..steps=4", "not in the grammar of overrides", "in quotes"),
+    ("+train.steps=4", "exists already", "write it without the +: train.steps=4"),
+    ("~train.steps=4", "take a setting back to its default", "write ~train.steps"),
+    ("hydra.run.dir=/", "settings of Hydra itself have no effect", "leave it out"),
+    ("train.seq_len=2048,4096", "a list of values is a sweep", "one run takes one value"),
+    ("attention=ring,burst", "a list of values is a sweep", "one run takes one value"),
+    ("train.seq_len=range(1,5)", "a list of values is a sweep", "one run takes one value"),
+    ("data.paths=a,b", "a list of values is a sweep", "data.paths=[a,b]"),
+    ("train.steps=many", "train.steps: expected a whole number, got the text 'many'", ""),
+    ("train.steps=1.5", "train.steps: expected a whole number, got the number 1.5", ""),
+    ("train.steps=99999999999999999999", "train.steps: expected a whole number", ""),
+    ("train.compile=1", "train.compile: expected true or false, got the number 1", ""),
+    ("model.name=7", "model.name: expected text, got the number 7", "put it in quotes: \"model.name='7'\""),
+    ("data.paths=corpus", "data.paths: expected a list", "put it in brackets: data.paths=[corpus]"),
+    ("optimizer=5", "optimizer: expected a table of settings, got the number 5", ""),
+    ("optimizer.schedule=cosin", "'cosin' is not a legal value; legal: cosine, constant, wsd", "did you mean cosine?"),
+    ("attention.layout=zig", "legal: contiguous, zigzag, striped, null", "did you mean zigzag?"),
+    ("optimizer.learning_rate=0", "optimizer.learning_rate: got 0.0", "expected more than 0"),
+    ("optimizer.learning_rate=nan", "optimizer.learning_rate: got nan", "expected more than 0"),
+    ("optimizer.beta2=1", "optimizer.beta2: got 1.0", "expected 0 or more, below 1"),
+    ("loss.z_loss=-1", "loss.z_loss: got -1.0", "expected 0 or more"),
+    ("train.seq_len=0", "train.seq_len: got 0", "expected 1 or more tokens"),
+    ("data.validation_fraction=1", "data.validation_fraction: got 1.0", "more than 0, below 1"),
+    ("model.num_kv_heads=3", "model.num_kv_heads: got 3", "a divisor of model.num_heads=4: 1, 2, 4"),
+    ("model.head_dim=63", "model.head_dim: got 63", "expected an even number"),
+    ("model.vocab_size=100", "data.tokenizer=bpe gives 2048 different tokens", "set model.vocab_size=2048 or more"),
+    ("optimizer.warmup_steps=100000", "optimizer.warmup_steps: got 100000", "expected at most train.steps="),
+    ("optimizer.decay_steps=5", "optimizer.decay_steps: only optimizer.schedule=wsd", "leave it null or choose wsd"),
+    ("train.warmup_metric_steps=100000", "leaves no step", "expected less than"),
+    ("train.profile=5", "train.profile: expected text", "put it in quotes"),
+    ("train.profile=8:5", "train.profile: got '8:5'", "expected START:STOP"),
+    ("data=text", "data.format=text reads files, but none was given", "add data.paths=[FILE,FOLDER,GLOB]"),
+    ("data.paths=[/etc]", "data.format=stdlib reads no files", "data=text, data=jsonl"),
+    ("data.tokenizer=my.json", "data.tokenizer: got 'my.json'", "expected bytes, bpe or the path of a tokenizer.json"),
+    ("parallel.cp_size=3", "x cp_size 3 = 3, but cluster.ranks_per_node=4", "leave parallel.cp_size=null"),
+    ("parallel.dp_shard_size=3", "does not divide the 4 ranks", "choose degrees that do"),
+    ("cluster.topology_nodes=3", "3 nodes cannot share 4 ranks", "a divisor of cluster.ranks_per_node=4"),
+    ("attention=single", "4 ranks share it", "choose attention=burst"),
+    ("attention.ring_inner_size=3", "4 ranks share a sequence", "legal inner x outer: 1x4, 2x2, 4x1"),
+    ("train.steps=${oc.env:NO_SUCH_VARIABLE}", "train.steps: ", "'NO_SUCH_VARIABLE' not found"),
+]
+
+BAD_ARGUMENTS = [
+    (["lanch"], "No such command 'lanch'", "Did you mean 'launch'?"),
+    (["config", "--josn"], "No such option: --josn", "See `burst config --help`."),
+    (
+        ["config", "--config-dir", "/no/such/folder"],
+        "--config-dir /no/such/folder: no such folder",
+        "give one that holds",
+    ),
+    (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst --help`."),
+    (["config", "--groups", "exp=tiny"], "--groups lists what there is", "leave out exp=tiny"),
+    (["data"], "Missing command", "See `burst data --help`."),
+]
+
+
+def assert_refused(code: int, err: str, *words: str) -> None:
+    assert code == 2
+    assert err.startswith("error: ")
+    for word in words:
+        assert word in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("override", "mistake", "remedy"), BAD_OVERRIDES, ids=[case[0] for case in BAD_OVERRIDES])
+def test_bad_override_is_named_with_its_remedy(burst, override: str, mistake: str, remedy: str) -> None:
+    result = burst("config", "exp=tiny", override) if not override.startswith("exp=") else burst("config", override)
+    assert_refused(result.code, result.err, mistake, remedy)
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("override", [case[0] for case in BAD_OVERRIDES[::5]])
+def test_launch_with_a_bad_override_leaves_no_run_folder(burst, tmp_path: Path, override: str) -> None:
+    result = burst("launch", "exp=tiny", override)
+    assert_refused(result.code, result.err)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "mistake", "remedy"), BAD_ARGUMENTS, ids=[" ".join(case[0]) for case in BAD_ARGUMENTS]
+)
+def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: str, remedy: str) -> None:
+    result = burst(*argv)
+    assert_refused(result.code, result.err, mistake, remedy)
+
+
+def test_every_problem_is_listed_at_once(burst) -> None:
+    result = burst("config", "train.seqlen=1", "model=tny", "train.steps=x", "optimizer.beta1=2", "model.head_dim=3")
+    assert_refused(
+        result.code, result.err, "5 problems", "train.seqlen", "model=tny", "train.steps", "beta1", "head_dim"
+    )
+    assert len(result.err.splitlines()) == 6
+
+
+def test_paths_that_do_not_exist_are_all_named(burst) -> None:
+    result = burst("config", "data=text", "data.paths=[/no/a.txt,/no/*.txt]")
+    assert_refused(
+        result.code, result.err, "no such file or folder: '/no/a.txt'", "no such file or folder: '/no/*.txt'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("# @package _global_\ntrain: {steps: 4\n", ["mine.yaml", "line 2"]),
+        ("train:\n  steps: 4\n", ["mine.yaml", "# @package _global_"]),
+        (
+            "# @package _global_\ntrain:\n  setps: 4\n",
+            ["train.setps: no such setting; did you mean train.steps?", "mine.yaml"],
+        ),
+        ("# @package _global_\ntrain:\n  steps: many\n", ["train.steps: expected a whole number", "mine.yaml"]),
+        ("# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n", ["duplicate key steps", "mine.yaml"]),
+        ("# @package _global_\nseed: ???\n", ["seed: must be given", "add seed=VALUE"]),
+        ("# @package _global_\ntrain:\n  steps: ${train.stepz}\n", ["train.steps: ", "'train.stepz' not found"]),
+        ("# @package _global_\ndefaults:\n  - override /model: nope\n", ["'model/nope'", "llama7b"]),
+        ("# @package _global_\ndefaults:\n  - override /none: nope\n", ["exp/mine", "Could not override 'none'"]),
+        ("# @package _global_\ntrain:\n  _target_: os.system\n", ["train._target_: no such setting", "mine.yaml"]),
+        ("- a\n", ["exp: expected text, got the list", "# @package _global_"]),
+    ],
+)
+def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text(text)
+    result = burst("config", "--config-dir", str(tmp_path), "exp=mine")
+    assert_refused(result.code, result.err, *words)
+
+
+def test_file_that_is_no_text_is_named(burst, tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_bytes(b"\xff\xfe")
+    result = burst("config", "--config-dir", str(tmp_path), "exp=mine")
+    assert_refused(result.code, result.err, "mine.yaml: not UTF-8 text", "save the file as UTF-8")
+
+
+@pytest.mark.parametrize("verb", ["config", "launch"])
+def test_a_real_process_refuses_with_code_2(tmp_path: Path, verb: str) -> None:
+    argv = [sys.executable, "-m", "burst_cli", verb, "exp=tinny"]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert_refused(result.returncode, result.stderr, "did you mean exp=tiny?")
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,202 @@
+"""Tab completion, through the environment protocol of every shell that Typer supports."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from burst_cli.app import main
+from burst_cli.completion import join_bash_words
+
+ROOT = Path(__file__).resolve().parents[2]
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def bash_words(line: str) -> list[str]:
+    """The words as bash hands them over: cut at blanks, and = and : are words of their own."""
+    words: list[str] = []
+    for part in line.split(" "):
+        cut = part.replace("=", "\0=\0").replace(":", "\0:\0").split("\0")
+        words += [word for word in cut if word] or [""]
+    return words
+
+
+def environment(shell: str, line: str) -> dict[str, str]:
+    """What the shell puts into the environment when the cursor stands at the end of the line."""
+    variables = {"_BURST_COMPLETE": f"complete_{shell}"}
+    if shell == "bash":
+        words = bash_words(line)
+        return variables | {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    variables |= {"_TYPER_COMPLETE_ARGS": line}
+    if shell == "fish":
+        variables |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    return variables | {"_TYPER_COMPLETE_WORD_TO_COMPLETE": line.rpartition(" ")[2]}
+
+
+def answer_words(shell: str, text: str) -> list[str]:
+    """The candidates in an answer, without their help texts."""
+    lines = [line for line in text.splitlines() if line]
+    if shell == "zsh":
+        body = text.partition("((")[2].rpartition("))")[0]
+        return [line.split('"')[1] for line in body.splitlines()]
+    if shell == "fish":
+        return [line.partition("\t")[0] for line in lines]
+    return [line.partition(":::")[0] for line in lines]
+
+
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], list[str]]:
+    """The candidates that a shell is offered for a line; bash's without what it has cut off itself."""
+
+    def run(shell: str, line: str) -> list[str]:
+        for name, value in environment(shell, line).items():
+            monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        assert main([]) == 0
+        return answer_words(shell, capsys.readouterr().out)
+
+    return run
+
+
+def offered(shell: str, line: str, words: list[str]) -> list[str]:
+    """Whole words as bash must answer them: without the part before its last cut."""
+    start = line.rpartition(" ")[2]
+    cut = max(start.rfind("="), start.rfind(":")) + 1
+    return [word[cut:] for word in words] if shell == "bash" else words
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("burst con", ["config"]),
+        ("burst config exp=ti", ["exp=tiny"]),
+        ("burst launch exp=ti", ["exp=tiny"]),
+        ("burst data prepare exp=ti", ["exp=tiny"]),
+        (
+            "burst config exp=tiny attention=",
+            ["attention=burst", "attention=ring", "attention=single", "attention=striped"],
+        ),
+        ("burst config train.seq_", ["train.seq_len=", "train.seq_len=4096"]),
+        ("burst config train.seq_len=", ["train.seq_len=4096"]),
+        ("burst config attention.preset=s", ["attention.preset=single", "attention.preset=striped"]),
+        ("burst config train.compile=", ["train.compile=true", "train.compile=false"]),
+        ("burst config attention.gradient_wire_dtype=n", ["attention.gradient_wire_dtype=null"]),
+        ("burst config ++train.compi", ["++train.compile=true", "++train.compile=false"]),
+        ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),
+        ("burst config --sea", ["--search-path"]),
+        ("burst config no.such.key=", []),
+    ],
+)
+def test_candidates_are_the_same_in_every_shell(complete, shell: str, line: str, expected: list[str]) -> None:
+    assert complete(shell, line) == offered(shell, line, expected)
+
+
+def test_an_empty_word_offers_groups_sections_and_top_settings(complete) -> None:
+    words = complete("zsh", "burst config ")
+    assert {"exp=", "model=", "attention=", "train.", "optimizer.", "seed="} <= set(words)
+
+
+def test_a_section_offers_all_its_settings(complete) -> None:
+    assert complete("fish", "burst config loss.") == ["loss.kind=", "loss.chunk_tokens=", "loss.z_loss="]
+
+
+def test_files_of_ones_own_are_offered(complete, tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n")
+    assert complete("fish", f"burst config --config-dir {tmp_path} exp=m") == ["exp=mine"]
+
+
+def test_help_is_one_line_without_markup(complete, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n# [/red] long " + "word " * 60 + "\n")
+    for name, value in environment("fish", f"burst config --config-dir {tmp_path} exp=m").items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("exp=mine\t[/red] long word word")
+
+
+def test_completion_imports_neither_torch_nor_hydra() -> None:
+    code = "import sys; from burst_cli.app import main; main([]); print('\\n' + ' '.join(sys.modules), file=sys.stderr)"
+    variables = {**os.environ, **environment("zsh", "burst launch exp=ti")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=variables, timeout=60
+    )
+    assert '"exp=tiny"' in result.stdout
+    assert {name.partition(".")[0] for name in result.stderr.split()}.isdisjoint(
+        {"torch", "hydra", "omegaconf", "numpy"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "joined", "cut"),
+    [
+        (["burst", "config", "exp", "=", "ti"], ["burst", "config", "exp=ti"], 4),
+        (["burst", "config", "exp", "="], ["burst", "config", "exp="], 4),
+        (["burst", "config", "exp", "=", "tiny", ""], ["burst", "config", "exp=tiny", ""], 0),
+        (["burst", "config", "exp", "=", ""], ["burst", "config", "exp=", ""], 0),
+        (["burst", "config", "train.profile", "=", "1", ":", "3"], ["burst", "config", "train.profile=1:3"], 16),
+        (["burst", "con"], ["burst", "con"], 0),
+    ],
+)
+def test_bash_words_are_joined_again(words: list[str], joined: list[str], cut: int) -> None:
+    assert join_bash_words(words, len(words) - 1) == (joined, cut)
+
+
+def type_into_bash(folder: Path, keys: str) -> str:
+    """The screen of an interactive bash with the completion of `burst` installed, after these keys."""
+    script = subprocess.run(
+        [sys.executable, "-m", "burst_cli", "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        timeout=60,
+    ).stdout
+    command = folder / "burst"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m burst_cli "$@"\n')
+    command.chmod(0o755)
+    startup = folder / "rc"
+    startup.write_text(f"{script}\nPS1='$ '\nbind 'set bell-style none'\nbind 'set enable-bracketed-paste off'\n")
+    terminal, inside = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--noprofile", "--rcfile", str(startup), "-i"],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "dumb"},
+        start_new_session=True,
+    )
+    try:
+        read_until(terminal, "$ ")
+        os.write(terminal, keys.encode())
+        return read_until(terminal, "END")
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(inside)
+        os.close(terminal)
+
+
+def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
+    """What appears on the terminal up to the mark."""
+    screen, end = "", time.monotonic() + limit_s
+    while mark not in screen and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.1)[0]:
+            screen += os.read(terminal, 4096).decode(errors="replace")
+    return screen
+
+
+def test_a_real_bash_completes_behind_the_equals_sign(tmp_path: Path) -> None:
+    screen = type_into_bash(tmp_path, "burst config exp=ti\tattention.pres\tbu\tEND")
+    assert "burst config exp=tiny attention.preset=burst END" in screen

@@ -1,0 +1,188 @@
+"""Composition: every experiment, where values come from, which folder wins, and no trace left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from burst_cli.compose import compose
+from burst_cli.conf_dirs import builtin_conf_dir, list_options, search_path, user_conf_dir
+from engine.config import RunConfig, config_from_dict, config_to_dict
+from engine.config_schema import walk_fields
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = list_options((builtin_conf_dir(),))
+READS_FILES = {"text", "jsonl", "parquet", "shards"}
+
+
+def parameters(config: RunConfig) -> int:
+    """Weights of the model by the textbook formula."""
+    model = config.model
+    heads = model.head_dim * model.hidden_size * 2 * (model.num_heads + model.num_kv_heads)
+    layer = heads + 3 * model.hidden_size * model.ffn_hidden_size + 2 * model.hidden_size
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return model.num_layers * layer + tables + model.hidden_size
+
+
+@pytest.mark.parametrize("name", sorted(GROUPS["exp"]))
+def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
+    config = compose([f"exp={name}"]).config
+    assert config.exp == name
+    assert config_from_dict(config_to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{group}={name}" for group in GROUPS if group != "exp" for name in GROUPS[group] if name not in READS_FILES],
+)
+def test_every_option_of_every_group_composes(choice: str) -> None:
+    # One rank and the widest vocabulary: legal for every option of every group.
+    compose([choice, "cluster.ranks_per_node=1", "data.tokenizer=bytes"])
+
+
+@pytest.mark.parametrize("name", sorted(READS_FILES))
+def test_data_from_files_composes_once_the_files_are_named(name: str, tmp_path: Path) -> None:
+    assert compose([f"data={name}", f"data.paths=[{tmp_path}]"]).config.data.paths == (str(tmp_path),)
+
+
+def test_every_file_has_a_description() -> None:
+    described = {f"{group}/{name}": option.description for group in GROUPS for name, option in GROUPS[group].items()}
+    assert all(described.values()), described
+
+
+@pytest.mark.parametrize(
+    ("exp", "billions"),
+    [("small", 0.098), ("llama7b_1m", 6.74), ("llama8b_1m", 8.03), ("llama14b_1m", 13.0)],
+)
+def test_models_have_the_sizes_in_their_names(exp: str, billions: float) -> None:
+    # 1%: the published sizes are rounded.
+    assert parameters(compose([f"exp={exp}"]).config) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_million_token_experiments_have_a_million_tokens() -> None:
+    for exp in (name for name in GROUPS["exp"] if name.endswith("_1m")):
+        config = compose([f"exp={exp}"]).config
+        assert (config.train.seq_len, config.attention.preset) == (1048576, "burst")
+
+
+def test_every_value_has_the_source_that_set_it() -> None:
+    sources = compose(["exp=tiny", "train.steps=70", "attention=ring", "optimizer={beta1: 0.8}"]).sources
+    assert sources["train.steps"] == "train.steps=70"
+    assert sources["attention.preset"] == "conf/attention/ring.yaml"
+    assert sources["train.compute_dtype"] == "conf/train/tiny.yaml"
+    assert sources["optimizer.warmup_steps"] == "conf/exp/tiny.yaml"
+    assert sources["optimizer.beta1"] == "optimizer={beta1: 0.8}"
+    assert sources["exp"] == "exp=tiny"
+    assert "optimizer.beta2" not in sources
+
+
+def test_sources_name_only_settings_that_exist() -> None:
+    keys = {spec.key for spec in walk_fields(RunConfig)}
+    for name in GROUPS["exp"]:
+        assert set(compose([f"exp={name}"]).sources) <= keys
+
+
+def test_a_value_without_a_source_is_the_default() -> None:
+    composed = compose(["exp=small"])
+    for spec in walk_fields(RunConfig):
+        if spec.key not in composed.sources:
+            value: object = composed.config
+            for name in spec.key.split("."):
+                value = getattr(value, name)
+            assert value == spec.default, spec.key
+
+
+def test_a_deleted_setting_has_its_default_again() -> None:
+    composed = compose(["~train.seq_len", "~optimizer"])
+    assert composed.config.train.seq_len == RunConfig().train.seq_len
+    assert composed.config.optimizer == RunConfig().optimizer
+    assert not [key for key in composed.sources if key.startswith(("train.seq_len", "optimizer"))]
+
+
+def test_a_deleted_experiment_leaves_a_custom_one() -> None:
+    assert compose(["~exp", "model=small"]).config.exp == "custom"
+
+
+def test_a_later_override_wins() -> None:
+    assert compose(["train.steps=50", "train.steps=60"]).config.train.steps == 60
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_last_folder_given_wins_then_the_users_then_the_built_in(tmp_path: Path) -> None:
+    own, first, last = user_conf_dir(), tmp_path / "first", tmp_path / "last with 'quote"
+    for index, folder in enumerate((own, first, last), start=1):
+        write(folder, "model/mine", f"num_layers: {index}\nvocab_size: 4096\n")
+        assert (
+            compose(["model=mine"], [path for path in (first, last) if path.is_dir()]).config.model.num_layers == index
+        )
+    assert search_path([first, last]) == (last, first, own, builtin_conf_dir())
+
+
+def test_own_experiment_may_carry_any_name_and_shadow_a_built_in_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "exp/tiny", "# @package _global_\nseed: 5\n")
+    composed = compose(["exp=tiny"], [tmp_path])
+    assert (composed.config.seed, composed.config.exp) == (5, "tiny")
+    assert composed.sources["seed"] == str(path)
+
+
+def test_experiment_in_a_subfolder_gets_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    write(tmp_path, "exp/ablation/deep", "# @package _global_\nmodel: {num_layers: 9}\n")
+    config = compose(["exp=ablation/deep"], [tmp_path]).config
+    assert (config.exp, config.model.num_layers) == ("ablation-deep", 9)
+
+
+def test_own_root_file_replaces_the_built_in_one(tmp_path: Path) -> None:
+    write(tmp_path, "config", "defaults: [model: small, _self_]\nseed: 8\ndata: {tokenizer: bytes}\n")
+    config = compose([], [tmp_path]).config
+    assert (config.seed, config.model.name, config.exp) == (8, "small", "custom")
+
+
+@pytest.mark.parametrize("override", ["exp=small.yaml", "exp=small"])
+def test_an_option_may_be_given_with_its_ending(override: str) -> None:
+    composed = compose([override])
+    assert composed.config.exp == "small"
+    assert composed.sources["optimizer.warmup_steps"] == "conf/exp/small.yaml"
+
+
+def test_own_group_is_added_with_a_plus(tmp_path: Path) -> None:
+    write(tmp_path, "machine/laptop", "# @package _global_\ncluster: {threads_per_rank: 3}\n")
+    assert compose(["+machine=laptop"], [tmp_path]).config.cluster.threads_per_rank == 3
+
+
+def test_composing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose(["exp=tiny"])
+    with pytest.raises(ConfigError):
+        compose(["exp=tiny", "model=nope"])
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_environment_may_be_read_by_a_file_or_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_TEST_NAME", "mine")
+    assert compose(["cluster.name=${oc.env:BURST_TEST_NAME}"]).config.cluster.name == "mine"
+
+
+def test_installed_package_finds_its_own_files(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for package in ("burst_cli", "engine"):
+        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "conf", site / "burst_cli" / "conf")
+    argv = [sys.executable, "-m", "burst_cli", "config", "exp=llama7b_1m"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment, timeout=60)
+    assert "# conf/exp/llama7b_1m.yaml" in result.stdout

@@ -1,0 +1,251 @@
+"""`burst report`: which runs, which figures, and every way to write them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burst_cli.app import main
+from burst_cli.report_table import COLUMNS, headings, report_csv, report_markdown
+from burst_cli.run_records import run_record, select_runs
+from engine.config import AttentionConfig, ClusterConfig, RunConfig, TrainConfig, dump_config
+from engine.errors import ConfigError
+from engine.runs import RunFolder, create_run
+from engine.summary import config_facts, summarise
+
+CONFIG = RunConfig(
+    attention=AttentionConfig(preset="ring"),
+    train=TrainConfig(seq_len=512, warmup_metric_steps=1),
+    cluster=ClusterConfig(ranks_per_node=2),
+)
+
+
+def metrics(step: int) -> dict[str, float | int | None]:
+    return {
+        "step": step,
+        "loss": 4.0 / step,
+        "tokens": 1000,
+        "step_time_s": 0.1 * step,
+        "tokens_per_s": 10_000.0 / step,
+        "tokens_per_s_per_device": 5000.0 / step,
+        "mfu": 0.5,
+        "mfu_full_attention": 0.6,
+        "hfu": 0.7,
+        "peak_memory_bytes": 2**30,
+        "comm_intra_bytes": 4096,
+        "comm_inter_bytes": 0,
+        "comm_exposed_s": None,
+    }
+
+
+def make_run(runs_dir: Path, name: str, *, steps: int = 4, final: str = "completed") -> RunFolder:
+    run = create_run(runs_dir / name, {"config.yaml": dump_config(CONFIG)}, world_size=2)
+    run.transition("starting")
+    run.transition("running")
+    for step in range(1, steps + 1):
+        run.append_metrics(metrics(step))
+    if final == "completed":
+        facts = {**config_facts(CONFIG), "peak_flops_per_device": 1e12, "peak_flops_source": "measured"}
+        run.write_summary({"status": "completed", **facts, **summarise(run.read_metrics(), 1)})
+    run.transition(final, failure=None if final == "completed" else {"rank": 1, "message": "no"})
+    return run
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", final="failed")
+    make_run(tmp_path, "small/20260103-000000-cccccc")
+    return tmp_path
+
+
+def report(runs_dir: Path, *arguments: str) -> int:
+    return main(["report", *arguments, "--runs-dir", str(runs_dir)])
+
+
+def names(runs: list[RunFolder]) -> list[str]:
+    return [run.run_id[-6:] for run in runs]
+
+
+# --- which runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["aaaaaa", "bbbbbb", "cccccc"]),
+        (["tiny"], ["aaaaaa", "bbbbbb"]),
+        (["small", "tiny"], ["aaaaaa", "bbbbbb", "cccccc"]),
+        (["20260102-000000-bbbbbb"], ["bbbbbb"]),
+        (["20260102"], ["bbbbbb"]),
+        (["bbbbbb"], ["bbbbbb"]),
+        (["small/20260103"], ["cccccc"]),
+        (["bbbbbb", "bbbbbb"], ["bbbbbb"]),
+    ],
+)
+def test_names_select_runs(runs_dir: Path, arguments: list[str], expected: list[str]) -> None:
+    assert names(select_runs(runs_dir, arguments)) == expected
+
+
+def test_run_is_selected_by_its_folder(runs_dir: Path) -> None:
+    assert names(select_runs(Path("nowhere"), [str(runs_dir / "tiny" / "20260101-000000-aaaaaa")])) == ["aaaaaa"]
+
+
+def test_latest_keeps_the_newest_run_of_each_experiment(runs_dir: Path) -> None:
+    assert names(select_runs(runs_dir, [], latest=True)) == ["bbbbbb", "cccccc"]
+
+
+def test_unknown_names_are_all_listed_with_the_nearest(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(runs_dir, "tinny", "99999999") == 2
+    message = capsys.readouterr().err
+    assert "did you mean tiny?" in message
+    assert "99999999" in message
+
+
+def test_unknown_name_without_any_run_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds no runs"):
+        select_runs(tmp_path, ["tiny"])
+
+
+def test_no_runs_at_all_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(tmp_path / "runs") == 0
+    assert "burst launch" in capsys.readouterr().out
+    assert report(tmp_path / "runs", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"runs": []}
+
+
+# --- which figures ----------------------------------------------------------------------------------------------------
+
+
+def test_record_joins_state_and_summary(runs_dir: Path) -> None:
+    record = run_record(select_runs(runs_dir, ["aaaaaa"])[0])
+    assert (record["run_id"], record["exp"], record["status"]) == ("20260101-000000-aaaaaa", "tiny", "completed")
+    assert (record["attention_preset"], record["seq_len"], record["world_size"]) == ("ring", 512, 2)
+    assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
+
+
+def test_failed_run_has_the_figures_of_the_steps_it_made(runs_dir: Path) -> None:
+    completed, failed = (run_record(run) for run in select_runs(runs_dir, ["tiny"]))
+    assert failed["status"] == "failed"
+    assert failed["failure"] == {"rank": 1, "message": "no"}
+    same = ("step_time_s", "step_time_s_n", "mfu", "config_fingerprint", "attention_preset", "world_size", "steps")
+    assert {name: failed[name] for name in same} == {name: completed[name] for name in same}
+
+
+def test_status_of_the_state_machine_beats_that_of_the_summary(runs_dir: Path) -> None:
+    run = select_runs(runs_dir, ["aaaaaa"])[0]
+    run.write_summary({"status": "running", "steps": 4})
+    assert run_record(run)["status"] == "completed"
+
+
+def test_lost_run_is_told_apart_from_a_running_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
+    run.transition("starting")
+    run.transition("running")
+    assert run_record(run)["alive"] is True
+    run.record(pid_start="0")
+    assert report(tmp_path) == 0
+    captured = capsys.readouterr()
+    assert "running, lost" in captured.out
+    assert "its process is gone" in captured.err
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml", "metrics.jsonl"])
+def test_damaged_run_is_named_and_the_others_are_shown(
+    runs_dir: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = select_runs(runs_dir, ["bbbbbb"])[0].path / name
+    damaged.write_bytes(b"{\xff broken: [")
+    assert report(runs_dir, "--json") == 0
+    captured = capsys.readouterr()
+    records = json.loads(captured.out)["runs"]
+    assert [record["run_id"][-6:] for record in records] == ["aaaaaa", "bbbbbb", "cccccc"]
+    if name != "metrics.jsonl":  # torn lines are legal there
+        assert str(damaged) in captured.err
+        assert records[1]["problems"]
+    assert records[1]["status"] == ("unreadable" if name == "run.json" else "failed")
+
+
+# --- how it is written ------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_contract_keys_and_null_for_the_unknown(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(runs_dir, "--format", "json") == 0
+    first = json.loads(capsys.readouterr().out)["runs"][0]
+    assert {"run_id", "exp", "status", "path", "mfu", "mfu_full_attention", "hfu"} <= set(first)
+    assert first["comm_exposed_s"] is None
+
+
+def test_json_option_is_format_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(runs_dir, "--json")
+    short = capsys.readouterr().out
+    report(runs_dir, "--format", "json")
+    assert capsys.readouterr().out == short
+
+
+def test_every_convention_of_mfu_is_labelled() -> None:
+    assert {"MFU (causal-aware)", "MFU (full attention)", "HFU"} <= set(headings())
+
+
+def test_markdown_of_two_runs(runs_dir: Path) -> None:
+    records = [run_record(run) for run in select_runs(runs_dir, ["tiny"])]
+    header, _, first, second, *_ = report_markdown(records).splitlines()
+    assert header.startswith("| run | status | attention | seq_len | ranks | steps | tokens/s/device | step time | n |")
+    assert first == (
+        "| tiny/20260101-000000-aaaaaa | completed | ring | 512 | 2 | 4 | 1.67K (1.46K…2.08K) | 300 ms (250 ms…350 ms) "
+        "| 3 | 50% | 60% | 70% | 1 GiB | 4 KiB / 0 B | 1.0000 | – | – | 1 TFLOP/s, measured |"
+    )
+    assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")
+
+
+def test_csv_holds_every_figure_unrounded(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(runs_dir, "--format", "csv") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["run_id"][-6:] for row in rows] == ["aaaaaa", "bbbbbb", "cccccc"]
+    assert float(rows[0]["tokens_per_s_per_device"]) == 5000.0 / 3
+    assert rows[0]["comm_exposed_s"] == ""
+    assert "failure" not in rows[0]
+
+
+def test_csv_without_runs_is_a_header() -> None:
+    assert report_csv([]) == "run_id,exp,status,path\n"
+
+
+@pytest.mark.parametrize("width", [60, 100, 400])
+def test_table_shows_every_figure_at_any_width(
+    runs_dir: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert report(runs_dir) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= width
+    assert all(column.heading in output for column in COLUMNS)
+    assert output.count("1.67K (1.46K…2.08K)") == 3
+
+
+def test_hostile_text_in_a_run_is_shown_as_text(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = select_runs(runs_dir, ["aaaaaa"])[0]
+    run.write_summary({"attention_preset": "[red]x[/red]\x1b[2J|", "steps": 1})
+    report(runs_dir, "aaaaaa")
+    assert "[red]x[/red]|" in (output := capsys.readouterr().out)
+    assert "\x1b" not in output
+    report(runs_dir, "aaaaaa", "--format", "md")
+    assert r"[red]x[/red]\|" in capsys.readouterr().out
+
+
+def test_report_imports_no_torch(runs_dir: Path) -> None:
+    code = (
+        "import sys; from burst_cli.app import main; "
+        f"code = main(['report', '--runs-dir', {str(runs_dir)!r}]); "
+        "sys.exit(code or sum(name in sys.modules for name in ('torch', 'hydra', 'omegaconf')))"
+    )
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, timeout=60)

@@ -1,0 +1,70 @@
+"""A stand-in for `engine.train` that starts fast: `python -m fake_trainer RUN/config.yaml`, conduct by FAKE_MODE."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from engine.errors import ConfigError
+from engine.rank_process import RankStatus, leave, run_rank
+from engine.runs import RunFolder, open_run
+from engine.summary import summarise
+
+STEPS = 5
+FOREVER_S = 300.0
+
+
+def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
+    if rank == 0:
+        if run.read_state()["state"] != "starting":
+            run.transition("starting")
+        run.append_event("phase", phase="building the model")
+        run.transition("running")
+    print(f"rank {rank} in mode {mode}", flush=True)
+    for step in range(1, STEPS + 1):
+        status.step, status.phase = step, "forward"
+        if rank == 0:
+            run.append_metrics(row(step))
+        while len(run.read_metrics()) < step:  # ranks of a real run keep step by their collectives
+            time.sleep(0.01)
+        act(mode, rank, step)
+    if mode in ("ignore", "sleep", "wait"):
+        time.sleep(FOREVER_S)
+    if rank == 0 and mode != "incomplete":
+        run.write_summary({**summarise(run.read_metrics(), 1), "attention_preset": "ring", "world_size": 2})
+        run.transition("completed")
+
+
+def row(step: int) -> dict[str, float | int | None]:
+    return {"step": step, "loss": 4.0 / step, "tokens": 128, "step_time_s": 0.5, "tokens_per_s": 256.0, "mfu": None}
+
+
+def act(mode: str, rank: int, step: int) -> None:
+    """Misbehave on rank 1 at step 3; rank 0 then waits, as it would in a collective."""
+    if mode == "ignore" or (mode == "raise_stubborn" and rank == 0):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "sleep" and step == 1:
+        subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
+    if step != 3 or mode in ("ok", "ignore", "sleep", "wait", "incomplete"):
+        return
+    if rank != 1:
+        time.sleep(FOREVER_S)
+    if mode in ("raise", "raise_stubborn"):
+        raise ValueError("the tenth expert [bold]is\x1b[31m missing")
+    if mode == "config":
+        raise ConfigError(["train.seq_len is odd", "model.num_heads is odd"])
+    if mode == "memory":
+        raise MemoryError("cannot hold the logits")
+    if mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "silent":
+        os._exit(7)
+
+
+if __name__ == "__main__":
+    folder = open_run(sys.argv[1])
+    number = int(os.environ["RANK"])
+    leave(run_rank(folder, lambda status: train(folder, os.environ["FAKE_MODE"], number, status)))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.failure import Death, Failure, advice, find_failure, first_death
+
+RUN = Path("/runs/tiny/20260101-000000-abcdef")
+TORCHRUN_LOG = """\
+W1120 09:47:27.753000 6751 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6755 closing signal SIGTERM
+E1120 09:47:27.761000 6751 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 6756) of binary: /venv/bin/python
+Traceback (most recent call last):
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6755)  (SIGTERM)
+"""  # noqa: E501 - as torchrun wrote it
+
+
+def error(rank: int, kind: str = "exception", **more: Any) -> dict[str, Any]:
+    return {"rank": rank, "kind": kind, "type": "ValueError", "message": "bad", "exit_code": 1, "step": 4, **more}
+
+
+def find(errors: list[dict[str, Any]], death: Death | None = None, code: int = 1, oom_killed: bool = False) -> Failure:
+    return find_failure(errors, death, code, oom_killed=oom_killed)
+
+
+def test_first_death_is_read_from_the_log_of_torchrun() -> None:
+    assert first_death(TORCHRUN_LOG) == Death(rank=1, exit_code=-9)
+    assert first_death("all is well") is None
+
+
+def test_earliest_error_of_a_rank_is_the_failure() -> None:
+    failure = find([error(2, step=7), error(0)], Death(2, 1))
+    assert (failure.rank, failure.step, failure.type, failure.status) == (2, 7, "ValueError", "failed")
+
+
+@pytest.mark.parametrize("code", [-9, -11, -7, -4])
+def test_rank_killed_by_a_signal_is_the_cause_and_the_errors_of_others_its_echo(code: int) -> None:
+    failure = find([error(0, "peer_lost"), error(2)], Death(1, code))
+    assert (failure.rank, failure.kind) == (1, "signal")
+
+
+def test_loss_of_a_peer_is_blamed_only_when_nothing_else_is() -> None:
+    assert find([error(0, "peer_lost"), error(1)]).rank == 1
+    assert find([error(0, "peer_lost")]).kind == "peer_lost"
+    assert find([error(0, "peer_lost")], Death(1, 3)).rank == 1
+
+
+def test_abort_may_be_an_echo_of_an_error_elsewhere() -> None:
+    assert find([error(0)], Death(1, -6)).rank == 0
+    assert find([], Death(1, -6)).signal == "SIGABRT"
+
+
+def test_death_of_a_rank_that_explained_itself_is_its_error() -> None:
+    failure = find([error(1, "oom")], Death(1, 1))
+    assert (failure.kind, failure.status) == ("oom", "oom")
+
+
+@pytest.mark.parametrize(("oom_killed", "status"), [(True, "oom"), (False, "failed")])
+def test_sigkill_is_out_of_memory_only_when_the_kernel_says_so(oom_killed: bool, status: str) -> None:
+    failure = find([], Death(0, -9), oom_killed=oom_killed)
+    assert (failure.status, failure.signal) == (status, "SIGKILL")
+    assert "micro_batch_size" in advice(failure, RUN)
+
+
+def test_configuration_error_keeps_its_exit_code() -> None:
+    assert find([error(0, "config", exit_code=2)]).exit_code == 2
+
+
+@pytest.mark.parametrize(("code", "text"), [(-9, "signal 9"), (1, "exit code 1"), (0, "before training was complete")])
+def test_without_any_trace_torchrun_itself_is_named(code: int, text: str) -> None:
+    failure = find([], None, code)
+    assert (failure.kind, failure.rank) == ("launcher", None)
+    assert text in failure.message
+
+
+def test_strange_exit_codes_are_no_signal() -> None:
+    assert Death(0, -200).signal is None
+    assert find([], Death(0, -200)).kind == "exit"
+
+
+@pytest.mark.parametrize("kind", ["config", "user", "oom", "exception", "peer_lost", "signal", "exit", "launcher"])
+def test_every_kind_of_failure_has_advice(kind: Any) -> None:
+    assert len(advice(Failure(kind, "T", "m"), RUN)) > 20

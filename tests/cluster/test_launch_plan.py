@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.facts import NodeFacts
+from cluster.plan import LaunchPlan, build_launch_plan, choose_backend
+from engine.config import ClusterConfig, RunConfig, config_from_dict
+from engine.errors import ConfigError
+
+RUN = Path("/runs/my exp/20260101-000000-abcdef")
+
+
+def facts(cores: int = 8, gpus: int = 0, hostname: str = "node1", cwd: str = "/home/me", **more: str) -> NodeFacts:
+    return NodeFacts(hostname, cores, gpus, python="/usr/bin/python3", cwd=cwd, **more)
+
+
+def config(**cluster: object) -> RunConfig:
+    return RunConfig(cluster=ClusterConfig(**cluster))  # type: ignore[arg-type]
+
+
+def environment(plan: LaunchPlan) -> dict[str, str]:
+    return {variable.name: variable.value for variable in plan.nodes[0].environment}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "asked", "backend", "world_size"),
+    [
+        (0, None, "auto", "gloo", 1),
+        (0, 4, "auto", "gloo", 4),
+        (8, None, "auto", "nccl", 8),
+        (8, 4, "auto", "nccl", 4),
+        (1, 4, "auto", "gloo", 4),
+        (8, 4, "gloo", "gloo", 4),
+        (8, None, "gloo", "gloo", 1),
+        (2, 2, "nccl", "nccl", 2),
+    ],
+)
+def test_nccl_exactly_when_every_rank_has_a_gpu(
+    gpus: int, ranks: int | None, asked: str, backend: str, world_size: int
+) -> None:
+    plan = build_launch_plan(config(ranks_per_node=ranks, backend=asked), facts(gpus=gpus), RUN)
+    assert (plan.backend.name, plan.world_size) == (backend, world_size)
+    assert f"--nproc-per-node={world_size}" in plan.nodes[0].argv
+
+
+def test_backend_reason_names_the_facts() -> None:
+    assert choose_backend(config(ranks_per_node=4), facts(gpus=1)).reason == "on the CPU: 1 visible GPU for 4 ranks"
+    assert choose_backend(config(), facts(gpus=2)).reason == "2 visible GPUs for 2 ranks"
+
+
+def test_nccl_without_enough_gpus_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"1 visible GPU for 2 ranks.*cluster\.backend=gloo"):
+        choose_backend(config(backend="nccl", ranks_per_node=2), facts(gpus=1))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "expected"), [(8, 4, None, "2"), (2, 4, None, "1"), (8, 4, 3, "3"), (7, 2, None, "3")]
+)
+def test_threads_share_the_cores(cores: int, ranks: int, threads: int | None, expected: str) -> None:
+    plan = build_launch_plan(config(ranks_per_node=ranks, threads_per_rank=threads), facts(cores=cores), RUN)
+    assert environment(plan)["OMP_NUM_THREADS"] == expected
+
+
+def test_cpu_run_hides_gpus_and_stays_on_the_loopback() -> None:
+    values = environment(build_launch_plan(config(ranks_per_node=2), facts(gpus=1), RUN))
+    assert (values["CUDA_VISIBLE_DEVICES"], values["GLOO_SOCKET_IFNAME"]) == ("", "lo")
+
+
+def test_gpu_run_leaves_the_choice_of_gpus_alone() -> None:
+    values = environment(build_launch_plan(config(), facts(gpus=2), RUN))
+    assert "CUDA_VISIBLE_DEVICES" not in values
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in values
+
+
+def test_every_variable_has_a_reason() -> None:
+    plan = build_launch_plan(config(), facts(gpus=2, python_path="/src"), RUN)
+    assert all(variable.reason for variable in plan.nodes[0].environment)
+
+
+def test_ranks_read_the_resolved_configuration() -> None:
+    plan = build_launch_plan(config(ranks_per_node=2), facts(cores=8), RUN)
+    written = config_from_dict(yaml.safe_load(dict(plan.files)["config.yaml"]))
+    assert written == plan.config
+    assert (written.cluster.backend, written.cluster.ranks_per_node, written.cluster.threads_per_rank) == ("gloo", 2, 4)
+
+
+def test_command_reads_the_run_folder_and_takes_no_fixed_port() -> None:
+    argv = build_launch_plan(config(), facts(), RUN).nodes[0].argv
+    assert argv[:3] == ("/usr/bin/python3", "-m", "torch.distributed.run")
+    assert argv[-3:] == ("-m", "engine.train", str(RUN / "config.yaml"))
+    assert "--rdzv-endpoint=127.0.0.1:0" in argv
+
+
+def test_plan_is_a_pure_function_of_its_arguments() -> None:
+    assert build_launch_plan(config(), facts(), RUN) == build_launch_plan(config(), facts(), RUN)
+
+
+def test_plan_as_json_survives_a_round_trip() -> None:
+    document = build_launch_plan(config(), facts(), RUN).to_dict()
+    assert json.loads(json.dumps(document)) == document
+    assert document["run_id"] == RUN.name
+
+
+def test_hostile_host_names_stay_inside_the_run_folder() -> None:
+    plan = build_launch_plan(config(), facts(hostname="../../etc/x; rm -rf ~"), RUN)
+    assert all(".." not in Path(name).parts for name, _ in plan.files)
+    assert Path(plan.nodes[0].log_dir).parent == RUN / "logs"
+
+
+def test_plan_script_runs_the_same_command_in_the_same_environment(tmp_path: Path) -> None:
+    """plan.sh is run for real, with a command that reports how it was called; blanks and quotes in every path."""
+    run_path = tmp_path / "it's a $(run)" / "20260101-000000-abcdef"
+    reporter = tmp_path / "report me.py"
+    reporter.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\n"
+        "print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))\n"
+    )
+    reporter.chmod(0o700)
+    cwd = tmp_path / "where I am"
+    cwd.mkdir()
+    node = NodeFacts("vm", 4, 0, python=str(reporter), cwd=str(cwd), python_path="/src;echo no:/b c")
+    plan = build_launch_plan(config(ranks_per_node=2), node, run_path)
+    for name, text in plan.files:
+        (run_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_path / name).write_text(text)
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "KEPT": "yes"}
+    output = subprocess.run(["sh", run_path / "plan.sh"], env=env, capture_output=True, text=True, check=True).stdout
+    argv, folder, variables = json.loads(output)
+    assert argv == list(plan.nodes[0].argv[1:])
+    assert folder == str(cwd)
+    assert variables["KEPT"] == "yes"
+    assert environment(plan).items() <= variables.items()
+
+
+def test_plan_script_shows_the_command_as_one_line_of_shell() -> None:
+    plan = build_launch_plan(config(), facts(), RUN)
+    last = dict(plan.files)["plan.sh"].rstrip().splitlines()[-1]
+    assert tuple(shlex.split(last)) == ("exec", *plan.nodes[0].argv)

@@ -1,0 +1,168 @@
+"""Real processes over gloo: every preset on 1 to 4 ranks equals dense float64 attention, and its bytes are the plan's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_oracle import causal, errors, gather, oracle, random_inputs
+from engine.attention.api import ParallelAttention, build_parallel_attention, plan_method
+from engine.attention.arithmetic import AttentionShape
+from engine.attention.layout import build_layout
+from engine.attention.mask import Mask
+from engine.attention.plan import LinkBytes
+from engine.config import AttentionConfig, ClusterConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.parallel.mesh import build_mesh
+
+HEADS, HEAD_DIM = 4, 8
+CASES = [
+    (1, {"preset": "single"}, 1),
+    *((size, {"preset": preset}, 1) for size in (2, 3, 4) for preset in ("ring", "striped", "burst")),
+    (4, {"preset": "burst"}, 2),  # two nodes of two ranks
+    (4, {"preset": "burst"}, 4),  # one rank per node
+    (3, {"preset": "burst"}, 3),
+    (4, {"preset": "burst", "backward_circulates": "q"}, 2),
+    (4, {"preset": "burst", "backward_circulates": "kv"}, 2),
+    (4, {"preset": "ring", "layout": "contiguous"}, 1),
+]
+
+
+def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ParallelAttention:
+    config = RunConfig(
+        model=ModelConfig(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM),
+        attention=AttentionConfig(**attention),
+        parallel=ParallelConfig(),
+        train=TrainConfig(seq_len=seq_len, compute_dtype="float32"),
+        cluster=ClusterConfig(topology_nodes=nodes),
+    )
+    return build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
+
+
+def local_rows(attention: ParallelAttention, x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of [N, heads, D], zero-padded, as a leaf [1, T, heads, D]."""
+    padded = torch.zeros(attention.padded_seq_len, *x.shape[1:], dtype=x.dtype)
+    padded[: len(x)] = x
+    index = torch.from_numpy(attention.layout.positions(attention.cp_rank))
+    return padded[index][None].clone()
+
+
+def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """Forward and backward of one rank: values, bytes counted by the transport and bytes of the plan."""
+    layer = build(seq_len, kv_heads, attention, nodes)
+    inputs = random_inputs(seq_len, HEADS, kv_heads, HEAD_DIM)
+    q, k, v = (local_rows(layer, x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    layer.reset_traffic()
+    out = layer(q, k, v)
+    forward = layer.traffic()
+    layer.reset_traffic()
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), local_rows(layer, inputs.dout))
+    values = {"out": out.detach()[0], "dq": dq[0], "dk": dk[0], "dv": dv[0]}
+    return {"values": values, "counted": (forward, layer.traffic()), "planned": planned_bytes(layer, seq_len, kv_heads)}
+
+
+def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
+    shape = AttentionShape(HEADS, kv_heads, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
+    rank, tokens = layer.cp_rank, shape.token_bytes()
+    plans = plan_method(layer.method, Mask(seq_len), layer.layout, rank)
+    return tuple(plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("size", "attention", "nodes"), CASES, ids=str)
+def test_preset_equals_dense_attention_and_sends_the_planned_bytes(  # noqa: ANN201
+    ranks,  # noqa: ANN001
+    size: int,
+    attention: dict[str, Any],
+    nodes: int,
+    kv_heads: int,
+):
+    seq_len = 8 * size + 3  # does not divide: the tail is padding
+    replies = ranks(size).run(run_rank, seq_len, kv_heads, attention, nodes)
+    layout_name = attention.get("layout") or ("striped" if attention["preset"] == "striped" else "zigzag")
+    padded = -(-seq_len // (2 * size)) * 2 * size if size > 1 else seq_len
+    layout = build_layout(layout_name, padded, size)
+    index = [torch.from_numpy(layout.positions(rank)) for rank in range(size)]
+    inputs = random_inputs(seq_len, HEADS, kv_heads, HEAD_DIM)
+    want = oracle(inputs, causal(seq_len))
+    got = {
+        name: gather(index, [reply["values"][name] for reply in replies])[:seq_len] for name in ("out", "dq", "dk", "dv")
+    }
+    found = errors({**got, "lse": want["lse"]}, want)
+    assert all(error < 1e-10 for error in found.values()), found
+    for reply in replies:
+        assert reply["counted"] == reply["planned"]
+    assert size == 1 or sum(reply["counted"][0].total for reply in replies) > 0
+    crosses = nodes > 1
+    assert crosses == (sum(reply["counted"][1].inter_bytes for reply in replies) > 0)
+
+
+def two_micro_batches(seq_len: int) -> list[float]:
+    """Two forwards in flight with an evaluation between them, backward in the other order; differences to one at a time."""
+    layer = build(seq_len, 2, {"preset": "burst"}, 2)
+    batches = [random_inputs(seq_len, HEADS, 2, HEAD_DIM, seed=seed) for seed in range(2)]
+
+    def leaves(batch):  # noqa: ANN001, ANN202
+        return [local_rows(layer, x).requires_grad_() for x in (batch.q, batch.k, batch.v)]
+
+    def gradients(args, out, batch):  # noqa: ANN001, ANN202
+        return torch.autograd.grad(out, args, local_rows(layer, batch.dout))
+
+    alone = [gradients(args, layer(*args), batch) for batch in batches for args in [leaves(batch)]]
+    args = [leaves(batch) for batch in batches]
+    first = layer(*args[0])
+    with torch.no_grad():
+        layer(*args[1])
+    second = layer(*args[1])
+    together = [gradients(args[1], second, batches[1]), gradients(args[0], first, batches[0])][::-1]
+    return [float((a - b).abs().max()) for x, y in zip(alone, together, strict=True) for a, b in zip(x, y, strict=True)]
+
+
+def test_two_micro_batches_in_flight_and_an_evaluation_between_leave_no_trace(ranks) -> None:  # noqa: ANN001
+    for differences in ranks(4).run(two_micro_batches, 35):
+        assert differences == [0.0] * 6
+
+
+def batch_of_two(seq_len: int) -> float:
+    """A batch of two sequences against the two alone: largest difference of outputs and gradients."""
+    layer = build(seq_len, 2, {"preset": "burst"}, 2)
+    samples = [random_inputs(seq_len, HEADS, 2, HEAD_DIM, seed=seed) for seed in range(2)]
+    joined = [
+        torch.cat([local_rows(layer, getattr(sample, name)) for sample in samples]).requires_grad_() for name in "qkv"
+    ]
+    dout = torch.cat([local_rows(layer, sample.dout) for sample in samples])
+    out = layer(*joined)
+    together = (out, *torch.autograd.grad(out, joined, dout))
+    worst = 0.0
+    for number, sample in enumerate(samples):
+        args = [local_rows(layer, getattr(sample, name)).requires_grad_() for name in "qkv"]
+        single = layer(*args)
+        alone = (single, *torch.autograd.grad(single, args, local_rows(layer, sample.dout)))
+        worst = max(worst, *(float((a[number] - b[0]).detach().abs().max()) for a, b in zip(together, alone, strict=True)))
+    return worst
+
+
+def test_a_batch_equals_its_sequences_one_by_one(ranks) -> None:  # noqa: ANN001
+    assert max(ranks(4).run(batch_of_two, 37)) < 1e-12
+
+
+def half_the_ring() -> int:
+    """Every group of two of four ranks works on its own sequence: cp_groups beside each other."""
+    config = RunConfig(
+        model=ModelConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM),
+        attention=AttentionConfig(preset="burst"),
+        parallel=ParallelConfig(cp_size=2, dp_shard_size=2),
+        train=TrainConfig(seq_len=16, compute_dtype="float32"),
+    )
+    mesh = build_mesh(config.parallel, config.cluster)
+    layer = build_parallel_attention(config, mesh)
+    inputs = random_inputs(16, HEADS, HEADS, HEAD_DIM, seed=mesh.dp_rank)
+    out = layer(*(local_rows(layer, x) for x in (inputs.q, inputs.k, inputs.v)))
+    want = oracle(inputs, causal(16))["out"][torch.from_numpy(layer.layout.positions(layer.cp_rank))]
+    assert (out[0] - want).abs().max() < 1e-10
+    return dist.get_rank() // 2
+
+
+def test_context_groups_beside_each_other_do_not_mix(ranks) -> None:  # noqa: ANN001
+    assert ranks(4).run(half_the_ring) == [0, 0, 1, 1]

@@ -1,0 +1,57 @@
+"""Memory of the loss in bytes of live tensors: what it takes beyond its inputs does not depend on the length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.loss.fused import linear_cross_entropy
+from engine.loss.options import LossOptions
+from engine.loss.plain import cross_entropy_plain
+from engine.memory_tracker import LiveTensorTracker
+
+VOCAB, SIZE, CHUNK = 2000, 16, 128
+
+
+def peak_bytes(function: Any, rows: int, *, train: bool, dtype: torch.dtype = torch.float32) -> int:
+    """Peak over forward and backward, inputs and their gradients included."""
+    hidden = torch.randn(rows, SIZE, dtype=dtype).requires_grad_(train)
+    weight = torch.randn(VOCAB, SIZE, dtype=dtype).requires_grad_(train)
+    labels = torch.randint(0, VOCAB, (rows,))
+    with LiveTensorTracker() as tracker:
+        tracker.watch([hidden, weight, labels])
+        loss = function(hidden, weight, labels, options=LossOptions(chunk_tokens=CHUNK))
+        if train:
+            loss.backward()
+    return tracker.peak_bytes
+
+
+def growth_per_row(function: Any, *, train: bool, dtype: torch.dtype = torch.float32) -> float:
+    """Bytes that one more row costs, from two lengths."""
+    short, long = 4 * CHUNK, 24 * CHUNK
+    peaks = [peak_bytes(function, rows, train=train, dtype=dtype) for rows in (short, long)]
+    return (peaks[1] - peaks[0]) / (long - short)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_takes_only_hidden_label_and_gradient_per_row(dtype: torch.dtype) -> None:
+    # hidden, its gradient as saved and as scaled; one int64 label. Nothing else may grow with the rows.
+    allowed = 3 * SIZE * dtype.itemsize + 8
+    assert growth_per_row(linear_cross_entropy, train=True, dtype=dtype) <= allowed
+
+
+def test_evaluation_takes_only_hidden_and_label_per_row() -> None:
+    assert growth_per_row(linear_cross_entropy, train=False) <= SIZE * 4 + 8
+
+
+def test_the_plain_loss_grows_by_logits() -> None:
+    assert growth_per_row(cross_entropy_plain, train=True) >= 2 * VOCAB * 4
+
+
+def test_extra_memory_is_a_few_chunks() -> None:
+    rows = 8 * CHUNK
+    inputs = rows * SIZE * 4 * 3 + rows * 8 + 3 * VOCAB * SIZE * 4  # with gradients, the weight's also as a scaled copy
+    block_bytes = 4 * CHUNK * VOCAB  # the softmax blocks are not smaller than this chunk
+    assert peak_bytes(linear_cross_entropy, rows, train=True) - inputs <= 4 * block_bytes

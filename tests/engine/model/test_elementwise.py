@@ -1,0 +1,147 @@
+"""RMSNorm, SwiGLU and RoPE: gradients by finite differences, values against the formulas, bf16 rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.elementwise import rms_norm, swiglu
+from engine.model.rope import apply_rope, rope_table
+from engine.row_blocks import CPU_BLOCK_ELEMENTS, accumulate_dtype, row_blocks, scaled
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+HEAD_DIM = 6
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def naive_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def naive_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
+
+
+def naive_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def tables(tokens: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
+    return rope_table(torch.randperm(tokens) * 7, head_dim, 10000.0)
+
+
+def test_gradcheck_rms_norm() -> None:
+    x, weight = draw(2, 3, 5).requires_grad_(), draw(5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *args: rms_norm(*args, 1e-5), (x, weight))
+
+
+def test_gradcheck_swiglu() -> None:
+    assert torch.autograd.gradcheck(swiglu, (draw(2, 3, 5).requires_grad_(), draw(2, 3, 5).neg().requires_grad_()))
+
+
+def test_gradcheck_rope() -> None:
+    cos, sin = tables(4)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), (draw(2, 4, 3, HEAD_DIM).requires_grad_(),))
+
+
+def both(function: Any, naive: Any, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs and gradients of `function`, of `naive`); the incoming gradient is not contiguous."""
+    results = []
+    for compute in (function, naive):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = compute(*leaves)
+        dout = draw(*reversed(out.shape), dtype=out.dtype).permute(*reversed(range(out.dim())))
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    return results[0], results[1]
+
+
+ROWS = CPU_BLOCK_ELEMENTS // 48 + 11  # two blocks and a bit of rows of 96 elements
+CASES = {
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), naive_rms_norm, [(ROWS, 96), (96,)]),
+    "swiglu": (swiglu, naive_swiglu, [(7, 96), (7, 96)]),
+    "rope": (lambda x: apply_rope(x, *LONG), lambda x: naive_rope(x, *LONG), [(2, ROWS, 4, 24)]),
+}
+LONG = tables(ROWS, 24)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_equal_the_formulas_over_many_blocks(case: str) -> None:
+    function, naive, shapes = CASES[case]
+    for ours, expected in zip(*both(function, naive, *(draw(*shape) for shape in shapes)), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_is_as_exact_as_the_formulas_in_bfloat16(case: str) -> None:
+    function, naive, shapes = CASES[case]
+    low = [draw(*shape).bfloat16() for shape in shapes]
+    ours, theirs = both(function, naive, *low)
+    exact, _ = both(naive, naive, *(x.double() for x in low))
+    for mine, other, reference in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - reference).norm() <= (other.double() - reference).norm()
+
+
+def test_inputs_and_incoming_gradients_are_left_as_they_were() -> None:
+    for function, _, shapes in CASES.values():
+        inputs = [draw(*shape).float().requires_grad_() for shape in shapes]
+        out = function(*inputs)
+        dout = torch.ones_like(out)
+        before = [x.detach().clone() for x in inputs]
+        torch.autograd.grad(out, inputs, dout)
+        assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+        assert torch.equal(dout, torch.ones_like(out))
+
+
+def test_rms_norm_equals_torch() -> None:
+    x, weight = draw(3, 8).float(), draw(8).float()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+
+
+def test_angles_are_exact_at_four_million() -> None:
+    position = 4_000_003
+    cos, sin = rope_table(torch.tensor([position]), 4, 10000.0)
+    angles = torch.tensor([[position, position / 100]], dtype=torch.float64)
+    torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=1e-7)  # rounding of the result to fp32
+    torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=1e-7)
+
+
+def test_scores_depend_on_the_difference_of_positions_only() -> None:
+    q, k = draw(1, 1, 1, 8), draw(1, 1, 1, 8).flip(-1)
+
+    def score(query_at: int, key_at: int) -> Tensor:
+        tables = (rope_table(torch.tensor([position]), 8, 10000.0) for position in (query_at, key_at))
+        return (apply_rope(q, *next(tables)) * apply_rope(k, *next(tables))).sum()
+
+    torch.testing.assert_close(score(17, 5), score(1_000_017, 1_000_005), rtol=1e-5, atol=1e-5)  # fp32 tables
+    assert abs(score(17, 5) - score(18, 5)) > 1e-3
+
+
+@pytest.mark.parametrize(("rows", "row_elements"), [(0, 5), (1, 10**9), (10, 0), (4097, 1024)])
+def test_row_blocks_cover_all_rows_in_order(rows: int, row_elements: int) -> None:
+    blocks = list(row_blocks(rows, row_elements, torch.device("cpu")))
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(rows))
+    assert all((b.stop - b.start) * row_elements <= CPU_BLOCK_ELEMENTS or b.stop - b.start == 1 for b in blocks)
+
+
+def test_scaled_rounds_the_product_once() -> None:
+    values, scale = draw(50, 3, dtype=torch.bfloat16), torch.tensor(1 / 3)
+    assert torch.equal(scaled(values, scale, torch.bfloat16), (values.float() / 3).bfloat16())
+    assert scaled(values[:0], scale, torch.float32).shape == (0, 3)
+
+
+def test_statistics_are_wider_than_low_precision() -> None:
+    assert [accumulate_dtype(d) for d in (torch.bfloat16, torch.float32, torch.float64)] == [
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    ]

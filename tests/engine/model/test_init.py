@@ -1,0 +1,129 @@
+"""Initial weights: a function of seed, name and row, whatever part of them a rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_helpers import SHAPES, SMALL, build
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from engine.config import ModelConfig
+from engine.model.init import canonical_name, init_weights
+from engine.model.llama import LlamaModel
+
+# More than two blocks of 2**20 elements in embedding and head, and rows that no world size here divides.
+TALL = replace(SMALL, vocab_size=2401, hidden_size=960, num_layers=1)
+
+
+def test_same_seed_same_weights_other_seed_others() -> None:
+    first, again, other = build(SMALL, seed=1), build(SMALL, seed=1), build(SMALL, seed=2)
+    for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) == ("norm" in name)
+
+
+def test_a_parameter_does_not_depend_on_which_others_exist() -> None:
+    small, deeper = build(SMALL), build(replace(SMALL, vocab_size=5, num_layers=SMALL.num_layers))
+    for name, parameter in small.named_parameters():
+        if "proj" in name:
+            assert torch.equal(parameter, deeper.get_parameter(name))
+
+
+def test_the_global_random_state_is_neither_read_nor_changed() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = build(SMALL)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(6)
+    assert torch.equal(first.head.weight, build(SMALL).head.weight)
+
+
+def test_spread_is_as_documented() -> None:
+    model = build(replace(SMALL, hidden_size=384, vocab_size=500, init_std=0.02))
+    residual = 0.02 / math.sqrt(2 * SMALL.num_layers)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        expected = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        # 5 standard errors of a standard deviation of n draws.
+        assert parameter.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * parameter.numel()))
+        assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel())
+
+
+def test_no_two_blocks_or_parameters_repeat() -> None:
+    model = build(TALL)
+    heads = [p.flatten()[:50] for n, p in model.named_parameters() if "norm" not in n]
+    block_rows = 2**20 // TALL.hidden_size
+    heads.append(model.embedding.weight[block_rows:].flatten()[:50])
+    assert torch.unique(torch.stack(heads), dim=0).shape[0] == len(heads)
+
+
+def test_wrappers_do_not_change_names() -> None:
+    assert (
+        canonical_name("layers.0._checkpoint_wrapped_module._orig_mod.mlp.up_proj.weight")
+        == "layers.0.mlp.up_proj.weight"
+    )
+
+
+def shard_like_fsdp(config: ModelConfig, replicas: int) -> LlamaModel:
+    """A model sharded over all ranks (in `replicas` groups), from the meta device."""
+    with torch.device("meta"):
+        model = LlamaModel(config)
+    world = dist.get_world_size()
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    units = [[model.embedding, model.head]] if config.tie_embeddings else [model.embedding, model.head]
+    for unit in [*model.layers, *units, model]:
+        fully_shard(unit, mesh=mesh)
+    model.to_empty(device="cpu")
+    return model
+
+
+def digests(model: LlamaModel) -> dict[str, str]:
+    """A hash of every whole weight, by name."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    wholes = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
+    return {name: hashlib.sha256(w.numpy().tobytes()).hexdigest() for name, w in wholes.items()}
+
+
+def digests_of_shards(config: ModelConfig, replicas: int) -> dict[str, str]:
+    """Digests of an FSDP2 model initialised on its shards."""
+    model = shard_like_fsdp(config, replicas)
+    init_weights(model, 0)
+    assert not config.tie_embeddings or model.head.weight is model.embedding.weight
+    return digests(model)
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("config", [TALL, SHAPES["tied"]], ids=["tall", "tied"])
+def test_shards_hold_the_weights_of_one_rank(ranks, config, world_size, replicas) -> None:  # type: ignore[no-untyped-def]
+    expected = digests(build(config))
+    assert ranks(world_size).run(digests_of_shards, config, replicas) == [expected] * world_size
+
+
+def digests_of_columns(config: ModelConfig) -> dict[str, str]:
+    """Digests of a model whose matrices are split over columns, as tensor parallelism does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build(config, seed=9)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement, local = Replicate(), parameter.detach()
+            if parameter.dim() == 2:
+                placement, local = Shard(1), local.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+            sharded = DTensor.from_local(local.clone(), mesh, [placement])
+            setattr(module, name, torch.nn.Parameter(sharded))
+    init_weights(model, 0)
+    return digests(model)
+
+
+def test_any_other_sharding_holds_them_too(ranks) -> None:  # type: ignore[no-untyped-def]
+    assert ranks(2).run(digests_of_columns, SMALL) == [digests(build(SMALL))] * 2

@@ -1,0 +1,97 @@
+"""The decoder: positions, batches, construction, tied weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_helpers import SHAPES, SMALL, build, causal_attention, make_tokens, visible_attention
+from torch.utils.checkpoint import checkpoint
+
+from engine.flops import count_parameters
+from engine.model.llama import LlamaModel
+
+TOKENS = 24
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64; only rotary tables are rounded to fp32, the same ones on both sides
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameter_count_by_formula_is_that_of_the_model(shape: str) -> None:
+    with torch.device("meta"):
+        model = LlamaModel(SHAPES[shape])
+    count = count_parameters(SHAPES[shape])
+    assert sum(p.numel() for p in model.parameters()) == count.total
+    assert (
+        count.matmul == sum(p.numel() for n, p in model.named_parameters() if "proj" in n) + model.head.weight.numel()
+    )
+
+
+@pytest.mark.parametrize("shape", ["gqa", "tied"])
+def test_permuted_rows_with_their_positions_give_the_permuted_result(shape: str) -> None:
+    config = SHAPES[shape]
+    model = build(config, torch.float64)
+    tokens = make_tokens(config, 2, TOKENS)
+    positions = torch.arange(TOKENS)
+    expected = model(tokens, positions, causal_attention(TOKENS))
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))
+    visible = positions[order][:, None] >= positions[order][None, :]
+    permuted = model(tokens[:, order], positions[order], visible_attention(visible))
+    torch.testing.assert_close(permuted, expected[:, order], **EXACT)
+
+
+def test_shifting_all_positions_changes_nothing() -> None:
+    model = build(SMALL, torch.float64)
+    tokens = make_tokens(SMALL, 1, TOKENS)
+    here = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
+    there = model(tokens, torch.arange(TOKENS) + 3_000_000, causal_attention(TOKENS))
+    # cos and sin are fp32: about 1e-7 each.
+    torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5)
+
+
+def test_other_relative_positions_change_the_result() -> None:
+    model = build(SMALL, torch.float64)
+    tokens = make_tokens(SMALL, 1, TOKENS)
+    here = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
+    spread = model(tokens, torch.arange(TOKENS) * 2, causal_attention(TOKENS))
+    assert (here - spread).abs().max() > 1e-2
+
+
+def test_sequences_of_a_batch_do_not_see_each_other() -> None:
+    model = build(SMALL, torch.float64)
+    tokens = make_tokens(SMALL, 3, TOKENS)
+    together = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
+    for row in range(3):
+        alone = model(tokens[row : row + 1], torch.arange(TOKENS), causal_attention(TOKENS))
+        torch.testing.assert_close(together[row : row + 1], alone, **EXACT)
+
+
+def test_checkpointed_layers_give_equal_gradients() -> None:
+    tokens = make_tokens(SMALL, 1, TOKENS)
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = build(SMALL, torch.float64)
+        if is_checkpointed:
+            for layer in model.layers:
+                inner = layer.forward
+                layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
+        model.head(model(tokens, torch.arange(TOKENS), causal_attention(TOKENS)), tokens).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.to(torch.float64), lambda m: m.to_empty(device="cpu"), lambda m: m.float()]
+)
+def test_tied_weights_stay_one_parameter(change) -> None:  # type: ignore[no-untyped-def]
+    with torch.device("meta"):
+        model = LlamaModel(SHAPES["tied"])
+    model = change(change(model))
+    assert model.head.weight is model.embedding.weight
+    assert [name for name, _ in model.named_parameters() if "head" in name] == []
+
+
+def test_hidden_keeps_the_dtype_of_the_weights() -> None:
+    model = build(SMALL, torch.bfloat16)
+    hidden = model(make_tokens(SMALL, 1, 5), torch.arange(5), causal_attention(5))
+    assert hidden.dtype == torch.bfloat16
+    assert hidden.shape == (1, 5, SMALL.hidden_size)

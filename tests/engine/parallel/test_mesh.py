@@ -1,0 +1,108 @@
+"""Degrees, topology and placement as plain integers; the mesh itself on gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import Pools
+
+from engine.attention.topology import Topology
+from engine.config import ClusterConfig, ParallelConfig
+from engine.errors import ConfigError
+from engine.parallel.mesh import (
+    Degrees,
+    Placement,
+    build_mesh,
+    choose_device,
+    read_placement,
+    resolve_degrees,
+    resolve_topology,
+)
+
+
+def test_cp_takes_the_ranks_that_data_parallelism_leaves() -> None:
+    assert resolve_degrees(ParallelConfig(dp_shard_size=2), 8) == Degrees(1, 2, 4)
+
+
+def test_degrees_that_do_not_multiply_to_the_world_size_are_refused_with_the_product() -> None:
+    with pytest.raises(ConfigError, match=r"= 4, but 6 ranks were started; start 4 ranks"):
+        resolve_degrees(ParallelConfig(cp_size=2, dp_shard_size=2), 6)
+
+
+def test_data_parallel_degrees_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="= 3 does not divide 4 ranks"):
+        resolve_degrees(ParallelConfig(dp_shard_size=3), 4)
+
+
+def test_every_degree_below_one_is_listed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_degrees(ParallelConfig(cp_size=0, dp_shard_size=-1, dp_replicate_size=0), 4)
+    assert len(caught.value.problems) == 3
+
+
+def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
+    assert Degrees(2, 1, 2).cp_groups() == ((0, 1), (2, 3))
+    assert Degrees(1, 1, 3).cp_groups() == ((0, 1, 2),)
+
+
+def test_topology_follows_the_processes_or_the_configuration() -> None:
+    assert resolve_topology(ClusterConfig(), 8, 4) == Topology(2, 4)
+    assert resolve_topology(ClusterConfig(topology_nodes=4), 8, 8) == Topology(4, 2)
+    assert resolve_topology(ClusterConfig(), 5, 0) == Topology(5, 1)
+
+
+def test_topology_nodes_that_do_not_divide_the_ranks_list_the_legal_values() -> None:
+    with pytest.raises(ConfigError, match=r"got 4, which does not divide 6 ranks; legal values: 1, 2, 3, 6"):
+        resolve_topology(ClusterConfig(topology_nodes=4), 6, 6)
+
+
+def test_placement_without_torchrun_is_one_rank() -> None:
+    assert read_placement({}) == Placement(0, 1, 0, 1)
+
+
+def test_gloo_trains_on_the_cpu() -> None:
+    assert choose_device(ClusterConfig(backend="gloo"), Placement(0, 64, 0, 64)).type == "cpu"
+
+
+def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, Any]:
+    mesh = build_mesh(parallel, cluster)
+    return {
+        "cp": (mesh.cp_rank, mesh.cp_size),
+        "dp": (mesh.dp_rank, mesh.dp_size),
+        "groups": mesh.cp_groups,
+        "names": mesh.device_mesh.mesh_dim_names,
+        "cp_mesh": mesh.device_mesh["cp"].mesh.tolist(),
+        "fsdp": mesh.fsdp_mesh.mesh.tolist(),
+        "topology": mesh.topology,
+    }
+
+
+def problems_of_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[str, ...]:
+    try:
+        build_mesh(parallel, cluster)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def test_four_ranks_as_two_replicas_of_two_context_parallel_ranks(ranks: Pools) -> None:
+    facts = ranks(4).run(mesh_facts, ParallelConfig(dp_replicate_size=2, cp_size=2), ClusterConfig(topology_nodes=2))
+    assert [fact["cp"] for fact in facts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [fact["cp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert facts[3]["groups"] == ((0, 1), (2, 3))
+    assert facts[0]["names"] == ("dp_replicate", "dp_shard", "cp")
+    assert facts[0]["fsdp"] == [[0, 1], [2, 3]]
+    assert facts[0]["topology"] == Topology(2, 2)
+
+
+def test_parameters_are_sharded_over_dp_and_cp_together(ranks: Pools) -> None:
+    facts = ranks(4).run(mesh_facts, ParallelConfig(dp_shard_size=2), ClusterConfig())
+    assert facts[0]["fsdp"] == [0, 1, 2, 3]
+    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_all_problems_of_a_mesh_are_listed_at_once_on_every_rank(ranks: Pools) -> None:
+    problems = ranks(2).run(problems_of_mesh, ParallelConfig(cp_size=3), ClusterConfig(topology_nodes=5))
+    assert [len(found) for found in problems] == [2, 2]

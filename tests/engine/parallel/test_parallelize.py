@@ -1,0 +1,79 @@
+"""The order of composition: what is checkpointed, compiled and sharded, and that none of it changes a loss."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Pools
+from tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
+
+from engine.config import LossConfig
+from engine.errors import ConfigError
+from engine.model.llama import LlamaModel
+from engine.model.parallelize import compile_layers
+from engine.parallel.fsdp import fsdp_modules
+from engine.parallel.shard import shard_batch
+from engine.train_step import sequence_loss
+
+CPU = torch.device("cpu")
+COMPILERS = ("g++", "clang++")
+
+
+def unit_sizes(tied: bool) -> list[int]:
+    """Number of parameters that each FSDP unit gathers by itself, the root's first."""
+    run = start_run(tiny_config(model={"tie_embeddings": tied}))
+    units = [unit for unit in fsdp_modules(run.model) if isinstance(unit, torch.nn.Module)]
+    inner = {id(p) for unit in units[1:] for p in unit.parameters()}
+    root = sum(p.numel() for p in run.model.parameters() if id(p) not in inner)
+    return [root] + [sum(p.numel() for p in unit.parameters()) for unit in units[1:]]
+
+
+def test_embedding_layers_and_head_are_gathered_one_at_a_time(ranks: Pools) -> None:
+    vocabulary, layer, norm = 64 * 32, 9280, 32
+    assert ranks(1).run(unit_sizes, False) == [[norm, vocabulary, layer, layer, vocabulary]]
+
+
+def saved_bytes(policy: str) -> int:
+    """Bytes that a forward pass keeps for backward, parameters not counted."""
+    run = start_run(tiny_config(memory={"activation_checkpoint": policy}))
+    batch = own_part(random_batches(0, sequences=1), run.mesh)[0]
+    local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=CPU)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        sequence_loss(run.model, local, run.attention)
+    return sum(saved.values())
+
+
+def test_full_checkpointing_keeps_far_less(ranks: Pools) -> None:
+    none, full = (ranks(1).run(saved_bytes, policy)[0] for policy in ("none", "full"))
+    layer_outputs = TINY_MODEL.num_layers * 30 * TINY_MODEL.hidden_size * 4
+    assert none - full > 5 * layer_outputs  # q, k, v, out, gate, up and more per layer
+
+
+def losses_when_compiled() -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own ways
+        return train_losses(tiny_config(train={"compile": True}), 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="torch.compile on a CPU needs g++ or clang++")
+def test_compiled_layers_give_the_same_losses(ranks: Pools) -> None:
+    expected = ranks(1).run(train_losses, TINY, 2, 2)[0]
+    assert ranks(1).run(losses_when_compiled, timeout_s=280)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_compiling_without_a_compiler_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match="neither g\\+\\+ nor clang\\+\\+"):
+        compile_layers(LlamaModel(TINY_MODEL, LossConfig()), CPU)

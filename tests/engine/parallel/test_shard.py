@@ -1,0 +1,44 @@
+"""One rank's part of a batch: every position once, labels with their tokens, padding that does not count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.layout import build_layout
+from engine.loss.options import IGNORE_INDEX
+from engine.parallel.shard import LocalBatch, shard_batch
+
+CPU = torch.device("cpu")
+
+
+def parts_of(tokens: np.ndarray, labels: np.ndarray, layout_name: str, padded: int, size: int) -> list[LocalBatch]:
+    layout = build_layout(layout_name, padded, size)  # type: ignore[arg-type]
+    return [shard_batch(tokens, labels, layout=layout, cp_rank=rank, device=CPU) for rank in range(size)]
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
+def test_tokens_labels_and_positions_stay_together(layout_name: str) -> None:
+    tokens = np.arange(10, dtype=np.int64)[None].repeat(2, axis=0)
+    parts = parts_of(tokens, tokens + 1, layout_name, padded=12, size=3)
+    for part in parts:
+        inside = part.positions < 10
+        for row in range(2):
+            assert torch.equal(part.tokens[row][inside], part.positions[inside])
+            assert torch.equal(part.labels[row][inside], part.positions[inside] + 1)
+    assert sorted(torch.cat([part.positions for part in parts]).tolist()) == list(range(12))
+
+
+def test_padding_has_no_label() -> None:
+    tokens = np.ones((1, 5), dtype=np.int64)
+    parts = parts_of(tokens, tokens, "zigzag", padded=8, size=2)
+    counts = [int((part.labels != IGNORE_INDEX).sum()) for part in parts]
+    assert counts == [2, 3]  # rank 0 holds positions 0 1 | 6 7, rank 1 holds 2 3 | 4 5
+    assert parts[0].tokens.tolist() == [[1, 1, 0, 0]]
+
+
+def test_a_batch_longer_than_the_layout_is_refused() -> None:
+    tokens = np.zeros((1, 9), dtype=np.int64)
+    with pytest.raises(ValueError, match="do not fit a layout of 8"):
+        parts_of(tokens, tokens, "zigzag", padded=8, size=2)

@@ -1,0 +1,221 @@
+"""The configuration as dataclasses: reading, writing, mistakes, fingerprint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import (
+    ModelConfig,
+    RunConfig,
+    config_fingerprint,
+    config_from_dict,
+    config_to_dict,
+    dump_config,
+    load_config,
+)
+from engine.config_schema import walk_fields
+from engine.errors import ConfigError
+
+SPECS = {spec.key: spec for spec in walk_fields(RunConfig)}
+
+
+def nested(key: str, value: object) -> dict[str, object]:
+    """`a.b` and 1 -> {"a": {"b": 1}}"""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def problems_of(values: dict[str, object]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(values)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_setting_is_documented(spec) -> None:
+    assert spec.note.doc, f"{spec.key} has no doc"
+    name_says_so = {
+        "_s": "seconds",
+        "_bytes": "bytes",
+        "_tokens": "tokens",
+        "interval_steps": "steps",
+        "seq_len": "tokens",
+    }
+    for ending, unit in name_says_so.items():
+        if spec.key.endswith(ending):
+            assert spec.note.unit == unit
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_default_is_legal_for_its_own_note(spec) -> None:
+    if isinstance(spec.default, (int, float)) and not isinstance(spec.default, bool):
+        assert spec.note.admits(spec.default)
+    if spec.choices is not None:
+        assert spec.default is None or spec.default in spec.choices
+
+
+def test_an_empty_table_gives_the_defaults() -> None:
+    assert config_from_dict({}) == config_from_dict({"train": None}) == RunConfig()
+
+
+def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
+    config = replace(
+        RunConfig(),
+        train=replace(RunConfig().train, profile="2:4", peak_flops_per_device=1e12),
+        data=replace(RunConfig().data, format="text", paths=("a b.txt", "ü: #*.txt"), text_field="no"),
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@given(
+    st.builds(
+        ModelConfig,
+        name=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+        vocab_size=st.integers(-(2**62), 2**62),
+        rope_theta=st.floats(allow_nan=False, allow_infinity=False),
+        tie_embeddings=st.booleans(),
+    )
+)
+def test_any_value_survives_yaml(model: ModelConfig) -> None:
+    import yaml
+
+    config = replace(RunConfig(), model=model)
+    assert config_from_dict(yaml.safe_load(dump_config(config))) == config
+    assert config_from_dict(config_to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("train.steps", 5.0, 5),
+        ("train.steps", "1e3", 1000),
+        ("optimizer.learning_rate", "1e-4", 1e-4),  # PyYAML reads 1e-4 as text
+        ("optimizer.learning_rate", 1, 1.0),
+        ("optimizer.max_grad_norm", None, None),
+        ("data.paths", ["a", "b"], ("a", "b")),
+        ("attention.layout", "zigzag", "zigzag"),
+        ("train.profile", "3:5", "3:5"),
+    ],
+)
+def test_values_are_read_as_people_write_them(key: str, value: object, read: object) -> None:
+    config: object = config_from_dict(nested(key, value))
+    for name in key.split("."):
+        config = getattr(config, name)
+    assert config == read
+    assert type(config) is type(read)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("train.steps", "many", "train.steps: expected a whole number, got the text 'many'"),
+        ("train.steps", 1.5, "train.steps: expected a whole number, got the number 1.5"),
+        ("train.steps", True, "train.steps: expected a whole number, got the truth value true"),
+        ("train.steps", None, "train.steps: expected a whole number, got null"),
+        ("train.steps", [3], "train.steps: expected a whole number, got the list [3]"),
+        ("train.steps", {"a": 3}, "train.steps: expected a whole number, got a table with a"),
+        ("train.steps", 2**63, f"train.steps: expected a whole number, got the number {2**63}"),
+        ("train.compile", "yes", "train.compile: expected true or false, got the text 'yes'"),
+        ("train.compile", 1, "train.compile: expected true or false, got the number 1"),
+        ("model.name", 7, "model.name: expected text, got the number 7; put it in quotes: \"model.name='7'\""),
+        ("train.profile", 185, "train.profile: expected text or null, got the number 185; put it in quotes: "),
+        ("data.paths", "a", "data.paths: expected a list, each item text, got the text 'a'; put it in brackets: "),
+        ("data.paths", ["a", 3], "data.paths[1]: expected text, got the number 3"),
+        ("model", 3, "model: expected a table of settings, got the number 3"),
+        ("train.seqlen", 3, "train.seqlen: no such setting; did you mean train.seq_len?"),
+        ("trian.steps", 3, "trian: no such setting; did you mean train?"),
+        ("seq_len", 3, "seq_len: no such setting; did you mean train.seq_len?"),
+        ("loss.wheels", 3, "loss.wheels: no such setting; loss has kind, chunk_tokens, z_loss"),
+        ("wheels", 3, "wheels: no such setting; `burst config --fields` lists every setting"),
+        (
+            "attention.preset",
+            "brust",
+            "attention.preset: 'brust' is not a legal value; legal: single, ring, striped, burst; did you mean burst?",
+        ),
+        (
+            "attention.layout",
+            "x",
+            "attention.layout: 'x' is not a legal value; legal: contiguous, zigzag, striped, null",
+        ),
+        ("attention.preset", 3, "attention.preset: expected one of single, ring, striped, burst, got the number 3"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text: str) -> None:
+    (problem,) = problems_of(nested(key, value))
+    assert problem.startswith(text)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    values = {"modle": {}, "train": {"steps": "x", "seqlen": 3}, "attention": {"preset": "y"}, "data": 4}
+    assert [problem.partition(":")[0] for problem in problems_of(values)] == [
+        "modle",
+        "attention.preset",
+        "train.seqlen",
+        "train.steps",
+        "data",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read this configuration: No such file"),
+        (b"train: {steps: 4", "not readable as YAML"),
+        (b"\xff\xfe\x00", "not readable as YAML"),
+        (b"- a\n- b", "expected a table of settings"),
+        (b"", "expected a table of settings"),
+        (b"train: {steps: x}", "train.steps: expected a whole number"),
+        (b"!!python/object/apply:os.getcwd []", "not readable as YAML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert words in str(caught.value)
+
+
+def test_fingerprint_is_equal_exactly_for_equal_configurations() -> None:
+    prints = {config_fingerprint(RunConfig())}
+    for spec in SPECS.values():
+        other = {bool: not spec.default, int: 7, float: 0.123, str: "other"}.get(type(spec.default))
+        if spec.choices is not None:
+            other = next(choice for choice in spec.choices if choice != spec.default)
+        if other is not None:
+            prints.add(config_fingerprint(config_from_dict(nested(spec.key, other))))
+    changed = [spec for spec in SPECS.values() if spec.choices or isinstance(spec.default, (bool, int, float, str))]
+    assert len(prints) == 1 + len(changed)
+    assert config_fingerprint(config_from_dict(config_to_dict(RunConfig()))) in prints
+
+
+def test_fingerprint_does_not_change_between_processes() -> None:
+    code = "from engine.config import *; print(config_fingerprint(RunConfig()))"
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60
+    )
+    assert result.stdout.strip() == config_fingerprint(RunConfig())
+
+
+def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
+    code = "import sys, engine.config, engine.config_checks; print(*sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60
+    )
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert loaded.isdisjoint({"torch", "numpy", "hydra", "omegaconf", "typer", "rich", "paramiko"})

@@ -1,0 +1,183 @@
+"""Rules between settings: each one breaks, all at once, and the legal neighbour passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import RunConfig
+from engine.config_checks import check_config, config_problems, known_cp_size
+from engine.errors import ConfigError
+
+
+def config(**changes: dict[str, Any]) -> RunConfig:
+    """The defaults with some fields of some sections changed."""
+    sections = {name: replace(getattr(RunConfig(), name), **fields) for name, fields in changes.items()}
+    return replace(RunConfig(), **sections)
+
+
+RANKS4 = {"ranks_per_node": 4}
+
+BROKEN = {
+    "model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4": {"model": {"num_kv_heads": 3}},
+    "model.num_kv_heads: got 8": {"model": {"num_kv_heads": 8}},
+    "model.head_dim: got 63, expected an even number": {"model": {"head_dim": 63}},
+    "model.hidden_size: got 0, expected 1 or more": {"model": {"hidden_size": 0}},
+    "model.num_layers: got -1, expected 1 or more layers": {"model": {"num_layers": -1}},
+    "model.rope_theta: got inf, expected more than 0": {"model": {"rope_theta": float("inf")}},
+    "model.vocab_size: got 255, but data.tokenizer=bytes gives 256": {"model": {"vocab_size": 255}},
+    "model.vocab_size: got 256, but data.tokenizer=bpe gives 4096": {"data": {"tokenizer": "bpe"}},
+    "data.bpe_vocab_size: got 256, expected 257 or more": {"data": {"tokenizer": "bpe", "bpe_vocab_size": 256}},
+    "optimizer.learning_rate: got 0, expected more than 0": {"optimizer": {"learning_rate": 0}},
+    "optimizer.beta1: got 1.0, expected 0 or more, below 1": {"optimizer": {"beta1": 1.0}},
+    "optimizer.beta2: got nan, expected 0 or more": {"optimizer": {"beta2": float("nan")}},
+    "optimizer.min_learning_rate_ratio: got 1.5": {"optimizer": {"min_learning_rate_ratio": 1.5}},
+    "optimizer.max_grad_norm: got 0.0, expected more than 0": {"optimizer": {"max_grad_norm": 0.0}},
+    "optimizer.warmup_steps: got 101, expected at most train.steps=100": {"optimizer": {"warmup_steps": 101}},
+    "optimizer.decay_steps: only optimizer.schedule=wsd": {"optimizer": {"decay_steps": 5}},
+    "optimizer.decay_steps: warm-up 60 + decay 50 steps exceed train.steps=100": {
+        "optimizer": {"schedule": "wsd", "warmup_steps": 60, "decay_steps": 50}
+    },
+    "loss.chunk_tokens: got 0, expected 1 or more tokens": {"loss": {"chunk_tokens": 0}},
+    "loss.z_loss: got -0.1, expected 0 or more": {"loss": {"z_loss": -0.1}},
+    "train.seq_len: got 0, expected 1 or more tokens": {"train": {"seq_len": 0}},
+    "train.steps: got 0, expected 1 or more steps": {"train": {"steps": 0}},
+    "train.micro_batch_size: got 0": {"train": {"micro_batch_size": 0}},
+    "train.grad_accum_steps: got 0": {"train": {"grad_accum_steps": 0}},
+    "train.warmup_metric_steps: got 100, which leaves no step": {"train": {"warmup_metric_steps": 100}},
+    "train.profile: got '0:2', expected START:STOP with 1 <= START < STOP <= 101": {"train": {"profile": "0:2"}},
+    "train.profile: got '5:5'": {"train": {"profile": "5:5"}},
+    "train.profile: got '5:102'": {"train": {"profile": "5:102"}},
+    "train.profile: got '5'": {"train": {"profile": "5"}},
+    "data.validation_fraction: got 0.0": {"data": {"validation_fraction": 0.0}},
+    "data.paths: data.format=jsonl reads files, but none was given": {"data": {"format": "jsonl"}},
+    "data.paths: data.format=stdlib reads no files": {"data": {"paths": ("/",)}},
+    "data.paths: no such file or folder: '/no/such/*.txt'": {"data": {"format": "text", "paths": ("/no/such/*.txt",)}},
+    "data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or": {"data": {"tokenizer": "/no/tokenizer.json"}},
+    "data.prepared_dir: ": {"data": {"prepared_dir": __file__}},
+    "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},
+    "cluster.topology_nodes: 3 nodes cannot share 4 ranks": {
+        "cluster": {**RANKS4, "topology_nodes": 3},
+        "attention": {"preset": "burst"},
+    },
+    "parallel: dp_replicate_size 1 x dp_shard_size 3 = 3 does not divide the 4 ranks": {
+        "parallel": {"dp_shard_size": 3},
+        "cluster": RANKS4,
+    },
+    "parallel: dp_replicate_size 2 x dp_shard_size 1 x cp_size 4 = 8, but cluster.ranks_per_node=4": {
+        "parallel": {"cp_size": 4, "dp_replicate_size": 2},
+        "cluster": RANKS4,
+        "attention": {"preset": "burst"},
+    },
+    "attention=single holds the whole sequence on one rank, but 4 ranks share it": {"cluster": RANKS4},
+    "attention=single holds the whole sequence on one rank, but 2 ranks share it": {"parallel": {"cp_size": 2}},
+    "attention ring: inner 3 x outer 1 = 3 ranks, but 4 ranks share a sequence": {
+        "attention": {"preset": "burst", "ring_inner_size": 3},
+        "cluster": RANKS4,
+    },
+    "attention ring: inner 3 x outer 2 = 6 ranks, but 4 ranks": {
+        "attention": {"preset": "ring", "ring_inner_size": 3, "ring_outer_size": 2},
+        "parallel": {"cp_size": 4},
+    },
+    "train.seq_len: got 3 tokens for 4 ranks": {
+        "train": {"seq_len": 3},
+        "attention": {"preset": "ring"},
+        "cluster": RANKS4,
+    },
+}
+
+LEGAL = [
+    {},
+    {"model": {"num_kv_heads": 1}},
+    {"model": {"vocab_size": 4096}, "data": {"tokenizer": "bpe"}},
+    {"model": {"vocab_size": 2}, "data": {"format": "shards", "paths": ("/",)}},  # the shards name their own vocabulary
+    {"optimizer": {"warmup_steps": 100}},
+    {"optimizer": {"schedule": "wsd", "warmup_steps": 50, "decay_steps": 50}},
+    {"optimizer": {"max_grad_norm": None, "beta1": 0.0, "weight_decay": 0.0}},
+    {"train": {"profile": "100:101"}},
+    {"data": {"format": "text", "paths": (__file__, "/tm*")}},
+    {"data": {"tokenizer": __file__}},
+    {"parallel": {"dp_shard_size": 4}, "cluster": RANKS4},
+    {"parallel": {"dp_shard_size": 2, "dp_replicate_size": 2, "cp_size": 1}, "cluster": RANKS4},
+    {"attention": {"preset": "burst"}, "cluster": {**RANKS4, "topology_nodes": 2}},
+    {"attention": {"preset": "burst", "ring_inner_size": 2, "ring_outer_size": 2}, "cluster": RANKS4},
+    {"attention": {"preset": "ring"}, "parallel": {"cp_size": 3}},  # the number of ranks is found at launch
+]
+
+
+@pytest.mark.parametrize(("text", "changes"), BROKEN.items(), ids=BROKEN)
+def test_a_broken_rule_is_the_only_one_told(text: str, changes: dict[str, dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(**changes))
+    (problem,) = caught.value.problems
+    assert problem.startswith(text)
+
+
+@pytest.mark.parametrize("changes", LEGAL, ids=str)
+def test_a_legal_configuration_passes(changes: dict[str, dict[str, Any]]) -> None:
+    check_config(config(**changes))
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    broken = config(
+        model={"head_dim": 63},
+        optimizer={"beta1": 2.0, "warmup_steps": 500},
+        train={"profile": "x"},
+        data={"format": "text"},
+        cluster=RANKS4,
+    )
+    keys = [problem.keys[0] for problem in config_problems(broken)]
+    assert keys == [
+        "optimizer.beta1",
+        "model.head_dim",
+        "optimizer.warmup_steps",
+        "train.profile",
+        "data.format",
+        "attention.preset",
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "a b", "x" * 101])
+def test_exp_names_a_folder(name: str) -> None:
+    (problem,) = config_problems(replace(RunConfig(), exp=name))
+    assert problem.keys == ("exp",)
+    assert "use letters, digits" in problem.text
+
+
+def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus.txt").write_text("text")
+    relative = config(data={"format": "text", "paths": ("corpus.txt", "corp*.txt")})
+    assert len(config_problems(relative)) == 2
+    monkeypatch.chdir(tmp_path)
+    assert config_problems(relative) == []
+
+
+def test_nonsense_numbers_never_crash_the_rules() -> None:
+    for value in (0, -1, -4):
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            assert config_problems(config(model={name: value}, cluster=RANKS4, attention={"preset": "burst"}))
+        for name in ("cp_size", "dp_shard_size", "dp_replicate_size"):
+            assert config_problems(config(parallel={name: value}, cluster=RANKS4))
+        for name in ("ranks_per_node", "topology_nodes"):
+            assert config_problems(config(cluster={name: value}))
+        for name in ("ring_inner_size", "ring_outer_size"):
+            assert config_problems(config(attention={name: value, "preset": "ring"}, cluster=RANKS4))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "cp_size"),
+    [
+        ({}, None, None),
+        ({"cp_size": 2}, None, 2),
+        ({}, 4, 4),
+        ({"dp_shard_size": 2}, 4, 2),
+        ({"dp_shard_size": 3}, 4, None),
+    ],
+)
+def test_cp_size_is_what_data_parallelism_leaves(
+    parallel: dict[str, int], ranks: int | None, cp_size: int | None
+) -> None:
+    assert known_cp_size(config(parallel=parallel, cluster={"ranks_per_node": ranks})) == cp_size

@@ -1,0 +1,106 @@
+"""FLOP formulas against torch's counter and against figures worked out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.config import LossConfig, ModelConfig
+from engine.flops import attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.model.llama import LlamaModel
+
+SHAPE = ModelConfig(
+    vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+TOKENS, BATCH = 16, 3
+LLAMA_7B = ModelConfig(
+    vocab_size=32000,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Unmasked attention by two matmuls, as the counter can see."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
+
+
+def counted_flops(config: ModelConfig, *, is_checkpointed: bool, loss: Any = "fused") -> int:
+    """What torch counts in one step of the real model with full attention."""
+    model = LlamaModel(config, LossConfig(kind=loss, chunk_tokens=7))
+    for layer in model.layers if is_checkpointed else ():
+        inner = layer.forward
+        layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
+    tokens = torch.randint(0, config.vocab_size, (BATCH, TOKENS))
+    with FlopCounterMode(display=False) as counter:
+        model.head(model(tokens, torch.arange(TOKENS), full_attention), tokens).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+def test_model_flops_are_what_torch_counts(loss: str, tied: bool) -> None:
+    config = replace(SHAPE, tie_embeddings=tied)
+    flops = step_flops(config, seq_len=TOKENS, visible_pairs=attention_pairs("full", TOKENS), sequences=BATCH)
+    assert flops.model == flops.model_full_attention == flops.hardware
+    assert flops.model == counted_flops(config, is_checkpointed=False, loss=loss)
+
+
+def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
+    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, activation_checkpoint="full")
+    assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
+    assert flops.model == counted_flops(SHAPE, is_checkpointed=False)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 64])
+def test_pairs_are_those_of_the_mask(seq_len: int) -> None:
+    visible = torch.ones(seq_len, seq_len)
+    assert attention_pairs("full", seq_len) == int(visible.sum())
+    assert attention_pairs("causal", seq_len) == int(visible.tril().sum())
+
+
+def test_published_size_of_llama_7b() -> None:
+    count = count_parameters(LLAMA_7B)
+    assert count.total == 6_738_415_616  # Touvron et al. 2023: 6.7B
+    assert count.total - count.matmul == 32000 * 4096 + 65 * 4096
+
+
+def test_conventions_at_one_million_tokens() -> None:
+    seq_len = 2**20
+    flops = step_flops(LLAMA_7B, seq_len=seq_len, visible_pairs=attention_pairs("causal", seq_len))
+    attention = 32 * 32 * 128 * seq_len**2  # A of the module's text: L * H * D * N**2
+    matmuls = 6 * count_parameters(LLAMA_7B).matmul * seq_len
+    assert flops.model == pytest.approx(matmuls + 6 * attention, rel=1e-5)
+    assert flops.model_full_attention == matmuls + 12 * attention
+    assert flops.hardware == flops.model
+
+
+def test_visible_pairs_count_only_where_they_should() -> None:
+    few, many = (step_flops(SHAPE, seq_len=64, visible_pairs=pairs) for pairs in (10, 20))
+    assert many.model - few.model == 12 * 2 * 4 * 8 * 10
+    assert many.model_full_attention == few.model_full_attention
+    assert forward_flops(SHAPE, tokens=64, pairs=10) * 3 == few.model
+
+
+def test_mfu_is_a_share_of_all_devices() -> None:
+    assert mfu(400.0, step_time_s=2.0, devices=4, peak_flops_per_s=100.0) == 0.5
+
+
+@pytest.mark.parametrize("module", ["engine.flops", "engine.peak"])
+def test_counting_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

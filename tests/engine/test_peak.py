@@ -1,0 +1,79 @@
+"""The table of peaks, the measured peak of a CPU, and the warning above it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import TrainConfig
+from engine.peak import Peak, above_peak_warning, find_peak, measure_cpu_peak, peak_flops
+
+# Names as torch.cuda.get_device_name gives them; dense bf16 TFLOP/s of the datasheets.
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A800 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H800": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H20-3e": 148.0,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA L40S": 362.1,
+    "NVIDIA L40": 181.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA RTX A6000": 154.8,
+    "AMD Instinct MI300X": 1307.4,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_known_devices_have_their_dense_peak_and_its_source(name: str) -> None:
+    peak = peak_flops(name, "bfloat16")
+    assert peak is not None
+    assert peak.flops_per_s == pytest.approx(NAMES[name] * 1e12)
+    assert "bfloat16 dense" in peak.source
+
+
+def test_float32_is_slower_and_labelled() -> None:
+    peak = peak_flops("NVIDIA H200", "float32")
+    assert peak == Peak(67e12, "NVIDIA H200 datasheet, SXM column, float32 dense")
+
+
+@pytest.mark.parametrize("name", ["Some Accelerator 9", "NVIDIA A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""])
+def test_unknown_devices_and_slices_have_none(name: str) -> None:
+    assert peak_flops(name, "bfloat16") is None
+
+
+def test_measured_peak_is_reached_by_a_matmul_and_labelled() -> None:
+    peak = measure_cpu_peak("float32")
+    assert peak.flops_per_s is not None
+    assert 1e9 < peak.flops_per_s < 1e15
+    assert peak.source.startswith("measured: ")
+
+
+def test_config_comes_before_measuring() -> None:
+    peak = find_peak(TrainConfig(peak_flops_per_device=5e12), torch.device("cpu"))
+    assert peak == Peak(5e12, "config: train.peak_flops_per_device")
+
+
+def test_cpu_is_measured() -> None:
+    assert find_peak(TrainConfig(compute_dtype="float32"), torch.device("cpu")).source.startswith(
+        "measured: best float32"
+    )
+
+
+def test_only_a_figure_above_the_peak_is_warned_of() -> None:
+    peak = Peak(100e12, "a datasheet")
+    assert above_peak_warning("step 3", 100e12, peak) is None
+    assert above_peak_warning("step 3", 1e20, Peak(None, "unknown")) is None
+    warning = above_peak_warning("step 3", 101e12, peak)
+    assert warning is not None
+    assert "step 3 is 101 TFLOP/s" in warning
+    assert "a datasheet" in warning

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.provenance import MAX_DIFF_CHARACTERS, collect_provenance, git_facts
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    git("init", "-b", "trunk")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return tmp_path
+
+
+def test_clean_checkout_has_a_commit_and_no_changes(checkout: Path) -> None:
+    facts = git_facts(checkout)
+    assert facts is not None
+    assert len(facts["sha"]) == 40
+    assert (facts["branch"], facts["dirty"], facts["diff"], facts["status"]) == ("trunk", False, "", [])
+
+
+def test_changes_are_recorded(checkout: Path) -> None:
+    (checkout / "code.py").write_text("x = 2\n")
+    (checkout / "new.py").write_text("y = 3\n")
+    facts = git_facts(checkout)
+    assert facts is not None
+    assert facts["dirty"] is True
+    assert "+x = 2" in facts["diff"]
+    assert facts["status"] == [" M code.py", "?? new.py"]
+
+
+def test_huge_changes_are_cut_and_say_so(checkout: Path) -> None:
+    (checkout / "code.py").write_text("x\n" * MAX_DIFF_CHARACTERS)
+    facts = git_facts(checkout)
+    assert facts is not None
+    assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, True)
+
+
+def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Path) -> None:
+    (checkout / "site-packages").mkdir()
+    assert git_facts(checkout / "site-packages") is None
+
+
+def test_provenance_outside_of_a_checkout_still_has_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_IMAGE", "sha256:1234")
+    provenance = collect_provenance(tmp_path)
+    assert (provenance["git"], provenance["image"]) == (None, "sha256:1234")
+    assert provenance["versions"]["numpy"]
+    assert provenance["hardware"]["memory_bytes"] > 0

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.records import JsonLinesTail, append_json_line, finite, read_json_object, replace_json
+
+
+def test_tail_returns_every_row_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = JsonLinesTail(path)
+    assert tail.poll() == []
+    path.write_bytes(b'{"a": 1}\n{"a"')
+    assert tail.poll() == [{"a": 1}]
+    with path.open("ab") as file:
+        file.write(b": 2}\n")
+    assert tail.poll() == [{"a": 2}]
+    assert tail.poll() == []
+
+
+def test_tail_starts_over_when_the_file_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    tail = JsonLinesTail(path)
+    tail.poll()
+    path.write_text('{"b": 1}\n')
+    assert tail.poll() == [{"b": 1}]
+
+
+def test_failed_replacement_keeps_the_old_text_and_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    replace_json(path, {"a": 1})
+
+    class Hostile:
+        def __str__(self) -> str:
+            raise ValueError("cannot be written")
+
+    with pytest.raises(ValueError, match="cannot be written"):
+        replace_json(path, {"a": Hostile()})
+    assert read_json_object(path) == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_appended_lines_hold_one_object_each(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_json_line(path, {"text": "two\nlines", "path": Path("x")})
+    append_json_line(path, {"n": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"text": "two\nlines", "path": "x"},
+        {"n": 2},
+    ]
+
+
+def test_finite_reaches_every_depth() -> None:
+    assert finite({"a": [1.0, float("nan"), {"b": float("-inf")}]}) == {"a": [1.0, None, {"b": None}]}

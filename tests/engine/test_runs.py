@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BurstError, ConfigError
+from engine.process import process_start
+from engine.runs import (
+    FINAL_STATES,
+    LEGAL_TRANSITIONS,
+    STATES,
+    RunFolder,
+    RunFolderError,
+    create_run,
+    default_runs_dir,
+    list_runs,
+    new_run_path,
+    open_run,
+)
+
+PATH_TO = {
+    "planned": [],
+    "starting": ["starting"],
+    "running": ["starting", "running"],
+    "completed": ["starting", "running", "completed"],
+    "failed": ["failed"],
+    "cancelled": ["cancelled"],
+    "oom": ["starting", "oom"],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(new_run_path(tmp_path / "runs", "tiny"), {"config.yaml": "seed: 0\n"})
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    return process.pid
+
+
+def test_run_folder_is_named_by_utc_time_and_id_and_is_private(run: RunFolder) -> None:
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", run.run_id)
+    assert run.exp == "tiny"
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+
+
+def test_created_run_holds_its_files_and_is_planned(tmp_path: Path) -> None:
+    path = new_run_path(tmp_path, "tiny")
+    run = create_run(path, {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
+    assert {entry.name for entry in path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
+    assert os.access(path / "plan.sh", os.X_OK)
+    assert (run.read_state()["state"], run.read_state()["world_size"]) == ("planned", 3)
+
+
+@pytest.mark.parametrize("exp", ["", "../up", "a/b", ".hidden", "-x", "a b", "x" * 101])
+def test_names_that_cannot_be_folders_are_refused(tmp_path: Path, exp: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a folder"):
+        new_run_path(tmp_path, exp)
+
+
+def test_runs_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_RUNS_DIR", "/data/runs")
+    assert default_runs_dir() == Path("/data/runs")
+    monkeypatch.delenv("BURST_RUNS_DIR")
+    assert default_runs_dir() == Path("runs")
+
+
+def test_failing_creation_leaves_nothing_behind(tmp_path: Path) -> None:
+    bad = {"config.yaml": "seed: 0\n", "config.yaml/inside": "a file cannot be a folder"}
+    with pytest.raises(RunFolderError, match="--runs-dir"):
+        create_run(tmp_path / "deep" / "runs" / "tiny" / "20260101-000000-abcdef", bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_creation_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Interrupting(dict[str, str]):
+        def items(self):  # type: ignore[no-untyped-def]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        create_run(tmp_path / "runs" / "tiny" / "20260101-000000-abcdef", Interrupting())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_dir_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a folder")
+    with pytest.raises(BurstError, match=r"Not a directory.*--runs-dir"):
+        create_run(new_run_path(tmp_path / "runs", "tiny"), {})
+
+
+def test_existing_run_is_never_overwritten(run: RunFolder) -> None:
+    with pytest.raises(RunFolderError):
+        create_run(run.path, {"config.yaml": "seed: 1\n"})
+    assert (run.path / "config.yaml").read_text() == "seed: 0\n"
+    assert [entry.name for entry in run.path.parent.iterdir()] == [run.run_id]
+
+
+@pytest.mark.parametrize("old", STATES)
+@pytest.mark.parametrize("new", STATES)
+def test_only_the_moves_of_the_diagram_are_made(run: RunFolder, old: str, new: str) -> None:
+    for state in PATH_TO[old]:
+        run.transition(state)
+    if new in LEGAL_TRANSITIONS[old]:
+        assert run.transition(new)["state"] == run.read_state()["state"] == new
+        assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", *PATH_TO[old], new]
+    else:
+        with pytest.raises(RunFolderError, match=f"cannot become {new}"):
+            run.transition(new)
+        assert run.read_state()["state"] == old
+
+
+def test_transition_records_who_when_and_how_it_ended(run: RunFolder) -> None:
+    started = run.transition("starting")
+    assert (started["pid"], started["exit_code"], started["ended_at"]) == (os.getpid(), None, None)
+    run.transition("running")
+    ended = run.transition("failed", exit_code=2, failure={"rank": 1})
+    assert (ended["exit_code"], ended["failure"]) == (2, {"rank": 1})
+    assert ended["started_at"] <= ended["ended_at"]
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1)])
+def test_final_states_have_an_exit_code_unless_one_is_given(run: RunFolder, state: str, code: int) -> None:
+    run.transition("starting")
+    run.transition("running")
+    assert run.transition(state)["exit_code"] == code
+
+
+def test_record_adds_facts_without_a_change_of_state(run: RunFolder) -> None:
+    run.record(exit_code=3)
+    assert (run.read_state()["state"], run.read_state()["exit_code"]) == ("planned", 3)
+
+
+def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> None:
+    run.transition("starting")
+    run.append_metrics({"step": 1})
+    run.write_summary({"steps": 1})
+    run.write_rank_error(0, ValueError("first"))
+    run.transition("failed")
+    state = run.transition("starting")
+    assert (state["attempt"], state["exit_code"]) == (2, None)
+    assert (run.read_metrics(), run.read_summary(), run.rank_errors()) == ([], None, [])
+    kept = sorted(path.name for path in (run.path / "attempts" / "1").iterdir())
+    assert kept == ["metrics.jsonl", "rank0000.error.json", "summary.json"]
+
+
+def test_running_run_can_only_start_again_when_its_process_is_gone(run: RunFolder) -> None:
+    run.transition("starting")
+    run.transition("running")
+    with pytest.raises(RunFolderError, match="is running"):
+        run.transition("starting")
+    run.record(pid=dead_pid(), pid_start="1")
+    assert run.is_alive() is False
+    assert run.transition("starting")["attempt"] == 2
+
+
+def test_reused_pid_does_not_count_as_alive(run: RunFolder) -> None:
+    run.transition("starting")
+    assert run.is_alive() is True
+    run.record(pid_start="0")
+    assert run.is_alive() is False
+    run.record(host="elsewhere")
+    assert run.is_alive() is None
+
+
+def test_process_start_tells_processes_apart() -> None:
+    assert process_start(os.getpid()) == process_start(os.getpid()) is not None
+    assert process_start(dead_pid()) is None
+
+
+def test_concurrent_writers_lose_no_fact(run: RunFolder) -> None:
+    def write(index: int) -> None:
+        for step in range(10):
+            run.record(**{f"fact_{index}_{step}": step})
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(key.startswith("fact_") for key in run.read_state()) == 40
+
+
+def test_reader_never_sees_half_a_state(run: RunFolder) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            run.record(filler="x" * 20_000)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert all(run.read_state()["state"] == "planned" for _ in range(200))
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "flying"}', "\x00\xff"])
+def test_damaged_state_is_named(run: RunFolder, text: str) -> None:
+    (run.path / "run.json").write_text(text, encoding="latin-1")
+    with pytest.raises(RunFolderError, match=r"run\.json"):
+        run.read_state()
+
+
+def test_folder_with_only_a_config_is_a_planned_run(tmp_path: Path) -> None:
+    folder = tmp_path / "by_hand"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("seed: 0\n")
+    run = open_run(folder / "config.yaml")
+    assert run.read_state()["state"] == "planned"
+    assert run.transition("starting")["state"] == "starting"
+
+
+def test_open_run_refuses_other_folders(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no run folder"):
+        open_run(tmp_path)
+
+
+def test_list_runs_is_ordered_by_time_and_skips_half_made_ones(tmp_path: Path) -> None:
+    for name in ("b/20260102-000000-aaaaaa", "a/20260101-000000-ffffff", "a/20260103-000000-000000"):
+        create_run(tmp_path / name, {})
+    (tmp_path / "a" / ".new-xyz").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert [run.run_id[:8] for run in list_runs(tmp_path)] == ["20260101", "20260102", "20260103"]
+    assert list_runs(tmp_path / "nowhere") == []
+
+
+def test_torn_and_damaged_lines_of_metrics_are_left_out(run: RunFolder) -> None:
+    run.append_metrics({"step": 1})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('garbage\n[1, 2]\n{"step": 2, "lo')
+    assert run.read_metrics() == [{"step": 1}]
+    run.append_metrics({"step": 3})
+    assert run.read_metrics() == [{"step": 1}, {"step": 3}]
+
+
+def test_figures_that_are_not_finite_become_null_and_are_named(run: RunFolder) -> None:
+    run.append_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    row = {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1, "not_finite": ["grad_norm", "loss"]}
+    assert run.read_metrics() == [row]
+    assert "NaN" not in (run.path / "metrics.jsonl").read_text()
+
+
+def test_events_carry_time_and_kind(run: RunFolder) -> None:
+    run.append_event("phase", phase="build model")
+    (event,) = run.read_events()
+    assert event["at"].endswith("Z")
+    assert (event["kind"], event["phase"]) == ("phase", "build model")
+
+
+def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> None:
+    assert run.log_path("node-1.local", 12) == run.path / "logs" / "node-1.local" / "rank0012.log"
+    assert run.log_path("../../etc", 0).is_relative_to(run.path / "logs")
+    assert run.log_path("../../etc", 0).parent.parent == run.path / "logs"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "exit_code"),
+    [
+        (ConfigError(["a", "b"]), "config", 2),
+        (BurstError("no"), "user", 1),
+        (MemoryError("x"), "oom", 1),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), "oom", 1),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:123"), "peer_lost", 1),
+        (ValueError("out of cheese"), "exception", 1),
+    ],
+)
+def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str, exit_code: int) -> None:
+    run.write_rank_error(3, error, step=7, phase="forward")
+    record = run.first_rank_error()
+    assert record is not None
+    assert (record["kind"], record["exit_code"]) == (kind, exit_code)
+    assert (record["rank"], record["step"], record["phase"]) == (3, 7, "forward")
+    assert str(error).splitlines()[0] in record["message"]
+
+
+def test_earliest_rank_error_is_first(run: RunFolder) -> None:
+    run.write_rank_error(1, ValueError("first"))
+    run.write_rank_error(0, ValueError("second"))
+    assert [record["rank"] for record in run.rank_errors()] == [1, 0]
+
+
+def test_rank_error_is_silent_where_nothing_can_be_written(run: RunFolder) -> None:
+    (run.path / "logs").rmdir()
+    (run.path / "logs").write_text("a file")
+    run.write_rank_error(0, ValueError("x"))
+    assert run.first_rank_error() is None
+
+
+def test_state_names_final_states_consistently() -> None:
+    assert FINAL_STATES <= set(STATES) == set(LEGAL_TRANSITIONS)
+
+
+def test_run_json_is_json(run: RunFolder) -> None:
+    assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id

@@ -1,0 +1,104 @@
+"""Validation: weighted by tokens, in bits per byte, and without a trace in the training that goes on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from ranks import Pools
+from tiny_training import TINY, own_part, random_batches, start_run, tiny_config
+
+from engine.config import ParallelConfig, RunConfig
+from engine.evaluate import Evaluation, bits_per_byte, evaluate
+
+TOKEN_BYTES = np.arange(64) % 5
+RELATIVE = 1e-6  # the same fp32 sums in another order
+
+
+def evaluation(config: RunConfig, sequences: int = 4) -> Evaluation | None:
+    """Figures of an untrained model over two global batches whose first row has one label."""
+    run = start_run(config)
+    batches = [random_batches(step, sequences=sequences, ignored=(29,)) for step in range(2)]
+    parts = [part for batch in batches for part in own_part(batch, run.mesh)]
+    return evaluate(run.train_step, parts, TOKEN_BYTES)
+
+
+def losses_around_evaluation(config: RunConfig, evaluations: int) -> list[float]:
+    """Losses of six steps with `evaluations` validations before each."""
+    run = start_run(config)
+    losses = []
+    for step in range(6):
+        for _ in range(evaluations):
+            evaluate(run.train_step, own_part(random_batches(100 + step, sequences=2), run.mesh), TOKEN_BYTES)
+            assert run.model.training
+        losses.append(run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh)).loss)
+    return losses
+
+
+def test_bits_per_byte_is_nats_over_ln2_bytes() -> None:
+    assert bits_per_byte(8 * math.log(2.0), 4.0) == pytest.approx(2.0)
+    assert bits_per_byte(1.0, 0.0) is None
+
+
+def test_an_untrained_model_needs_about_log_v_nats(ranks: Pools) -> None:
+    found = ranks(1).run(evaluation, TINY)[0]
+    assert found.loss == pytest.approx(math.log(64), rel=0.2)
+    assert found.label_tokens == 2 * (3 * 30 + 1)
+
+
+def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
+    found = ranks(1).run(evaluation, TINY)[0]
+    labels = np.concatenate([random_batches(step, sequences=4, ignored=(29,)).labels.ravel() for step in range(2)])
+    text_bytes = TOKEN_BYTES[labels[labels >= 0]].sum()
+    nats = found.loss * found.label_tokens
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(dp_shard_size=2)])
+def test_figures_do_not_depend_on_the_ranks(ranks: Pools, parallel: ParallelConfig) -> None:
+    expected = ranks(1).run(evaluation, TINY)[0]
+    for found in ranks(4).run(evaluation, tiny_config(attention={"preset": "burst"}, parallel=parallel)):
+        assert found.loss == pytest.approx(expected.loss, rel=RELATIVE)
+        assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=RELATIVE)
+        assert found.label_tokens == expected.label_tokens
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_evaluation_leaves_no_state_behind(ranks: Pools, reshard: bool) -> None:
+    config = tiny_config(attention={"preset": "burst"}, parallel={"reshard_after_forward": reshard})
+    plain = ranks(2).run(losses_around_evaluation, config, 0)
+    assert ranks(2).run(losses_around_evaluation, config, 2) == plain
+
+
+def test_figures_are_the_cross_entropy_without_the_z_loss(ranks: Pools) -> None:
+    with_z_loss = tiny_config(loss={"z_loss": 1.0})
+    assert ranks(1).run(evaluation, with_z_loss) == ranks(1).run(evaluation, TINY)
+
+
+def loss_after_weights_change(config: RunConfig) -> float:
+    """Validation loss of all-zero weights that were set after an earlier validation."""
+    run = start_run(config)
+    batches = own_part(random_batches(0, sequences=2), run.mesh)
+    evaluate(run.train_step, batches, None)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    found = evaluate(run.train_step, batches, None)
+    assert found is not None
+    return found.loss
+
+
+def test_weights_changed_after_an_evaluation_are_seen_by_the_next(ranks: Pools) -> None:
+    config = tiny_config(parallel={"dp_shard_size": 2, "reshard_after_forward": False})
+    for loss in ranks(2).run(loss_after_weights_change, config):
+        assert loss == pytest.approx(math.log(64), rel=RELATIVE)  # all logits are equal
+
+
+def test_nothing_to_evaluate_is_no_figure(ranks: Pools) -> None:
+    assert ranks(1).run(evaluation_of_nothing) == [None]
+
+
+def evaluation_of_nothing() -> Evaluation | None:
+    return evaluate(start_run(TINY).train_step, [], None)

@@ -1,0 +1,84 @@
+"""The moves of run.json that ranks make, with a launcher and without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.lifecycle import run_states
+from engine.rank_process import RankStatus
+from engine.runs import RunFolder, create_run
+
+LAUNCHED = {"BURST_RUN_ID": "x"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(tmp_path / "exp" / "20260101-000000-abcdef", {"config.yaml": "{}\n"})
+
+
+def states(run: RunFolder) -> list[str]:
+    return [entry["state"] for entry in run.read_state()["history"]]
+
+
+def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: dict[str, str] | None = None) -> None:
+    with (
+        pytest.raises(type(error)),
+        run_states(run, RankStatus(step=3, phase="train"), rank=rank, environment=environment or {}),
+    ):
+        raise error
+
+
+def test_without_a_launcher_rank_0_makes_every_move(run: RunFolder) -> None:
+    with run_states(run, RankStatus(), rank=0, environment={}):
+        assert run.read_state()["state"] == "running"
+    assert states(run) == ["planned", "starting", "running", "completed"]
+    assert run.read_state()["exit_code"] == 0
+
+
+def test_under_a_launcher_rank_0_does_not_start_again(run: RunFolder) -> None:
+    run.transition("starting")
+    with run_states(run, RankStatus(), rank=0, environment=LAUNCHED):
+        pass
+    assert states(run) == ["planned", "starting", "running", "completed"]
+
+
+def test_the_commands_of_plan_sh_run_without_a_launcher_too(run: RunFolder) -> None:
+    with run_states(run, RankStatus(), rank=0, environment=LAUNCHED):
+        pass
+    assert states(run)[-1] == "completed"
+
+
+def test_other_ranks_make_no_move_when_all_goes_well(run: RunFolder) -> None:
+    with run_states(run, RankStatus(), rank=1, environment={}):
+        pass
+    assert states(run) == ["planned"]
+
+
+def test_an_error_becomes_failed_with_rank_step_and_phase(run: RunFolder) -> None:
+    fail(run, ConfigError("no"), rank=1)
+    state = run.read_state()
+    assert (state["state"], state["exit_code"]) == ("failed", 2)
+    assert {"rank": 1, "step": 3, "phase": "train", "kind": "config"}.items() <= state["failure"].items()
+
+
+@pytest.mark.parametrize(("error", "state"), [(MemoryError("full"), "oom"), (KeyboardInterrupt(), "cancelled")])
+def test_running_out_of_memory_and_a_stop_have_states_of_their_own(
+    run: RunFolder, error: BaseException, state: str
+) -> None:
+    fail(run, error)
+    assert states(run)[-1] == state
+
+
+def test_the_first_failure_stays(run: RunFolder) -> None:
+    fail(run, ConfigError("first"))
+    fail(run, RuntimeError("echo"), rank=1)
+    assert run.read_state()["failure"]["message"] == "first"
+
+
+def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
+    run.transition("starting")
+    fail(run, RuntimeError("broken"), environment=LAUNCHED)
+    assert states(run)[-1] == "running"

@@ -1,0 +1,106 @@
+"""Rates from first principles, figures that are unknown, and the largest over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pools
+from tiny_training import own_part, random_batches, start_run, tiny_config
+
+from engine.flops import Flops
+from engine.metrics import PeakMemory, StepCost, StepMeter, peak_resident_bytes
+from engine.parallel.reduce import max_over_ranks
+from engine.peak import Peak
+from engine.train_step import StepResult
+
+COST = StepCost(tokens=1000, flops=Flops(4 * 10**12, 6 * 10**12, 5 * 10**12), peak=Peak(2e12, "test"))
+
+
+def test_rates_are_per_second_per_device_and_against_the_peak() -> None:
+    assert COST.rates(2.0, 4) == {
+        "tokens_per_s": 500.0,
+        "tokens_per_s_per_device": 125.0,
+        "model_tflops_per_device": 0.5,
+        "mfu": 0.25,
+        "mfu_full_attention": 0.375,
+        "hfu": 0.3125,
+    }
+
+
+def test_without_a_peak_utilisation_is_null_and_speed_is_not() -> None:
+    rates = replace(COST, peak=Peak(None, "unknown device")).rates(2.0, 4)
+    assert (rates["mfu"], rates["mfu_full_attention"], rates["hfu"]) == (None, None, None)
+    assert rates["tokens_per_s"] == 500.0
+
+
+def test_a_step_faster_than_the_device_is_warned_of() -> None:
+    assert COST.warning(2.0, 4) is None
+    warning = COST.warning(0.1, 4)
+    assert warning is not None
+    assert "above the peak" in warning
+
+
+def test_peak_memory_of_a_cpu_is_the_resident_set_and_says_so() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    memory.reset()
+    allocated, reserved = memory.read()
+    assert allocated == pytest.approx(peak_resident_bytes(), rel=0.01)
+    assert allocated is not None
+    assert allocated > 50 * 2**20  # torch alone is larger
+    assert reserved is None
+    assert "resident" in memory.source
+
+
+def largest(values: list[list[float | None]]) -> list[float | None]:
+    import torch.distributed as dist
+
+    return max_over_ranks(values[dist.get_rank()], torch.device("cpu"))
+
+
+def test_maxima_over_ranks_keep_what_no_rank_knows_unknown(ranks: Pools) -> None:
+    found = ranks(2).run(largest, [[1.0, None, None, 2.0**50], [3.0, 0.0, None, 5.0]])
+    assert found == [[3.0, 0.0, None, 2.0**50]] * 2
+
+
+def measured_step(stop_rank: int) -> tuple[dict[str, Any], bool, tuple[int, int]]:
+    """(row, stop, own bytes sent) of one measured step of a context-parallel run on two nodes."""
+    config = tiny_config(attention={"preset": "burst"}, cluster={"topology_nodes": 2})
+    run = start_run(config)
+    meter = StepMeter(run.mesh, run.attention, COST)
+    batch = own_part(random_batches(0, sequences=1), run.mesh)
+    run.train_step(0, batch)  # bytes of an earlier step must not count
+    meter.start()
+    result = run.train_step(1, batch)
+    traffic = run.attention.traffic()
+    row, stop = meter.finish(2, result, stop=run.mesh.rank == stop_rank)
+    return row, stop, (traffic.intra_bytes, traffic.inter_bytes)
+
+
+def test_a_measured_step_agrees_on_all_ranks(ranks: Pools) -> None:
+    results = ranks(2).run(measured_step, stop_rank=-1)
+    rows = [row for row, _, _ in results]
+    assert rows[0] == rows[1]
+    assert rows[0]["step_time_s"] > 0
+    assert rows[0]["comm_inter_bytes"] == max(sent[1] for _, _, sent in results) > 0
+    assert rows[0]["comm_intra_bytes"] == 0  # one rank per node: measured, and nothing was sent
+    assert rows[0]["comm_exposed_s"] is None
+    assert not any(stop for _, stop, _ in results)
+
+
+def test_a_stop_asked_of_one_rank_is_known_to_all(ranks: Pools) -> None:
+    assert [stop for _, stop, _ in ranks(2).run(measured_step, stop_rank=1)] == [True, True]
+
+
+def test_a_step_without_messages_has_sent_nothing(ranks: Pools) -> None:
+    rows = ranks(1).run(single_rank_row)
+    assert (rows[0]["comm_intra_bytes"], rows[0]["comm_inter_bytes"]) == (0, 0)
+
+
+def single_rank_row() -> dict[str, Any]:
+    run = start_run(tiny_config())
+    meter = StepMeter(run.mesh, run.attention, COST)
+    meter.start()
+    return meter.finish(1, StepResult(1.0, 1.0, 1e-3, 30))[0]

@@ -1,0 +1,91 @@
+"""What rank 0 writes, what other ranks do not, and TensorBoard where it is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.rank_process import RankStatus
+from engine.recorder import Recorder, progress_line
+from engine.runs import RunFolder, create_run
+
+ROW: dict[str, Any] = {
+    "step": 3,
+    "loss": 2.5,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "tokens_per_s": 12345.6,
+    "mfu": 0.421,
+    "peak_memory_bytes": 3 * 2**30,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(tmp_path / "exp" / "20260101-000000-abcdef", {})
+
+
+def recorder(run: RunFolder, *, rank: int = 0, tensorboard: bool = False, log_interval: int = 1) -> Recorder:
+    return Recorder(run, RankStatus(), rank=rank, tensorboard=tensorboard, log_interval=log_interval)
+
+
+def test_a_line_names_every_figure_it_has() -> None:
+    assert progress_line(ROW, 10) == (
+        "step 3/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  12,346 tokens/s  mfu 42.1%  memory 3.00 GiB"
+    )
+    line = progress_line({**ROW, "mfu": None, "validation_loss": 2.0, "validation_bits_per_byte": 1.5}, 10)
+    assert "mfu" not in line
+    assert line.endswith("validation_loss 2.0000  bits_per_byte 1.5000")
+
+
+def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = RankStatus()
+    other = Recorder(run, status, rank=1, tensorboard=False, log_interval=1)
+    other.phase("train")
+    other.step(ROW, 10)
+    other.warn("odd")
+    assert (status.phase, run.read_metrics(), run.read_events()) == ("train", [], [])
+    recorder(run).step(ROW, 10)
+    assert run.read_metrics() == [ROW]
+    assert capsys.readouterr().out.count("step 3/10") == 1
+
+
+def test_lines_come_at_intervals_and_at_the_end_and_rows_always(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = recorder(run, log_interval=4)
+    for step in range(1, 11):
+        sparse.step({**ROW, "step": step}, 10)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
+    assert len(run.read_metrics()) == 10
+
+
+def test_a_warning_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = recorder(run)
+    for message in (None, "first", "second"):
+        writer.warn(message)
+    assert capsys.readouterr().out == "warning: first\n"
+    assert [event["message"] for event in run.read_events()] == ["first"]
+
+
+def test_tensorboard_gets_every_figure(run: RunFolder) -> None:
+    writer = recorder(run, tensorboard=True)
+    writer.step({**ROW, "mfu": None}, 10)
+    writer.close()
+    (events,) = (run.path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"tokens_per_s" in content
+    assert b"mfu" not in content
+
+
+def test_missing_tensorboard_is_a_config_error_with_the_remedy(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"set train\.tensorboard=false"):
+        recorder(run, tensorboard=True)

@@ -1,0 +1,211 @@
+"""A whole run on ranks: the run folder's contents, its end in every way it can end, and the torchrun target."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Pools
+from tiny_training import tiny_config
+
+from engine.config import DataConfig, RunConfig, dump_config
+from engine.rank_process import RankStatus, run_rank
+from engine.runs import RunFolder, create_run
+from engine.trainer import run_training
+
+ROOT = Path(__file__).parents[3]
+CONTRACT = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "model_tflops_per_device",
+    "mfu",
+    "mfu_full_attention",
+    "hfu",
+    "peak_memory_bytes",
+    "peak_memory_reserved_bytes",
+    "comm_intra_bytes",
+    "comm_inter_bytes",
+    "comm_exposed_s",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """A small corpus, prepared once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+
+
+def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
+    """Six steps with a validation every three, on the corpus."""
+    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_batches": 2, **train}
+    return tiny_config(
+        train={**settings, "peak_flops_per_device": 1e12},
+        model={"vocab_size": 320},
+        attention={"preset": "burst"},
+        data=corpus,
+    )
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Any:
+    """Makes the folder of a run with a config."""
+
+    def make(config: RunConfig) -> RunFolder:
+        return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": dump_config(config)})
+
+    return make
+
+
+def train_on_rank(path: str, config: RunConfig) -> int:
+    """Exit code of this rank, as engine.train would end."""
+    run = RunFolder(Path(path))
+    return run_rank(run, lambda status: run_training(config, run, status))
+
+
+def train_until_error(path: str, config: RunConfig) -> str:
+    """The error of this rank, as text; the call of a library user, without the frame of a rank."""
+    try:
+        run_training(config, RunFolder(Path(path)), RankStatus())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = run_config(corpus)
+    run = new_run(config)
+    assert ranks(2).run(train_on_rank, str(run.path), config) == [0, 0]
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert list(rows[0]) == CONTRACT
+    assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
+    assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
+    phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
+    assert phases[:5] == ["prepare data", "build model", "measure peak", "train", "evaluate"]
+
+
+def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = run_config(corpus)
+    run = new_run(config)
+    ranks(2).run(train_on_rank, str(run.path), config)
+    summary, rows = run.read_summary(), run.read_metrics()
+    expected = {
+        "status": "completed",
+        "steps": 6,
+        "step_time_s_n": 5,
+        "world_size": 2,
+        "seq_len": 30,
+        "attention_preset": "burst",
+        "memory_policy": "full",
+        "peak_flops_per_device": 1e12,
+        "peak_flops_source": "config: train.peak_flops_per_device",
+        "final_train_loss": rows[-1]["loss"],
+        "final_validation_loss": rows[-1]["validation_loss"],
+        "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
+        "tokens_total": 6 * 30,
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["attention"]["layout"] == "zigzag"
+    assert len(summary["config_fingerprint"]) == 64
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = tiny_config(
+        optimizer={"learning_rate": 1e30, "max_grad_norm": None},
+        train={"steps": 50},
+        model={"vocab_size": 320},
+        data=corpus,
+    )
+    run = new_run(config)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [1]
+    error = run.first_rank_error()
+    assert "training has diverged" in error["message"]
+    assert "Lower optimizer.learning_rate" in error["message"]
+    assert error["phase"] == "train"
+    assert error["step"] >= 2
+    assert run.read_state()["state"] == "failed"
+
+
+def test_a_vocabulary_too_small_is_a_config_error_on_every_rank(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = tiny_config(data=corpus, attention={"preset": "burst"})
+    run = new_run(config)
+    assert ranks(2).run(train_on_rank, str(run.path), config) == [2, 2]
+    assert "set model.vocab_size=" in run.first_rank_error()["message"]
+
+
+def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = run_config(corpus)
+    config = tiny_config(data=corpus, model={"vocab_size": 320}, parallel={"dp_shard_size": 3})
+    errors = ranks(2).run(train_until_error, str(new_run(config).path), config)
+    assert all("does not divide 2 ranks" in error for error in errors)
+
+
+def test_a_profile_is_written_per_rank(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = run_config(corpus, profile="2:3", steps=3)
+    run = new_run(config)
+    ranks(2).run(train_on_rank, str(run.path), config)
+    assert sorted(path.name for path in (run.path / "profile").iterdir()) == ["rank0000.json", "rank0001.json"]
+
+
+def environment() -> dict[str, str]:
+    """That of a process which finds the packages and no launcher."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("BURST_", "TORCHELASTIC"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *args], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_torchrun_alone_trains_a_run(corpus: DataConfig, new_run: Any) -> None:
+    run = new_run(run_config(corpus))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    with start(*torchrun, "-m", "engine.train", str(run.path / "config.yaml")) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "step 6/6" in output
+    assert run.read_state()["state"] == "completed"
+
+
+def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, new_run: Any) -> None:
+    run = new_run(run_config(corpus, steps=100_000, eval_interval_steps=None))
+    with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
+        deadline = time.monotonic() + 60
+        while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert run.read_state()["state"] == "cancelled"
+    summary = run.read_summary()
+    assert summary is not None
+    assert summary["status"] == "cancelled"
+    assert summary["steps"] == len(run.read_metrics())
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "words"), [([], 2, "usage:"), (["/nowhere/config.yaml"], 1, "is no run folder")]
+)
+def test_the_target_says_what_it_wants(args: list[str], exit_code: int, words: str) -> None:
+    with start("-m", "engine.train", *args) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == exit_code
+    assert words in output
+    assert "Traceback" not in output

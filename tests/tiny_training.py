@@ -1,0 +1,126 @@
+"""A tiny training run on random tokens, for ranks of a pool: the same global batch whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention.api import ParallelAttention
+from engine.config import (
+    AttentionConfig,
+    ClusterConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from engine.data import Batch
+from engine.loss.options import IGNORE_INDEX
+from engine.model.llama import LlamaModel
+from engine.model.parallelize import build_model
+from engine.parallel.mesh import Mesh, build_mesh
+from engine.train_step import TrainStep
+
+TINY_MODEL = ModelConfig(
+    name="test",
+    vocab_size=64,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    init_std=0.1,
+)
+
+# seq_len 30 is no multiple of 4 or 8: every run with several ranks has a padded tail.
+TINY = RunConfig(
+    exp="test",
+    seed=3,
+    model=TINY_MODEL,
+    loss=LossConfig(chunk_tokens=16),
+    optimizer=OptimizerConfig(learning_rate=3e-3, schedule="constant", max_grad_norm=0.5),
+    train=TrainConfig(seq_len=30, steps=20, compute_dtype="float32"),
+    cluster=ClusterConfig(backend="gloo"),
+)
+
+PRESETS: dict[str, AttentionConfig] = {
+    "ring": AttentionConfig(preset="ring"),
+    "striped": AttentionConfig(preset="striped"),
+    "burst": AttentionConfig(preset="burst", backward_circulates="q"),
+}
+
+
+def tiny_config(**changes: Any) -> RunConfig:
+    """TINY with fields replaced: a dataclass replaces the whole section, a dict only its keys."""
+    sections = {
+        name: replace(getattr(TINY, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return replace(TINY, **sections)
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """What one rank needs to train."""
+
+    mesh: Mesh
+    model: LlamaModel
+    attention: ParallelAttention
+    train_step: TrainStep
+
+
+def start_run(config: RunConfig) -> TinyRun:
+    """Mesh, model and optimizer of this rank."""
+    mesh = build_mesh(config.parallel, config.cluster)
+    model, attention = build_model(config, mesh)
+    return TinyRun(mesh, model, attention, TrainStep(config, mesh, model, attention))
+
+
+def random_batches(
+    step: int, *, sequences: int, seq_len: int = 30, vocab_size: int = 64, ignored: Sequence[int] = ()
+) -> Batch:
+    """A global batch of `step`; row r has its first ignored[r] labels taken out. A pattern, so that loss can fall."""
+    generator = np.random.default_rng(step)
+    start = generator.integers(0, vocab_size, (sequences, 1))
+    text = (start + np.arange(seq_len + 1) * 7 + generator.integers(0, 2, (sequences, seq_len + 1))) % vocab_size
+    labels = text[:, 1:].copy()
+    for row, count in enumerate(ignored):
+        labels[row, :count] = IGNORE_INDEX
+    return Batch(text[:, :-1].copy(), labels, tuple(np.zeros(1, dtype=np.int64) for _ in range(sequences)))
+
+
+def own_part(batch: Batch, mesh: Mesh, *, micro_steps: int = 1) -> list[Batch]:
+    """This rank's micro-batches of a global batch: rows divided by micro-step first, then by data-parallel rank."""
+    parts = micro_steps * mesh.dp_size
+    rows = batch.tokens.shape[0] // parts
+    assert rows * parts == batch.tokens.shape[0]
+    chosen = [slice((m * mesh.dp_size + mesh.dp_rank) * rows, None) for m in range(micro_steps)]
+    return [Batch(batch.tokens[s][:rows], batch.labels[s][:rows], batch.documents[s][:rows]) for s in chosen]
+
+
+def train_losses(config: RunConfig, sequences: int, steps: int, micro_steps: int = 1) -> list[float]:
+    """Losses of `steps` optimizer steps over global batches of `sequences` rows."""
+    run = start_run(config)
+    batches = (random_batches(step, sequences=sequences, seq_len=config.train.seq_len) for step in range(steps))
+    return [
+        run.train_step(step, own_part(batch, run.mesh, micro_steps=micro_steps)).loss
+        for step, batch in enumerate(batches)
+    ]
+
+
+def full_weights(model: LlamaModel) -> dict[str, torch.Tensor]:
+    """Every parameter, gathered whole, by name."""
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor or DTensor as an ordinary tensor of its own."""
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    assert isinstance(gathered, torch.Tensor)
+    return gathered.detach().clone()
