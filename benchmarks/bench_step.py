@@ -2,30 +2,28 @@
 
 Same weights, tokens, threads, AdamW settings, gradient clipping and precision (fp32 master weights, matmuls in
 --dtype). Every variant lives in a process of its own, so that its peak resident set is its own; steps are interleaved,
-so that what else the machine does hits all of them. Tensor peaks are counted exactly in one more step, which is not
-timed. Run it on a quiet machine:
+so that what else the machine does meets all of them alike. Tensor peaks are counted exactly in one more step, which is
+not timed (on CUDA: the allocator's peak). Run it on a quiet machine:
 
-    python benchmarks/bench_step.py --json benchmarks/results/step_CPU_YYYYMM.json
+    python -m benchmarks.bench_step --json benchmarks/results/step_HARDWARE_YYYYMM.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.common import make_parser, prepare, write_results
 from engine.config import (
     ClusterConfig,
     Dtype,
@@ -56,6 +54,7 @@ class Case:
     seq_len: int
     dtype: Dtype
     threads: int
+    device: str
 
     def run_config(self, *, checkpoint: bool) -> RunConfig:
         """The engine's configuration of this case."""
@@ -66,7 +65,7 @@ class Case:
             loss=LossConfig(),
             optimizer=OptimizerConfig(schedule="constant"),
             train=TrainConfig(seq_len=self.seq_len, steps=1, compute_dtype=self.dtype),
-            cluster=ClusterConfig(backend="gloo"),
+            cluster=ClusterConfig(backend="gloo" if self.device == "cpu" else "nccl"),
         )
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -98,7 +97,6 @@ def build_burst(case: Case, *, checkpoint: bool) -> tuple[Step, Any, Any]:
 
 def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from engine.optim import build_optimizer, clip_gradients
@@ -116,20 +114,19 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=shape.tie_embeddings,
         max_position_embeddings=case.seq_len,
-        attn_implementation="sdpa",
         use_cache=False,
     )
+    settings._attn_implementation = "sdpa"
     model = LlamaForCausalLM(settings).train()
     copy_initial_weights(shape, model)
     dtype = getattr(torch, case.dtype)
-    if cast:
-        model.to(dtype)
+    model.to(device=case.device, dtype=dtype if cast else torch.float32)
     if checkpoint:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     config = case.run_config(checkpoint=False).optimizer
     optimizer = build_optimizer(model, config)
-    tokens = torch.from_numpy(case.tokens())
-    autocast = nullcontext() if cast or dtype == torch.float32 else torch.autocast("cpu", dtype)
+    tokens = torch.from_numpy(case.tokens()).to(case.device)
+    autocast = nullcontext() if cast or dtype == torch.float32 else torch.autocast(case.device, dtype)
 
     def step() -> float:
         with autocast:
@@ -145,8 +142,6 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
 
 def copy_initial_weights(shape: ModelConfig, target: Any) -> None:
     """Gives transformers' model the weights with which the engine starts."""
-    import torch
-
     from engine.model.init import init_weights
     from engine.model.llama import LlamaModel
 
@@ -170,39 +165,35 @@ def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
 
 def work(variant: str, case: Case, pipe: Connection) -> None:
     """Life of a variant's process: builds, then answers "step", "track" and "end"."""
-    import torch
-
     from engine.memory_tracker import LiveTensorTracker
     from engine.metrics import peak_resident_bytes
 
     torch.set_num_threads(case.threads)
     torch.manual_seed(SEED)
-    resident_before = peak_resident_bytes()
+    before = peak_resident_bytes()
     step, model, optimizer = build(variant, case)
     pipe.send("built")
     while (command := pipe.recv()) != "end":
         if command == "step":
             start = time.perf_counter()
-            loss = step()
+            loss = step()  # ends in .item(), which waits for the device
             pipe.send((time.perf_counter() - start, loss))
+            continue
+        resident = peak_resident_bytes()  # before the tracker adds its own records
+        if case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated()
         else:
-            resident = peak_resident_bytes()  # before the tracker adds its own records
             with LiveTensorTracker() as tracker:
                 tracker.watch(local_tensors(model, optimizer))
                 step()
-            pipe.send(
-                {
-                    "peak_tensor_bytes": tracker.peak_bytes,
-                    "peak_resident_bytes": resident,
-                    "resident_before_model_bytes": resident_before,
-                }
-            )
+            peak = tracker.peak_bytes
+        pipe.send({"peak_tensor_bytes": peak, "peak_resident_bytes": resident, "resident_before_model_bytes": before})
 
 
 def local_tensors(model: Any, optimizer: Any) -> Iterator[Any]:
     """Parameters, buffers and optimizer state as ordinary tensors: what lives between two steps."""
-    import torch
-
     state = (value for values in optimizer.state.values() for value in values.values())
     for tensor in (*model.parameters(), *model.buffers(), *state):
         if isinstance(tensor, torch.Tensor):
@@ -279,41 +270,15 @@ def print_table(table: dict[str, dict[str, Any]]) -> None:
         print(f"{variant:26s}{spread:>24s}{row['tokens_per_s']:10.0f}{gib[0]:>10s}{gib[1]:>10s}  {ratios}")
 
 
-def environment(case: Case) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    import torch
-    import transformers
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    return {
-        "cpu": next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-        ),
-        "cores": os.cpu_count(),
-        "threads": case.threads,
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8, help="query heads of width 64; the model's width is 64 * heads")
     parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as heads")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--variants", default="burst,burst_checkpoint,transformers", help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     arguments = parser.parse_args()
     unknown = set(arguments.variants.split(",")) - VARIANTS.keys()
     if unknown:
@@ -323,7 +288,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measures, prints, writes."""
+    import transformers
+
     arguments = parse_arguments()
+    device, facts = prepare(arguments)
     width = 64 * arguments.heads
     model = ModelConfig(
         name="bench",
@@ -335,16 +303,12 @@ def main() -> None:
         num_kv_heads=arguments.kv_heads or arguments.heads,
         head_dim=64,
     )
-    case = Case(model, arguments.seq_len, arguments.dtype, arguments.threads)
-    machine = environment(case)
-    print(json.dumps({"case": asdict(case), "environment": machine}))
+    case = Case(model, arguments.seq_len, arguments.dtype, torch.get_num_threads(), device.type)
     results = measure(case, arguments.variants.split(","), warmup=arguments.warmup, repeats=arguments.repeats)
     table = summarise(case, results)
     print_table(table)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"case": asdict(case), "environment": machine, "results": table}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    facts = {**facts, "transformers": transformers.__version__, "case": asdict(case)}
+    write_results(arguments.json, facts, [{"variant": name, **row} for name, row in table.items()])
 
 
 if __name__ == "__main__":

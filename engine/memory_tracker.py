@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which every storage that an operation reads or makes is counted once, until it is freed.
 
-    Views share a storage and add nothing; a DTensor counts as this rank's part; what a kernel allocates inside one operation is not seen. Storages that live
-    already, and may be freed while no operation has touched them yet, can be named with `watch`. Works in backward on
-    a CPU (autograd runs it in the calling thread). Costs some ten microseconds per operation.
+    Views share a storage and add nothing; a DTensor counts as this rank's part; what a kernel allocates inside one
+    operation is not seen. Storages that live already, and may be freed while no operation has touched them yet, can be
+    named with `watch`. Works in backward on a CPU (autograd runs it in the calling thread). Costs some ten microseconds
+    per operation.
 
         with LiveTensorTracker() as tracker:
             step()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from ranks import Pools
 
+pytest_plugins = ("skip_rule",)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:

@@ -1,8 +1,9 @@
 """From single-assignment values to buffers.
 
-Planners name every intermediate once (a *value*) and never rotate a buffer by hand. The allocator maps values of one kind
-to slots by linear scan over the time 5*step + phase (pre 0, post 1, tiles 2, wait 3, after 4); a transfer occupies its
-rows from post to wait. A slot passes to a value whose first use is strictly later than the last use of the old one.
+Planners name every intermediate once (a *value*) and never rotate a buffer by hand. The allocator maps values of one
+kind to slots by linear scan over the time 5*step + phase (pre 0, post 1, tiles 2, wait 3, after 4); a transfer
+occupies its rows from post to wait. A slot passes to a value whose first use is strictly later than the last use of
+the old one.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class _Draft:
     wait: list[int] = field(default_factory=list)
     after: list[LocalOp] = field(default_factory=list)
 
+    def frozen(self, index: int) -> Step:
+        return Step(index, tuple(self.pre), tuple(self.post), tuple(self.tiles), tuple(self.wait), tuple(self.after))
+
 
 class PlanBuilder:
     """Collects values, tiles, local ops and messages of a group; only those of the ranks in `only` are kept."""
@@ -99,14 +103,17 @@ class PlanBuilder:
 
     def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
         """Move `rows` from `src` to `dst`: the only way to make transfers, always both ends at once."""
-        assert post <= wait and src.rank != dst.rank and src.kind == dst.kind, (post, wait, src, dst)
+        assert post <= wait, (post, wait)
+        assert (src.rank != dst.rank, src.kind) == (True, dst.kind), (src, dst)
         number = self._messages
         self._messages += 1
-        for value, peer, op in ((src, dst.rank, "send"), (dst, src.rank, "recv")):
-            if value.rank in self._keep:
-                drafts = self._drafts[value.rank]
-                drafts[post].post.append(Transfer(number, op, channel, peer, value.view(rows)))  # type: ignore[arg-type]
-                drafts[wait].wait.append(number)
+        self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(rows)))
+        self._end(post, wait, dst, Transfer(number, "recv", channel, src.rank, dst.view(rows)))
+
+    def _end(self, post: int, wait: int, value: Value, transfer: Transfer) -> None:
+        if value.rank in self._keep:
+            self._drafts[value.rank][post].post.append(transfer)
+            self._drafts[value.rank][wait].wait.append(transfer.message)
 
     def build(self) -> AttentionPlan:
         """The plan with values mapped to slots; steps at which no rank does anything are dropped."""
@@ -115,10 +122,7 @@ class PlanBuilder:
         plans = {}
         for rank in self.ranks:
             drafts = self._drafts[rank]
-            steps = tuple(
-                Step(index[s], *(tuple(x) for x in (d.pre, d.post, d.tiles, d.wait, d.after)))
-                for s, d in sorted(drafts.items())
-            )
+            steps = tuple(draft.frozen(index[step]) for step, draft in sorted(drafts.items()))
             plans[rank] = _allocate(rank, self._values[rank], steps)
         return AttentionPlan(self.direction, self.size, plans)
 

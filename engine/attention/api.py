@@ -149,7 +149,7 @@ class ParallelAttention:
         batch = q.shape[0]
         folded = [_fold(x) for x in (q, k, v)]
         out: Tensor = _Attention.apply(*folded, self.runtime)  # type: ignore[no-untyped-call]
-        return out.unflatten(1, (batch, -1)).transpose(0, 1)
+        return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
 
     def traffic(self) -> LinkBytes:
         """Bytes sent by this rank since the last `reset_traffic`."""
@@ -163,7 +163,9 @@ class ParallelAttention:
 
 
 def _fold(x: Tensor) -> Tensor:
-    """[B, T, heads, D] -> [T, B*heads, D]; a view when B is 1. Query head h of sequence b still meets its own kv head."""
+    """[B, T, heads, D] -> [T, B*heads, D]; a view when B is 1. Query head h of sequence b still meets its own kv
+    head.
+    """
     return x.transpose(0, 1).flatten(1, 2).contiguous()
 
 

@@ -46,7 +46,9 @@ class AttentionShape:
 
 
 class TensorArithmetic:
-    """Tiles by a kernel; out, lse, dq, dk, dv accumulate in fp32 (float64) over all tiles and are cast once at the end."""
+    """Tiles by a kernel; out, lse, dq, dk, dv accumulate in fp32 (float64) over all tiles and are cast once at the
+    end.
+    """
 
     def __init__(self, shape: AttentionShape, kernel: TileKernel, *, poisoned: bool = False) -> None:
         self.shape = shape

@@ -1,9 +1,9 @@
 """Proof of a plan by counting: the executor runs on records of position ids instead of numbers.
 
 Query and key rows carry their global position; accumulator rows carry whose they are and how often every position was
-added. At the end the counts must equal the mask. A run over the late hub and one over the eager hub, all buffers poisoned,
-finds missing, doubled, misplaced and mistimed work alike (a trial found every one of 543 faults this way, structural rules
-alone 42%).
+added. At the end the counts must equal the mask. A run over the late hub and one over the eager hub, all buffers
+poisoned, finds missing, doubled, misplaced and mistimed work alike (a trial found every one of 543 faults this way,
+structural rules alone 42%).
 """
 
 from __future__ import annotations

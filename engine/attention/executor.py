@@ -39,7 +39,7 @@ class Execution:
         self._arithmetic = arithmetic
         self._transport = transport
         self.slots: list[Fields] = [
-            pinned[slot.pin] if slot.pin in pinned else arithmetic.allocate(slot) for slot in plan.slots
+            pinned[slot.pin] if slot.pin and slot.pin in pinned else arithmetic.allocate(slot) for slot in plan.slots
         ]
 
     def run(self) -> None:

@@ -1,12 +1,13 @@
 """Masks: which query may see which key, as bands over blocks of rows.
 
 One band (low, high) covers full, causal, windowed and offset causal visibility between two progressions of equal
-stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents and block lists are more
-tiles, never another kind of tile.
+stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents and block lists are
+more tiles, never another kind of tile.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,7 @@ class Band:
 
 @dataclass(frozen=True)
 class BlockList:
-    """Block-sparse visibility: query block a sees key block b iff (a, b) is listed; blocks of `block_size` positions."""
+    """Block-sparse visibility: query block a sees key block b iff (a, b) is listed; `block_size` in positions."""
 
     block_size: int
     pairs: frozenset[tuple[int, int]]
@@ -105,7 +106,7 @@ class Mask:
         if self.window is not None and self.window < 1:
             problems.append(f"mask: window is {self.window}; at least 1 (a token sees itself) is needed")
         starts = self.documents
-        if starts and (starts[0] != 0 or any(b <= a for a, b in zip(starts, starts[1:], strict=False))):
+        if starts and (starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts))):
             problems.append("mask: document starts must begin with 0 and ascend strictly; drop empty documents")
         if problems:
             raise ConfigError(problems)
@@ -116,7 +117,7 @@ class Mask:
         return self.causal and self.window is None and not self.documents and self.blocks is None
 
     def visible(self, query: int, key: int) -> bool:
-        """Whether the query at one position sees the key at another: the definition that everything is tested against."""
+        """Whether the query at one position sees the key at another: the definition all else is tested against."""
         if max(query, key) >= self.seq_len or (self.causal and key > query):
             return False
         if self.window is not None and abs(query - key) >= self.window:
@@ -173,7 +174,9 @@ def _common_stride(q: Segment, kv: Segment, q_rows: tuple[int, int], k_rows: tup
         return kv.stride
     if k_rows[1] - k_rows[0] == 1 or q.stride == kv.stride:
         return q.stride
-    raise PlanError(f"mask: segments of strides {q.stride} and {kv.stride} have no common band; use one layout for both")
+    raise PlanError(
+        f"mask: segments of strides {q.stride} and {kv.stride} have no common band; use one layout for both"
+    )
 
 
 def normalise(band: Band) -> list[Band]:

@@ -5,8 +5,8 @@ Every step runs in the same order on every rank:
     pre (local ops) -> post (transfers start) -> tiles (compute) -> wait (transfers end) -> after (local ops)
 
 A message is one object with two ends: both ends post it at one step and wait for it at one later-or-equal step, so no
-schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one communicator,
-one stream). A slot is reused only strictly after its last use; see `engine.attention.allocate`.
+schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one
+communicator, one stream). A slot is reused only strictly after its last use; see `engine.attention.allocate`.
 """
 
 from __future__ import annotations

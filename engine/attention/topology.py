@@ -16,9 +16,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.local_ranks < 1:
-            raise ConfigError(
-                f"topology: got {self.nodes} nodes x {self.local_ranks} ranks; both must be at least 1"
-            )
+            raise ConfigError(f"topology: got {self.nodes} nodes x {self.local_ranks} ranks; both must be at least 1")
 
     @property
     def size(self) -> int:

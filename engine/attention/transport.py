@@ -39,7 +39,9 @@ class Transport(Protocol):
         """Start all messages of a step; returns at once."""
 
     def wait(self, messages: Sequence[int]) -> None:
-        """Return when the tensors of these messages may be used again (on CUDA: when the current stream will see it)."""
+        """Return when the tensors of these messages may be used again (on CUDA: when the current stream will see
+        it).
+        """
 
 
 class NoTransport:
@@ -57,8 +59,8 @@ class NoTransport:
 class DistributedTransport:
     """torch.distributed point-to-point, one process group per channel; counts the bytes it sends.
 
-    `groups` come from `make_channel_groups`; `ranks` are the group's global ranks in ring order. Every rank of the group
-    must execute plans in the same order.
+    `groups` come from `make_channel_groups`; `ranks` are the group's global ranks in ring order. Every rank of the
+    group must execute plans in the same order.
     """
 
     def __init__(
@@ -120,7 +122,8 @@ def make_channel_groups(
 ) -> dict[Channel, dist.ProcessGroup]:
     """Process groups of this rank, one per channel. Collective: every rank of the world calls it, with the same lists.
 
-    `timeout` must be given: a new group does not inherit the default group's and would wait 30 minutes for a dead peer.
+    `timeout` must be given: a new group does not inherit the default group's and would wait 30 minutes for a dead
+    peer.
     """
     own: dict[Channel, dist.ProcessGroup] = {}
     for ranks in cp_groups:
@@ -141,11 +144,13 @@ class _Message:
 
 
 class Hub:
-    """All ranks of a group inside one process, for executors stepped in lockstep (`engine.attention.executor.lockstep`).
+    """All ranks of a group inside one process, for executors stepped in lockstep
+    (`engine.attention.executor.lockstep`).
 
-    `late=True` copies bytes when both ends wait, from the sender's live buffer, and poisons the receive buffer at post: a
-    reader that comes too early, or a writer that reuses a buffer in flight, is found. `late=False` copies as soon as both
-    ends have posted: a reader that relies on old contents is found. Sound plans give the same result under both.
+    `late=True` copies bytes when both ends wait, from the sender's live buffer, and poisons the receive buffer at
+    post: a reader that comes too early, or a writer that reuses a buffer in flight, is found. `late=False` copies as
+    soon as both ends have posted: a reader that relies on old contents is found. Sound plans give the same result
+    under both.
     """
 
     def __init__(self, size: int, topology: Topology | None = None, *, late: bool) -> None:

@@ -10,6 +10,7 @@ Values are proven by `engine.attention.counting`; these rules say where a broken
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -83,9 +84,8 @@ def _flights(plan: RankPlan) -> tuple[list[_Flight], list[str]]:
                 continue
             flights.append(_Flight(posted[message][0], posted[message][1], step.index))
     waited = [flight.transfer.message for flight in flights]
-    for message in posted:
-        if waited.count(message) != 1:
-            problems.append(f"V1: message {message} is waited for {waited.count(message)} times")
+    counts = {message: waited.count(message) for message in posted}
+    problems += [f"V1: message {m} is waited for {count} times" for m, count in counts.items() if count != 1]
     return flights, problems
 
 
@@ -95,7 +95,7 @@ def _check_order(flights: list[_Flight]) -> Iterator[str]:
         by_channel[flight.transfer.channel].append(flight)
     for channel, channel_flights in by_channel.items():
         ordered = sorted(channel_flights, key=lambda f: (f.post, f.wait))
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             if before.post < after.post and before.wait > after.wait:
                 numbers = f"{before.transfer.message} and {after.transfer.message}"
                 yield f"V3 channel {channel}: messages {numbers} are waited for out of post order"
@@ -139,9 +139,8 @@ def _check_written(plan: RankPlan) -> list[str]:
     problems: list[str] = []
 
     def read(views: Iterable[View], what: object, step: int) -> None:
-        for view in views:
-            if not written[view.slot][view.start : view.stop].all():
-                problems.append(f"V6 step {step}: {what} reads rows that nothing wrote")
+        unwritten = [v for v in views if not written[v.slot][v.start : v.stop].all()]
+        problems.extend(f"V6 step {step}: {what} reads rows of {view} that nothing wrote" for view in unwritten)
 
     for step in plan.steps:
         for op in step.pre:

@@ -47,6 +47,8 @@ def shard_model(
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=mixed_precision(compute_dtype),
         )
+    if mesh.world_size == 1:
+        return  # nothing to sum; a factor of 1 would cost a copy of every gradient
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled reduction: without this a divide factor of our own asks it for one and fails.

@@ -58,7 +58,9 @@ class AtenFlashKernel:
 
 
 class AtenCudnnKernel:
-    """cuDNN attention (`aten::_scaled_dot_product_cudnn_attention`); tensors [1, heads, rows, D], lse [1, H, rows, 1]."""
+    """cuDNN attention (`aten::_scaled_dot_product_cudnn_attention`); tensors [1, heads, rows, D], lse [1, H, rows,
+    1].
+    """
 
     name = "aten_cudnn"
     capabilities = Capabilities(_CUDA.devices, _CUDA.dtypes, any_band=False, max_head_dim=128)

@@ -50,7 +50,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def _split_heads(x: Tensor, group: int) -> Tensor:
     """[n, H, D] -> [n, K, g, D]: query head h belongs to kv head h // g."""
-    return x.unflatten(1, (x.shape[1] // group, group))
+    return x.reshape(x.shape[0], x.shape[1] // group, group, x.shape[2])
 
 
 def _merge_heads(x: Tensor) -> Tensor:

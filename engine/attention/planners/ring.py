@@ -1,18 +1,19 @@
 """Ring attention in one or two levels: flat ring, striped ring, topology-aware double ring, kv or q circulation.
 
-`outer` rings of `inner` ranks: rank = n * inner + l. With direction d = -1 (towards lower ranks; causal zigzag then moves
-up to a quarter fewer bytes than with +1) block (m, k) is visited at cycle o and inner step i by rank (m + d*o, k + d*i),
-at step o * inner + i:
+`outer` rings of `inner` ranks: rank = n * inner + l. With direction d = -1 (towards lower ranks; causal zigzag then
+moves up to a quarter fewer bytes than with +1) block (m, k) is visited at cycle o and inner step i by rank (m + d*o,
+k + d*i), at step o * inner + i:
 
     inner=3, outer=2, block of rank (0,0), d=+1     step 0     1     2     3     4     5
                                                     (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
 
 Payload (K,V, or Q,dO,lse,scale): inner hops one step before their reader, hidden behind a tile; the block with which a
 cycle starts goes to the next ring at the cycle's first step and has the whole cycle to arrive.
-Gradients (dK,dV or dQ) of visited blocks are summed along each cycle, one step behind the payload, on channels of their
-own. The home node's sum returns inside the ring; every other cycle's sum makes one outer hop to the home node's rank of the
-same index (the relay), where sums gather before one last inner hop. The home tile's own gradient never travels.
-Hops per block: payload outer*(inner-1) + outer-1; gradients the same + 1 inner (2 levels), or inner-1 (one level).
+Gradients (dK,dV or dQ) of visited blocks are summed along each cycle, one step behind the payload, on channels of
+their own. The home node's sum returns inside the ring; every other cycle's sum makes one outer hop to the home node's
+rank of the same index (the relay), where sums gather before one last inner hop. The home tile's own gradient never
+travels. Hops per block: payload outer*(inner-1) + outer-1; gradients the same + 1 inner (2 levels), or inner-1 (one
+level).
 
 Only rows that somebody needs are sent, and only visits with something to compute are made.
 Sources: Liu et al. 2023 (Ring Attention), Brandon et al. 2023 (striped), Gu et al. 2024 (LoongTrain's double ring),
@@ -24,7 +25,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Literal
 
 from engine.attention.allocate import PlanBuilder, Rows, Value
@@ -299,4 +299,7 @@ class _Circulation:
 
 
 def _hull(rows: Iterable[Rows | None]) -> Rows | None:
-    return reduce(lambda total, item: item.hull(total) if item else total, rows, None)  # type: ignore[arg-type,return-value]
+    total: Rows | None = None
+    for item in rows:
+        total = item.hull(total) if item else total
+    return total

@@ -64,8 +64,9 @@ def _step_faults(plan: RankPlan, step: Step) -> Iterator[tuple[str, Step]]:
                 yield "add doubled:", replace(step, after=(*step.after, op))
                 yield "add before its wait:", replace(step, after=_without(ops, i), pre=(*step.pre, op))
             for moved in _moved(op.dst, plan):
-                yield "op into other rows:", replace(
-                    step, **{phase: (*ops[:i], LocalOp(op.op, moved, op.src), *ops[i + 1 :])}
+                yield (
+                    "op into other rows:",
+                    replace(step, **{phase: (*ops[:i], LocalOp(op.op, moved, op.src), *ops[i + 1 :])}),
                 )
     if step.pre and step.tiles:
         yield "pre ops run after the tiles:", replace(step, pre=(), after=(*step.pre, *step.after))
@@ -99,7 +100,9 @@ def _slot_faults(plan: AttentionPlan, rank: int, rank_plan: RankPlan) -> Iterato
         for b, second in enumerate(rank_plan.slots):
             if a < b and first.kind == second.kind and second.pin is None and first.rows >= second.rows:
                 changed = _map_views(rank_plan, lambda v, a=a, b=b: View(a, v.start, v.stop) if v.slot == b else v)
-                yield Mutant(f"slots merged: rank {rank}, {a} and {b}", replace(plan, ranks={**plan.ranks, rank: changed}))
+                yield Mutant(
+                    f"slots merged: rank {rank}, {a} and {b}", replace(plan, ranks={**plan.ranks, rank: changed})
+                )
 
 
 def _map_views(plan: RankPlan, change: Callable[[View], View]) -> RankPlan:
@@ -164,7 +167,9 @@ def _edit(
             for i, s in by_index.items()
         }
         if not drop:
-            _place(cleaned, _shifted(transfer, end, row_shift), max(0, posted + post_shift), min(last, waited + wait_shift))
+            _place(
+                cleaned, _shifted(transfer, end, row_shift), max(0, posted + post_shift), min(last, waited + wait_shift)
+            )
         ranks[rank] = replace(rank_plan, steps=tuple(cleaned[i] for i in sorted(cleaned)))
     return replace(plan, ranks=ranks)
 

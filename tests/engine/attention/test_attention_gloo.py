@@ -1,4 +1,6 @@
-"""Real processes over gloo: every preset on 1 to 4 ranks equals dense float64 attention, and its bytes are the plan's."""
+"""Real processes over gloo: every preset on 1 to 4 ranks equals dense float64 attention, and its bytes are the
+plan's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_oracle import causal, errors, gather, oracle, random_inputs
+
 from engine.attention.api import ParallelAttention, build_parallel_attention, plan_method
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.layout import build_layout
@@ -66,13 +69,14 @@ def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tupl
     shape = AttentionShape(HEADS, kv_heads, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
     rank, tokens = layer.cp_rank, shape.token_bytes()
     plans = plan_method(layer.method, Mask(seq_len), layer.layout, rank)
-    return tuple(plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))  # type: ignore[return-value]
+    forward, backward = (plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))
+    return forward, backward
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("size", "attention", "nodes"), CASES, ids=str)
-def test_preset_equals_dense_attention_and_sends_the_planned_bytes(  # noqa: ANN201
-    ranks,  # noqa: ANN001
+def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
+    ranks,
     size: int,
     attention: dict[str, Any],
     nodes: int,
@@ -87,7 +91,8 @@ def test_preset_equals_dense_attention_and_sends_the_planned_bytes(  # noqa: ANN
     inputs = random_inputs(seq_len, HEADS, kv_heads, HEAD_DIM)
     want = oracle(inputs, causal(seq_len))
     got = {
-        name: gather(index, [reply["values"][name] for reply in replies])[:seq_len] for name in ("out", "dq", "dk", "dv")
+        name: gather(index, [reply["values"][name] for reply in replies])[:seq_len]
+        for name in ("out", "dq", "dk", "dv")
     }
     found = errors({**got, "lse": want["lse"]}, want)
     assert all(error < 1e-10 for error in found.values()), found
@@ -99,14 +104,16 @@ def test_preset_equals_dense_attention_and_sends_the_planned_bytes(  # noqa: ANN
 
 
 def two_micro_batches(seq_len: int) -> list[float]:
-    """Two forwards in flight with an evaluation between them, backward in the other order; differences to one at a time."""
+    """Two forwards in flight with an evaluation between them, backward in the other order; differences to one at a
+    time.
+    """
     layer = build(seq_len, 2, {"preset": "burst"}, 2)
     batches = [random_inputs(seq_len, HEADS, 2, HEAD_DIM, seed=seed) for seed in range(2)]
 
-    def leaves(batch):  # noqa: ANN001, ANN202
+    def leaves(batch):
         return [local_rows(layer, x).requires_grad_() for x in (batch.q, batch.k, batch.v)]
 
-    def gradients(args, out, batch):  # noqa: ANN001, ANN202
+    def gradients(args, out, batch):
         return torch.autograd.grad(out, args, local_rows(layer, batch.dout))
 
     alone = [gradients(args, layer(*args), batch) for batch in batches for args in [leaves(batch)]]
@@ -119,7 +126,7 @@ def two_micro_batches(seq_len: int) -> list[float]:
     return [float((a - b).abs().max()) for x, y in zip(alone, together, strict=True) for a, b in zip(x, y, strict=True)]
 
 
-def test_two_micro_batches_in_flight_and_an_evaluation_between_leave_no_trace(ranks) -> None:  # noqa: ANN001
+def test_two_micro_batches_in_flight_and_an_evaluation_between_leave_no_trace(ranks) -> None:
     for differences in ranks(4).run(two_micro_batches, 35):
         assert differences == [0.0] * 6
 
@@ -139,11 +146,13 @@ def batch_of_two(seq_len: int) -> float:
         args = [local_rows(layer, getattr(sample, name)).requires_grad_() for name in "qkv"]
         single = layer(*args)
         alone = (single, *torch.autograd.grad(single, args, local_rows(layer, sample.dout)))
-        worst = max(worst, *(float((a[number] - b[0]).detach().abs().max()) for a, b in zip(together, alone, strict=True)))
+        worst = max(
+            worst, *(float((a[number] - b[0]).detach().abs().max()) for a, b in zip(together, alone, strict=True))
+        )
     return worst
 
 
-def test_a_batch_equals_its_sequences_one_by_one(ranks) -> None:  # noqa: ANN001
+def test_a_batch_equals_its_sequences_one_by_one(ranks) -> None:
     assert max(ranks(4).run(batch_of_two, 37)) < 1e-12
 
 
@@ -164,5 +173,5 @@ def half_the_ring() -> int:
     return dist.get_rank() // 2
 
 
-def test_context_groups_beside_each_other_do_not_mix(ranks) -> None:  # noqa: ANN001
+def test_context_groups_beside_each_other_do_not_mix(ranks) -> None:
     assert ranks(4).run(half_the_ring) == [0, 0, 1, 1]

@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 import torch
 from attention_oracle import build_group, causal, dense_visibility, errors, oracle, random_inputs, relative_errors
+
 from engine.attention.kernels.base import TileKernel
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
@@ -72,7 +73,7 @@ def test_bf16_gradients_on_the_wire_hold_the_goal_on_four_ranks(circulates: Lite
     assert all(ours[name] <= 1.3 * single[name] for name in ours), (ours, single)
 
 
-def one_kernel(inputs):  # noqa: ANN001, ANN201
+def one_kernel(inputs):
     """The stock bf16 operator called once on the whole sequence, with its own out."""
     q, k, v, dout = (x.transpose(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_oracle import random_inputs
+
 from engine.attention.kernels import KERNELS, choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
@@ -86,7 +87,7 @@ def test_every_registered_kernel_bears_its_own_name() -> None:
 
 @pytest.mark.parametrize("kernel", [AtenFlashKernel(), AtenCudnnKernel()], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("band", [BandSpec(), BandSpec(0, None)], ids=["full", "causal"])
-def test_cuda_ops_accept_our_arguments_and_return_our_shapes(kernel, band: BandSpec) -> None:  # noqa: ANN001
+def test_cuda_ops_accept_our_arguments_and_return_our_shapes(kernel, band: BandSpec) -> None:
     """Without a GPU: the operators' own shape functions run on meta tensors (signatures, ranks, dtypes)."""
     rows, heads, kv_heads, dim = 128, 8, 2, 64
     q = torch.empty(rows, heads, dim, device="meta", dtype=torch.bfloat16)

@@ -11,6 +11,8 @@ from typing import Literal
 import pytest
 import torch
 from attention_oracle import causal, gather, oracle, random_inputs
+from plan_mutations import mutants
+
 from engine.attention.api import AttentionRuntime, SavedAttention
 from engine.attention.counting import prove_plan
 from engine.attention.executor import lockstep
@@ -20,7 +22,6 @@ from engine.attention.mask import Mask, Visibility
 from engine.attention.plan import AttentionPlan
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
 from engine.attention.transport import Hub
-from plan_mutations import mutants
 
 MUTANTS_PER_PLAN = 100
 CASES: list[tuple[str, Ring, Literal["zigzag", "striped"]]] = [
@@ -67,7 +68,11 @@ class Judge:
             acc = [execution.pinned("acc") for execution in executions]
             return {name: gather(self.index, [a[name] for a in acc]) for name in ("out", "lse")}
         dkv = [execution.pinned("dkv")["dkv"] for execution in executions]
-        parts = {"dq": [e.pinned("dq")["dq"] for e in executions], "dk": [x[:, 0] for x in dkv], "dv": [x[:, 1] for x in dkv]}
+        parts = {
+            "dq": [e.pinned("dq")["dq"] for e in executions],
+            "dk": [x[:, 0] for x in dkv],
+            "dv": [x[:, 1] for x in dkv],
+        }
         return {name: gather(self.index, tensors) for name, tensors in parts.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig
@@ -14,7 +15,7 @@ MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
 GQA = replace(MHA, num_kv_heads=8)
 
 
-def resolve(preset: str, model: ModelConfig = MHA, nodes: int = 2, local: int = 4, **fields: object):  # noqa: ANN201
+def resolve(preset: str, model: ModelConfig = MHA, nodes: int = 2, local: int = 4, **fields: object):
     config = AttentionConfig(preset=preset, **fields)  # type: ignore[arg-type]
     return resolve_attention(config, model, 1 << 20, nodes * local, Topology(nodes, local))
 

@@ -17,8 +17,9 @@ from engine.config import ModelConfig
 from engine.model.init import canonical_name, init_weights
 from engine.model.llama import LlamaModel
 
-# More than two blocks of 2**20 elements in embedding and head, and rows that no world size here divides.
-TALL = replace(SMALL, vocab_size=2401, hidden_size=960, num_layers=1)
+# More than two blocks of 2**20 elements in embedding and head, rows that no world size here divides, and rows whose
+# length is no multiple of 16: torch draws the last 16 values of a tensor in another way.
+TALL = replace(SMALL, vocab_size=2401, hidden_size=957, num_layers=1)
 
 
 def test_same_seed_same_weights_other_seed_others() -> None:

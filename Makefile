@@ -1,0 +1,65 @@
+# Every target sets up what it needs: .venv with the versions of constraints.txt, made at first use.
+#
+#   make demo PYTHON=python3.12    start .venv from this interpreter
+#   make gpu PY=python3            use this interpreter and its packages as they are; no .venv, no network
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.PHONY: help setup demo test check lint format-check types imports format bench gpu clean
+
+VENV := .venv
+ifneq ($(origin PY), command line)
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+export PYTHON
+
+SOURCES := burst_cli cluster engine tests benchmarks scripts
+BENCH := $(patsubst benchmarks/%.py,%,$(sort $(wildcard benchmarks/bench_*.py)))
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+setup: $(READY)  ## Make .venv, or bring it up to date
+
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/setup_venv.sh
+	@sh scripts/setup_venv.sh $(VENV)
+
+demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, report
+	$(PY) -m burst_cli data prepare exp=tiny
+	$(PY) -m burst_cli launch exp=tiny
+	$(PY) -m burst_cli report tiny --latest
+
+test: $(READY)  ## Run every test that needs no special machine
+	$(PY) -m pytest
+
+check: lint format-check types imports test  ## Lint, format, types, import rules, tests: what CI runs
+
+lint: $(READY)
+	$(PY) -m ruff check $(SOURCES)
+
+format-check: $(READY)
+	$(PY) -m ruff format --check $(SOURCES)
+
+types: $(READY)
+	$(PY) -m mypy
+
+imports: $(READY)
+	$(PY) -c 'import sys, importlinter.cli as cli; sys.exit(cli.lint_imports())'
+
+format: $(READY)  ## Rewrite the sources as the linter and the formatter want them
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+bench: $(READY)  ## Run the benchmarks, or BENCH=bench_loss alone
+	set -e; for name in $(BENCH); do echo "== benchmarks.$$name"; $(PY) -m benchmarks.$$name; done
+
+gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
+	@$(PY) scripts/require_gpu.py
+	$(PY) -m pytest -m gpu tests/engine
+	$(MAKE) bench PY=$(PY)
+
+clean:  ## Delete caches; .venv and runs/ stay
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find burst_cli cluster engine tests -name __pycache__ -type d -prune -exec rm -rf {} +
