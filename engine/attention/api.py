@@ -136,8 +136,17 @@ class ParallelAttention:
         self.runtime = runtime
         self.layout = layout
         self.method = method
-        self.cp_rank = place.rank
-        self.topology = place.topology
+        self.place = place
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place among those that share the sequence."""
+        return self.place.rank
+
+    @property
+    def topology(self) -> Topology:
+        """Where the ranks that share the sequence lie."""
+        return self.place.topology
 
     @property
     def padded_seq_len(self) -> int:

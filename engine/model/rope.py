@@ -67,8 +67,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
         block = x[:, rows].to(wide)
         block_cos, block_sin = cos[rows].to(wide).unsqueeze(1), sin[rows].to(wide).unsqueeze(1)
         first, second = block[..., :half], block[..., half:]
-        rotated = torch.empty_like(block)
-        torch.mul(first, block_cos, out=rotated[..., :half]).addcmul_(second, block_sin, value=-direction)
-        torch.mul(second, block_cos, out=rotated[..., half:]).addcmul_(first, block_sin, value=direction)
-        out[:, rows].copy_(rotated)
+        out[:, rows, :, :half].copy_((first * block_cos).addcmul_(second, block_sin, value=-direction))
+        out[:, rows, :, half:].copy_((second * block_cos).addcmul_(first, block_sin, value=direction))
     return out

@@ -10,9 +10,11 @@ import pytest
 import torch
 from ranks import Pools
 from tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
+from torch.distributed.tensor import DTensor
 
 from engine.config import LossConfig
 from engine.errors import ConfigError
+from engine.memory_tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import compile_layers
 from engine.parallel.fsdp import fsdp_modules
@@ -63,6 +65,26 @@ def losses_when_compiled() -> list[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own ways
         return train_losses(tiny_config(train={"compile": True}), 2, 2)
+
+
+def tracked_and_local_bytes() -> tuple[int, int]:
+    """(bytes the tracker sees while sharded weights are scaled, bytes of this rank's shards)."""
+    run = start_run(tiny_config(parallel={"dp_shard_size": 2}))
+    shards = sum(local_bytes(parameter) for parameter in run.model.parameters())
+    with LiveTensorTracker() as tracker, torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(1.0)
+    return tracker.live_bytes, shards
+
+
+def local_bytes(parameter: torch.Tensor) -> int:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().untyped_storage().nbytes()
+
+
+def test_a_sharded_weight_counts_as_the_part_of_its_rank(ranks: Pools) -> None:
+    for tracked, shards in ranks(2).run(tracked_and_local_bytes):
+        assert tracked == shards
 
 
 @pytest.mark.slow
