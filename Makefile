@@ -22,6 +22,7 @@ help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(READY)  ## Make .venv, or bring it up to date
+	@echo "ready: $(PY)"
 
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup_venv.sh
 	@sh scripts/setup_venv.sh $(VENV)

@@ -26,7 +26,7 @@ def run_loss(name: str, inputs: tuple[Tensor, Tensor, Tensor], options: LossOpti
     """One forward and backward pass of the mean loss; gradients are dropped."""
     hidden, weight, labels = inputs
     loss = LOSSES[name](hidden, weight, labels, options=options)
-    (loss / labels.numel()).backward()
+    (loss / labels.numel()).backward()  # type: ignore[no-untyped-call]
     hidden.grad = weight.grad = None
 
 

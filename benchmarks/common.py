@@ -104,10 +104,11 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         call()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with LiveTensorTracker() as tracker:
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    tracker = LiveTensorTracker()
+    with tracker:
         call()
-        return tracker.peak_bytes - tracker.live_bytes
+    return tracker.peak_bytes - tracker.live_bytes
 
 
 def write_results(path: Path | None, facts: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:

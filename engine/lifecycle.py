@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.rank_errors import describe_error
 from engine.rank_process import RUN_ID_VARIABLE, RankStatus
-from engine.runs import RunFolder, RunFolderError
+from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def run_states(
         if rank == 0:
             if not launched:
                 run.transition("starting")
-            run.transition("running")
+            _move_to_running(run)
         yield
     except BaseException as error:
         if not launched:
@@ -34,6 +34,15 @@ def run_states(
         raise
     if rank == 0:
         run.transition("completed", exit_code=0)
+
+
+def _move_to_running(run: RunFolder) -> None:
+    """Rank 0's move; a run that another rank has already ended stays so, and this rank meets the same end soon."""
+    try:
+        run.transition("running")
+    except RunFolderError:
+        if run.read_state()["state"] not in FINAL_STATES:
+            raise
 
 
 def _is_starting(run: RunFolder) -> bool:

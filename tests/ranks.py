@@ -92,9 +92,13 @@ class RankPool:
             self._start()
         call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path))
         offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
-        for pipe in self._pipes:
-            _send(pipe, call)
-        replies = self._collect(timeout_s)
+        try:
+            for pipe in self._pipes:
+                _send(pipe, call)
+            replies = self._collect(timeout_s)
+        except BaseException:  # an interrupt or the test's own timeout: late replies must not meet the next call
+            self.close()
+            raise
         if all(reply is not None and reply.error is None for reply in replies):
             return [reply.value for reply in replies if reply is not None]
         failure = self._failure(call.name, replies, offsets, timeout_s)
@@ -281,4 +285,21 @@ def _execute(call: _Call) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return function(*call.args, **call.kwargs)
+        result = function(*call.args, **call.kwargs)
+    _destroy_subgroups()  # not after an error: messages in flight may hold it up, and the pool is killed anyway
+    return result
+
+
+def _destroy_subgroups() -> None:
+    """Ends the process groups that a call made, each of which holds threads and sockets.
+
+    Those of device meshes stay: DTensor's caches may hand an equal, older mesh to a later call.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PACKAGES = ("burst_cli", "cluster", "engine")
 CODE = sorted(path for name in (*PACKAGES, "tests", "benchmarks", "scripts") for path in (ROOT / name).rglob("*.py"))
 MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
 TOP_FOLDERS = (*PACKAGES, "benchmarks", "conf", "docker", "docs", "scripts", "tests")
 
 
@@ -118,6 +120,17 @@ def test_readme_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
 def test_files_stay_short() -> None:
     lengths = {name_of(path): len(path.read_text().splitlines()) for path in CODE}
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_functions_stay_short() -> None:
+    functions = [
+        (node, f"{name_of(path)}:{node.lineno} {node.name}")
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    long = [name for node, name in functions if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]
+    assert not long
 
 
 def requirement_name(text: str) -> str:

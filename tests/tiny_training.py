@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from engine.config import (
     LossConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     TrainConfig,
 )
@@ -75,9 +77,15 @@ class TinyRun:
     train_step: TrainStep
 
 
+@cache
+def mesh_of(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
+    """The mesh of this rank, made once per worker: its process groups live as long as the worker."""
+    return build_mesh(parallel, cluster)
+
+
 def start_run(config: RunConfig) -> TinyRun:
     """Mesh, model and optimizer of this rank."""
-    mesh = build_mesh(config.parallel, config.cluster)
+    mesh = mesh_of(config.parallel, config.cluster)
     model, attention = build_model(config, mesh)
     return TinyRun(mesh, model, attention, TrainStep(config, mesh, model, attention))
 

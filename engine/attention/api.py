@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,8 +23,6 @@ from engine.attention.topology import Topology
 from engine.attention.transport import DistributedTransport, NoTransport, Transport, make_channel_groups
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
-
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
 
 from engine.config import LossConfig
 from engine.loss.head import LMHead

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_helpers import SHAPES, SMALL, build
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.config import ModelConfig
 from engine.model.init import canonical_name, init_weights

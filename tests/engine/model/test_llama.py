@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.flops import count_parameters
 from engine.model.llama import LlamaModel
+from engine.model.rope import rope_table
 
 TOKENS = 24
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64; only rotary tables are rounded to fp32, the same ones on both sides
@@ -95,3 +96,18 @@ def test_hidden_keeps_the_dtype_of_the_weights() -> None:
     hidden = model(make_tokens(SMALL, 1, 5), torch.arange(5), causal_attention(5))
     assert hidden.dtype == torch.bfloat16
     assert hidden.shape == (1, 5, SMALL.hidden_size)
+
+
+# Dynamo itself makes an instance of every autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_layer_compiles_as_one_graph() -> None:
+    model = build(SMALL)
+    x = torch.randn(1, TOKENS, SMALL.hidden_size)
+    table = rope_table(torch.arange(TOKENS), SMALL.head_dim, SMALL.rope_theta)
+    results = []
+    for layer in (model.layers[0], torch.compile(model.layers[0], backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf, *table, causal_attention(TOKENS))
+        out.sum().backward()
+        results.append((out.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)  # fp32, sums in another order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_running_out_of_memory_and_a_stop_have_states_of_their_own(
 def test_the_first_failure_stays(run: RunFolder) -> None:
     fail(run, ConfigError("first"))
     fail(run, RuntimeError("echo"), rank=1)
+    assert run.read_state()["failure"]["message"] == "first"
+
+
+class OvertakenRun(RunFolder):
+    """A run that another rank ends just before rank 0 says running."""
+
+    def transition(self, state: str, **facts: Any) -> dict[str, Any]:
+        if state == "running":
+            super().transition("failed", failure={"message": "first"})
+        return super().transition(state, **facts)
+
+
+def test_rank_0_meets_its_own_error_when_another_rank_failed_before_it_ran(run: RunFolder) -> None:
+    fail(OvertakenRun(run.path), ConfigError("mine"))
     assert run.read_state()["failure"]["message"] == "first"
 
 

@@ -15,9 +15,12 @@ from ranks import Pools
 from tiny_training import tiny_config
 
 from engine.config import DataConfig, RunConfig, dump_config
+from engine.errors import ConfigError
+from engine.parallel.mesh import build_mesh
 from engine.rank_process import RankStatus, run_rank
+from engine.recorder import Recorder
 from engine.runs import RunFolder, create_run
-from engine.trainer import run_training
+from engine.trainer import load_data, run_training
 
 ROOT = Path(__file__).parents[3]
 CONTRACT = [
@@ -141,11 +144,32 @@ def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: Da
     assert run.read_state()["state"] == "failed"
 
 
-def test_a_vocabulary_too_small_is_a_config_error_on_every_rank(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
-    config = tiny_config(data=corpus, attention={"preset": "burst"})
+def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+    config = tiny_config(data=corpus, attention={"preset": "burst"}, model={"head_dim": 7})
     run = new_run(config)
-    assert ranks(2).run(train_on_rank, str(run.path), config) == [2, 2]
-    assert "set model.vocab_size=" in run.first_rank_error()["message"]
+    codes = ranks(2).run(train_on_rank, str(run.path), config)
+    assert codes == [2, 2], run.rank_errors()
+    assert run.read_state()["state"] == "failed"
+
+
+def error_of_loading(path: str, config: RunConfig) -> str:
+    """What this rank says of data that do not fit the model."""
+    mesh = build_mesh(config.parallel, config.cluster)
+    recorder = Recorder(RunFolder(Path(path)), RankStatus(), rank=mesh.rank, tensorboard=False, log_interval=1)
+    try:
+        load_data(config, mesh, recorder)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
+    ranks: Pools, corpus: DataConfig, new_run: Any
+) -> None:
+    config = tiny_config(data=corpus, attention={"preset": "burst"})
+    for error in ranks(2).run(error_of_loading, str(new_run(config).path), config):
+        assert "model.vocab_size: got 64" in error
+        assert "set model.vocab_size=" in error
 
 
 def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
