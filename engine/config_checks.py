@@ -204,7 +204,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
         return
     try:
-        resolve_attention(config.attention, config.model, config.train.seq_len, cp_size, _topology(config, cp_size))
+        resolve_attention(config, _topology(config, cp_size))
     except ConfigError as error:
         keys = tuple(f"attention.{name}" for name in ("preset", "ring_inner_size", "ring_outer_size"))
         for text in error.problems:

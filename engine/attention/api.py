@@ -179,7 +179,7 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention
     """The configured attention on this rank. Collective over all ranks of the world (it makes process groups)."""
     topology = mesh.topology.group(mesh.cp_size)
     seq_len = config.train.seq_len
-    method = resolve_attention(config.attention, config.model, seq_len, mesh.cp_size, topology)
+    method = resolve_attention(config, topology)
     layout = build_layout(method.layout, padded_length(seq_len, mesh.cp_size), mesh.cp_size)
     mask = Mask(seq_len, causal=config.attention.mask == "causal")
     plans = plan_method(method, mask, layout, mesh.cp_rank)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, Dtype, LayoutName, ModelConfig, PresetName
+from engine.config import AttentionConfig, Dtype, LayoutName, ModelConfig, PresetName, RunConfig
 from engine.errors import ConfigError
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -65,10 +65,10 @@ def hop_bytes_per_token(model: ModelConfig, *, wire_bytes: int, gradient_bytes: 
 
 
 def choose_circulation(
-    requested: Literal["kv", "q", "auto"], model: ModelConfig, gradient_dtype: Dtype, wire_bytes: int = 2
+    requested: Literal["kv", "q", "auto"], model: ModelConfig, payload_dtype: Dtype, gradient_dtype: Dtype
 ) -> tuple[Literal["kv", "q"], str]:
     """What circulates in backward and why: the operand that costs fewer bytes per hop when `auto` is asked for."""
-    cost = hop_bytes_per_token(model, wire_bytes=wire_bytes, gradient_bytes=BYTES_OF[gradient_dtype])
+    cost = hop_bytes_per_token(model, wire_bytes=BYTES_OF[payload_dtype], gradient_bytes=BYTES_OF[gradient_dtype])
     figures = f"per token and hop: kv {cost['kv']} B, q {cost['q']} B"
     if requested != "auto":
         return requested, f"{requested} as configured ({figures})"
@@ -78,13 +78,13 @@ def choose_circulation(
     return choice, f"auto: {choice} is cheaper for {heads} ({figures})"
 
 
-def resolve_attention(
-    attention: AttentionConfig, model: ModelConfig, seq_len: int, cp_size: int, topology: Topology
-) -> AttentionMethod:
-    """The preset with the configured overrides as a legal method on `cp_size` ranks.
+def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
+    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence.
 
-    `topology` is that of the ranks which share one sequence. Raises ConfigError with every violated rule.
+    Raises ConfigError with every violated rule.
     """
+    attention, model, train = config.attention, config.model, config.train
+    cp_size, seq_len = topology.size, train.seq_len
     preset = PRESETS[attention.preset]
     inner, outer = _ring_sizes(attention, preset, cp_size, topology)
     problems = _ring_problems(attention, inner, outer, cp_size)
@@ -94,7 +94,7 @@ def resolve_attention(
         raise ConfigError(problems)
     gradient_dtype: Dtype = attention.gradient_wire_dtype or "float32"
     requested = attention.backward_circulates or preset.backward_circulates
-    circulates, reason = choose_circulation(requested, model, gradient_dtype)
+    circulates, reason = choose_circulation(requested, model, train.compute_dtype, gradient_dtype)
     return AttentionMethod(
         preset=attention.preset,
         layout=attention.layout or preset.layout,

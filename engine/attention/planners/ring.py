@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from engine.attention.allocate import PlanBuilder, Rows, Value
@@ -255,7 +256,7 @@ class _Circulation:
 
     def _sum_along(self, chain: list[_Visit], sums: dict[int, Value]) -> None:
         """Add each visit's sum to the next one's, one step late so that the hop hides behind the tile."""
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             received = self._hop(after.step, after.step, Channel.GRADIENT_INNER, sums[before.step], after.rank)
             self._add(after.step, sums[after.step], received)
 

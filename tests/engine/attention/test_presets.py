@@ -8,7 +8,7 @@ import pytest
 
 from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.errors import ConfigError
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
@@ -16,8 +16,9 @@ GQA = replace(MHA, num_kv_heads=8)
 
 
 def resolve(preset: str, model: ModelConfig = MHA, nodes: int = 2, local: int = 4, **fields: object):
-    config = AttentionConfig(preset=preset, **fields)  # type: ignore[arg-type]
-    return resolve_attention(config, model, 1 << 20, nodes * local, Topology(nodes, local))
+    attention = AttentionConfig(preset=preset, **fields)  # type: ignore[arg-type]
+    config = RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=1 << 20))
+    return resolve_attention(config, Topology(nodes, local))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,9 @@ def test_ring_sizes_that_do_not_multiply_list_the_legal_ones() -> None:
 
 def test_a_sequence_shorter_than_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="every rank needs at least one"):
-        resolve_attention(AttentionConfig(preset="ring"), MHA, 3, 8, Topology(1, 8))
+        resolve_attention(
+            RunConfig(attention=AttentionConfig(preset="ring"), train=TrainConfig(seq_len=3)), Topology(1, 8)
+        )
 
 
 def test_every_preset_describes_itself() -> None:

@@ -1,0 +1,53 @@
+"""The demo as a user runs it: four local ranks learn real text through BurstAttention, then a report shows the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burst_cli.app import main
+from burst_cli.compose import compose
+from engine.data import prepare, unigram_bits_per_byte
+
+ROOT = Path(__file__).parent.parent
+END_S = 900.0  # two minutes on two idle cores
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Summary of `burst launch exp=tiny`."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "burst_cli", "launch", "exp=tiny", "--json", "--runs-dir", str(folder / "runs")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BURST_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=END_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {**json.loads(done.stdout), "runs_dir": str(folder / "runs"), "cache": str(folder / "cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(END_S)
+def test_validation_falls_well_below_a_byte_unigram(demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", demo["cache"])
+    baseline = unigram_bits_per_byte(prepare(compose(["exp=tiny"], []).config.data))
+    assert baseline > 4  # bytes of Python source have about 4.6 bits each without context
+    assert demo["final_validation_bits_per_byte"] < 0.75 * baseline
+
+
+@pytest.mark.slow
+def test_the_demo_runs_burst_attention_on_four_ranks(demo: dict[str, Any]) -> None:
+    assert (demo["status"], demo["attention_preset"], demo["world_size"]) == ("completed", "burst", 4)
+    assert demo["comm_intra_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_the_report_shows_the_demo(demo: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "tiny", "--latest", "--json", "--runs-dir", demo["runs_dir"]]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["run_id"] == demo["run_id"]
+    assert run["tokens_per_s_per_device"] == demo["tokens_per_s_per_device"]
