@@ -47,7 +47,7 @@ types: $(READY)
 	$(PY) -m mypy
 
 imports: $(READY)
-	$(PY) -c 'import sys, importlinter.cli as cli; sys.exit(cli.lint_imports())'
+	$(PY) -c 'import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_logo=True))'
 
 format: $(READY)  ## Rewrite the sources as the linter and the formatter want them
 	$(PY) -m ruff check --fix $(SOURCES)
