@@ -17,8 +17,8 @@ from tiny_training import tiny_config
 from engine.config import DataConfig, RunConfig, dump_config
 from engine.errors import ConfigError
 from engine.parallel.mesh import build_mesh
-from engine.rank_process import RankStatus, run_rank
-from engine.recorder import Recorder
+from engine.run.rank_process import RankStatus, run_rank
+from engine.run.recorder import Recorder
 from engine.runs import RunFolder, create_run
 from engine.trainer import load_data, run_training
 
