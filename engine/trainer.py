@@ -210,6 +210,7 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> di
         "parameters": count_parameters(config.model).total,
         "attention_preset": config.attention.preset,
         "attention": asdict(attention.method),
+        "attention_kernel": attention.runtime.kernel.name,
         "memory_policy": config.memory.activation_checkpoint,
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,

@@ -113,6 +113,7 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
         "world_size": 2,
         "seq_len": 30,
         "attention_preset": "burst",
+        "attention_kernel": "cpu_flash",
         "memory_policy": "full",
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
