@@ -22,8 +22,8 @@ from cluster.plan import LaunchPlan
 from engine.config import RunConfig
 from engine.data import PackedSampler, prepare
 from engine.errors import ConfigError
-from engine.provenance import collect_provenance
-from engine.records import json_text
+from engine.run.provenance import collect_provenance
+from engine.run.records import json_text
 from engine.runs import RunFolder, check_writable, create_run
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.records import JsonLinesTail
+from engine.run.records import JsonLinesTail
 from engine.runs import RunFolder
 
 _RECENT_STEPS = 20

@@ -9,8 +9,8 @@ from typing import Any
 from engine.config import TrainConfig, load_config
 from engine.config_schema import nearest
 from engine.errors import ConfigError
+from engine.run.summary import config_facts, summarise
 from engine.runs import RunFolder, RunFolderError, list_runs
-from engine.summary import config_facts, summarise
 
 UNREADABLE = "unreadable"
 _STATE_FACTS = ("started_at", "ended_at", "exit_code", "failure")

@@ -18,7 +18,7 @@ from cluster.failure import Failure, find_failure, first_death
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.processes import kill_run, run_processes, signal_processes
 from engine.errors import RunError
-from engine.process import die_with_parent
+from engine.run.process import die_with_parent
 from engine.runs import FINAL_STATES, RunFolder
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BurstError, ConfigError
-from engine.process import process_start
-from engine.rank_errors import describe_error
-from engine.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
+from engine.run.process import process_start
+from engine.run.rank_errors import describe_error
+from engine.run.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
 
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run

@@ -9,7 +9,7 @@ import sys
 
 from engine.config import load_config
 from engine.errors import BurstError
-from engine.rank_process import RankStatus, leave, run_rank
+from engine.run.rank_process import RankStatus, leave, run_rank
 from engine.runs import RunFolder, open_run
 
 

@@ -18,18 +18,18 @@ from engine.data import PackedSampler, PreparedData, open_prepared, prepare, seq
 from engine.errors import ConfigError, DataError
 from engine.evaluate import evaluate
 from engine.flops import attention_pairs, count_parameters, step_flops
-from engine.lifecycle import run_states
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, Placement, build_mesh, choose_device, read_placement, start_process_group
 from engine.parallel.reduce import wait_for_all_ranks
 from engine.peak import Peak, find_peak
 from engine.profiling import StepProfiler
-from engine.rank_process import RankStatus
-from engine.recorder import Recorder
+from engine.run.lifecycle import run_states
+from engine.run.rank_process import RankStatus
+from engine.run.recorder import Recorder
+from engine.run.stopping import StopRequest
+from engine.run.summary import summarise
 from engine.runs import RunFolder
-from engine.stopping import StopRequest
-from engine.summary import summarise
 from engine.train_step import TrainStep
 
 
@@ -210,6 +210,7 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> di
         "parameters": count_parameters(config.model).total,
         "attention_preset": config.attention.preset,
         "attention": asdict(attention.method),
+        "attention_kernel": attention.runtime.kernel.name,
         "memory_policy": config.memory.activation_checkpoint,
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,

@@ -169,7 +169,7 @@ VIOLATIONS = {
     "engine/config.py": "import numpy",
     "engine/model/llama.py": "from engine.parallel import mesh",
     "engine/optim.py": "import typer",
-    "engine/provenance.py": "import cluster.facts",
+    "engine/run/provenance.py": "import cluster.facts",
     "engine/runs.py": "import burst_cli.render",
     "cluster/facts.py": "from engine.trainer import Trainer",
     "burst_cli/figures.py": "import hydra",

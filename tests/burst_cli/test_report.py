@@ -16,8 +16,8 @@ from burst_cli.report_table import COLUMNS, headings, report_csv, report_markdow
 from burst_cli.run_records import run_record, select_runs
 from engine.config import AttentionConfig, ClusterConfig, RunConfig, TrainConfig, dump_config
 from engine.errors import ConfigError
+from engine.run.summary import config_facts, summarise
 from engine.runs import RunFolder, create_run
-from engine.summary import config_facts, summarise
 
 CONFIG = RunConfig(
     attention=AttentionConfig(preset="ring"),

@@ -9,9 +9,9 @@ import sys
 import time
 
 from engine.errors import ConfigError
-from engine.rank_process import RankStatus, leave, run_rank
+from engine.run.rank_process import RankStatus, leave, run_rank
+from engine.run.summary import summarise
 from engine.runs import RunFolder, open_run
-from engine.summary import summarise
 
 STEPS = 5
 FOREVER_S = 300.0

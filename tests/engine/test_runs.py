@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BurstError, ConfigError
-from engine.process import process_start
+from engine.run.process import process_start
 from engine.runs import (
     FINAL_STATES,
     LEGAL_TRANSITIONS,

@@ -17,8 +17,8 @@ from tiny_training import tiny_config
 from engine.config import DataConfig, RunConfig, dump_config
 from engine.errors import ConfigError
 from engine.parallel.mesh import build_mesh
-from engine.rank_process import RankStatus, run_rank
-from engine.recorder import Recorder
+from engine.run.rank_process import RankStatus, run_rank
+from engine.run.recorder import Recorder
 from engine.runs import RunFolder, create_run
 from engine.trainer import load_data, run_training
 
@@ -113,6 +113,7 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
         "world_size": 2,
         "seq_len": 30,
         "attention_preset": "burst",
+        "attention_kernel": "cpu_flash",
         "memory_policy": "full",
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.data import Progress
 from engine.errors import ConfigError
-from engine.rank_process import RankStatus
+from engine.run.rank_process import RankStatus
 from engine.runs import RunFolder
 
 

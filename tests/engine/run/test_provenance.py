@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.provenance import MAX_DIFF_CHARACTERS, collect_provenance, git_facts
+from engine.run.provenance import MAX_DIFF_CHARACTERS, collect_provenance, git_facts
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from engine.lifecycle import run_states
-from engine.rank_process import RankStatus
+from engine.run.lifecycle import run_states
+from engine.run.rank_process import RankStatus
 from engine.runs import RunFolder, create_run
 
 LAUNCHED = {"BURST_RUN_ID": "x"}

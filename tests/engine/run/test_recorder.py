@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from engine.rank_process import RankStatus
-from engine.recorder import Recorder, progress_line
+from engine.run.rank_process import RankStatus
+from engine.run.recorder import Recorder, progress_line
 from engine.runs import RunFolder, create_run
 
 ROW: dict[str, Any] = {

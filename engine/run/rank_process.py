@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import BurstError
-from engine.process import die_with_parent, redirect_output
+from engine.run.process import die_with_parent, redirect_output
 from engine.runs import RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
 
 __all__ = ["RANK_LOGS_VARIABLE", "RUN_ID_VARIABLE", "RankStatus", "leave", "run_rank"]

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from engine.errors import BurstError
-from engine.records import utc_now
+from engine.run.records import utc_now
 
 MESSAGE_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 20_000

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.records import utc_now
+from engine.run.records import utc_now
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
 IMAGE_VARIABLE = "BURST_IMAGE"

@@ -10,8 +10,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from engine.rank_errors import describe_error
-from engine.rank_process import RUN_ID_VARIABLE, RankStatus
+from engine.run.rank_errors import describe_error
+from engine.run.rank_process import RUN_ID_VARIABLE, RankStatus
 from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
 

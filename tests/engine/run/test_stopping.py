@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 
-from engine.stopping import TERMINATED_EXIT_CODE, StopRequest
+from engine.run.stopping import TERMINATED_EXIT_CODE, StopRequest
 
 STUCK = """
 import time, threading
-from engine.stopping import StopRequest
+from engine.run.stopping import StopRequest
 with StopRequest(grace_s=0.2).watch():
     print("ready", flush=True)
     threading.Lock().acquire(); time.sleep(30)
