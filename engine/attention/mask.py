@@ -271,20 +271,21 @@ class Visibility:
 def _joined(bands: list[Band]) -> list[Band]:
     """The same visibility in fewer bands: full ones that share an edge become one."""
     partial = [band for band in bands if not band.is_full]
-    full = sorted((band for band in bands if band.is_full), key=lambda b: (b.q_start, b.q_stop, b.k_start))
-    rows: list[Band] = []
-    for band in full:
-        last = rows[-1] if rows else None
-        if last and (last.q_start, last.q_stop, last.k_stop) == (band.q_start, band.q_stop, band.k_start):
-            rows[-1] = replace(last, k_stop=band.k_stop)
+    full = _glued(_glued([band for band in bands if band.is_full], "q", "k"), "k", "q")
+    return sorted(full + partial, key=lambda band: (band.q_start, band.k_start))
+
+
+def _glued(bands: list[Band], same: str, grows: str) -> list[Band]:
+    """Full bands of the same range on axis `same` that follow each other on axis `grows` ("q", "k"), joined."""
+
+    def place(band: Band) -> tuple[int, int, int]:
+        return getattr(band, f"{same}_start"), getattr(band, f"{same}_stop"), getattr(band, f"{grows}_start")
+
+    glued: list[Band] = []
+    for band in sorted(bands, key=place):
+        last = glued[-1] if glued else None
+        if last and (*place(last)[:2], getattr(last, f"{grows}_stop")) == place(band):
+            glued[-1] = replace(last, **{f"{grows}_stop": getattr(band, f"{grows}_stop")})
         else:
-            rows.append(band)
-    rows.sort(key=lambda b: (b.k_start, b.k_stop, b.q_start))
-    columns: list[Band] = []
-    for band in rows:
-        last = columns[-1] if columns else None
-        if last and (last.k_start, last.k_stop, last.q_stop) == (band.k_start, band.k_stop, band.q_start):
-            columns[-1] = replace(last, q_stop=band.q_stop)
-        else:
-            columns.append(band)
-    return sorted(columns + partial, key=lambda b: (b.q_start, b.k_start))
+            glued.append(band)
+    return glued

@@ -7,6 +7,7 @@ square causal tiles, where top-left and bottom-right causal alignment agree.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,13 +103,7 @@ class FlashAttnKernel:
             q[None],
             k[None],
             v[None],
-            dropout_p=0.0,
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=band.is_causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
+            **_flash_attn_options(q, band),
             return_softmax=False,
         )
         return out[0], lse[0].transpose(0, 1)
@@ -128,13 +123,20 @@ class FlashAttnKernel:
             dq[None],
             dk[None],
             dv[None],
-            dropout_p=0.0,
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=band.is_causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
+            **_flash_attn_options(q, band),
             deterministic=False,
         )
         return TileResult(dq, dk, dv)
+
+
+def _flash_attn_options(q: Tensor, band: BandSpec) -> dict[str, Any]:
+    """What both directions of the flash-attn package are told: no dropout, window, soft cap or ALiBi."""
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": q.shape[-1] ** -0.5,
+        "causal": band.is_causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
