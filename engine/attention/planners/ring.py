@@ -187,10 +187,12 @@ class _Circulation:
         return held
 
     def _send_inside(self, entry: Value, readers: list[_Visit], held: dict[int, Value]) -> None:
+        needed: list[Rows] = []  # by the reader and all behind it, last reader first
+        for reader in reversed(readers):
+            assert reader.rows is not None
+            needed.append(reader.rows.hull(needed[-1] if needed else None))
         holder = entry
-        for position, reader in enumerate(readers):
-            rows = _hull(v.rows for v in readers[position:] if v.rows)
-            assert rows is not None
+        for reader, rows in zip(readers, reversed(needed), strict=True):
             arrived = self.builder.value(reader.rank, entry.kind, rows)
             self.builder.message(reader.step - 1, reader.step - 1, Channel.PAYLOAD_INNER, holder, arrived, rows)
             held[reader.step] = holder = arrived
@@ -211,8 +213,9 @@ class _Circulation:
                 gathered = visit.rows.hull(gathered)
                 sums[visit.step] = self.builder.value(visit.rank, self.gradient_kind, gathered)
                 self.builder.op(visit.step, "pre", visit.rank, LocalOp("init", sums[visit.step].view()))
-            for band in visit.bands:
-                self._tile(visit, band, held[visit.step], sums.get(visit.step))
+            if visit.rank in self.builder.ranks:
+                for band in visit.bands:
+                    self._tile(visit, band, held[visit.step], sums.get(visit.step))
         return sums
 
     def _tile(self, visit: _Visit, band: Band, payload: Value, travelling: Value | None) -> None:
