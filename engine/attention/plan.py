@@ -144,7 +144,6 @@ class TokenBytes:
     element_bytes: int = 2
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
-    batch: int = 1
 
     def of(self, kind: Kind) -> int:
         """Bytes of one token of `kind`."""
@@ -160,7 +159,7 @@ class TokenBytes:
             Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,
             Kind.DKV_WIRE: kv_width * self.wire_gradient_bytes,
         }
-        return widths[kind] * self.batch
+        return widths[kind]
 
 
 @dataclass(frozen=True)

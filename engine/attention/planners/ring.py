@@ -55,12 +55,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
-        return self.inner * self.outer
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have tiles."""
+        """Number of ranks, and of steps that have tiles."""
         return self.inner * self.outer
 
     def visitor(self, home: int, cycle: int, index: int) -> int:
@@ -149,7 +144,7 @@ class _Circulation:
 
     def _visits(self, home: int) -> list[_Visit]:
         visits = []
-        for step in range(self.ring.num_steps):
+        for step in range(self.ring.size):
             cycle, index = divmod(step, self.ring.inner)
             rank = self.ring.visitor(home, cycle, index)
             pair = (rank, home) if self.circulates == "kv" else (home, rank)
@@ -252,7 +247,7 @@ class _Circulation:
                 self._send_home(last.step + 1, Channel.GRADIENT_INNER, tail, target)
             else:
                 post = last.step + 1
-                wait = max(post, min(post + self.ring.inner - 1, self.ring.num_steps))
+                wait = max(post, min(post + self.ring.inner - 1, self.ring.size))
                 arrivals[self.ring.visitor(home, 0, last.index)].append((post, wait, tail))
         for relay, tails in arrivals.items():
             self._gather(relay, tails, target)
