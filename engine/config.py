@@ -21,8 +21,29 @@ from engine.config_schema import Problem, note
 from engine.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
-LayoutName = Literal["contiguous", "zigzag", "striped"]
-PresetName = Literal["single", "ring", "striped", "burst"]
+LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"]
+PresetName = Literal[
+    "single",
+    "ring",
+    "striped",
+    "burst",
+    "burst_ulysses",
+    "ulysses",
+    "loongtrain",
+    "usp",
+    "megatron_cp",
+    "megatron_allgather",
+    "megatron_hierarchical",
+    "megatron_tp",
+    "fpdt",
+    "alst",
+    "auto",
+]
+Placement = Literal["head_first", "context_first", "interleaved"]
+KvTransport = Literal["p2p", "all_gather"]
+BackwardOrder = Literal["same", "reversed"]
+ChunkStore = Literal["device", "host"]
+MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks"]
 Circulates = Literal["kv", "q", "auto"]
 KernelName = Literal["auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "flash_attn"]
 
@@ -55,19 +76,73 @@ class AttentionConfig:
 
     preset: PresetName = field(default="single", metadata=note("a named point; the fields below move away from it"))
     layout: LayoutName | None = field(default=None, metadata=note("which positions each rank holds"))
+    head_parallel_size: int | None = field(
+        default=None, metadata=note("ranks that divide the heads among them (all-to-all)", "ranks", at_least=1)
+    )
     ring_inner_size: int | None = field(
         default=None, metadata=note("ranks in the inner ring, inside a node", "ranks", at_least=1)
     )
     ring_outer_size: int | None = field(
         default=None, metadata=note("inner rings in the outer ring, between nodes", "rings", at_least=1)
     )
+    placement: Placement | None = field(
+        default=None,
+        metadata=note("which ranks are neighbours: those that divide heads, those of a ring, or inner ring, heads, outer"),
+    )
+    kv_transport: KvTransport | None = field(
+        default=None, metadata=note("keys and values hop from rank to rank, or go to everybody at once")
+    )
     backward_circulates: Circulates | None = field(
         default=None, metadata=note("what travels in the backward pass: keys and values, or queries")
+    )
+    circulates_layers: tuple[Literal["kv", "q"], ...] = field(
+        default=(), metadata=note("backward_circulates of the layers in turn, repeated; empty: the same for all")
+    )
+    backward_order: BackwardOrder | None = field(
+        default=None, metadata=note("reversed: the backward ring starts from the last block held (kv only)")
     )
     gradient_wire_dtype: Dtype | None = field(
         default=None, metadata=note("number format of partial gradients while they travel")
     )
-    mask: Literal["causal", "full"] = field(default="causal", metadata=note("which positions a token may look at"))
+    chunk_tokens: int | None = field(
+        default=None,
+        metadata=note("run every layer in chunks of so many of a rank's tokens; null: whole", "tokens", at_least=1),
+    )
+    chunk_store: ChunkStore | None = field(
+        default=None, metadata=note("where chunks that are not worked on lie (needs chunk_tokens)")
+    )
+    prefetch_chunks: int | None = field(
+        default=None, metadata=note("chunks fetched ahead of their use (needs chunk_tokens)", "chunks", at_least=0)
+    )
+    mask: MaskKind = field(default="causal", metadata=note("which positions a token may look at"))
+    mask_layers: tuple[MaskKind, ...] = field(
+        default=(), metadata=note("masks of the layers in turn, repeated; empty: attention.mask for all")
+    )
+    documents: bool = field(
+        default=False, metadata=note("no attention across the packed documents of the data (train.micro_batch_size=1)")
+    )
+    window_tokens: int | None = field(
+        default=None, metadata=note("window, sink_window: keys seen, the token's own included", "tokens", at_least=1)
+    )
+    sink_tokens: int = field(
+        default=4, metadata=note("sink_window: first tokens that all later ones see", "tokens", at_least=1)
+    )
+    block_tokens: int = field(default=128, metadata=note("block masks: tokens per block", "tokens", at_least=1))
+    block_stride: int = field(
+        default=8, metadata=note("strided: every block_stride-th block is seen", "blocks", at_least=1)
+    )
+    local_blocks: int = field(
+        default=2, metadata=note("strided: nearest blocks seen, the own included", "blocks", at_least=1)
+    )
+    vertical_blocks: int = field(
+        default=2, metadata=note("vertical_slash: first blocks, seen by all", "blocks", at_least=0)
+    )
+    slash_blocks: tuple[int, ...] = field(
+        default=(0, 1), metadata=note("vertical_slash: distances at which a block is seen, 0 its own", "blocks")
+    )
+    blocks_file: str | None = field(
+        default=None, metadata=note("blocks: file of [n, 2] (query block, key block) pairs: .npy, .npz or .json")
+    )
     kernel: KernelName = field(default="auto", metadata=note("what computes one tile; auto: the fastest that is legal"))
 
 

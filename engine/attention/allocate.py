@@ -9,7 +9,7 @@ the old one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from engine.attention.plan import (
     AttentionPlan,
     Channel,
     Direction,
+    HeadPart,
     Kind,
     LocalOp,
     RankPlan,
@@ -41,6 +42,14 @@ class Rows(NamedTuple):
         return self if other is None else Rows(min(self.start, other.start), max(self.stop, other.stop))
 
 
+class Home(NamedTuple):
+    """Kind, heads and memory of values that may share a buffer."""
+
+    kind: Kind
+    heads: HeadPart | None = None
+    where: Literal["device", "host"] = "device"
+
+
 @dataclass(frozen=True)
 class Value:
     """Rows of one rank's block, held by `rank`, written once; `number` identifies it on that rank."""
@@ -50,6 +59,13 @@ class Value:
     kind: Kind
     rows: Rows
     pin: str | None = None
+    heads: HeadPart | None = None
+    where: Literal["device", "host"] = "device"
+
+    @property
+    def home(self) -> Home:
+        """What a slot must have in common with this value."""
+        return Home(self.kind, self.heads, self.where)
 
     def view(self, rows: Rows | None = None) -> View:
         """View of some rows of the block (all by default); slot numbers are value numbers until allocation."""
@@ -82,10 +98,13 @@ class PlanBuilder:
         self._drafts: dict[int, defaultdict[int, _Draft]] = {rank: defaultdict(_Draft) for rank in self.ranks}
         self._messages = 0
 
-    def value(self, rank: int, kind: Kind, rows: Rows, pin: str | None = None) -> Value:
-        """A new value; on ranks that are not kept it only carries its rows."""
+    def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
+        """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it only
+        carries its rows.
+        """
+        kind, heads, where = home if isinstance(home, Home) else Home(home)
         values = self._values.get(rank)
-        value = Value(len(values) if values is not None else -1, rank, kind, rows, pin)
+        value = Value(len(values) if values is not None else -1, rank, kind, rows, pin, heads, where)
         if values is not None:
             values.append(value)
         return value
@@ -102,13 +121,32 @@ class PlanBuilder:
             (draft.pre if phase == "pre" else draft.after).append(op)
 
     def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
-        """Move `rows` from `src` to `dst`: the only way to make transfers, always both ends at once."""
+        """Move `rows` from `src` to `dst` on another rank: both ends at once. Rows count from each block's start."""
+        self.message_between(post, wait, channel, (src, rows), (dst, rows))
+
+    def message_between(
+        self, post: int, wait: int, channel: Channel, source: tuple[Value, Rows], target: tuple[Value, Rows]
+    ) -> None:
+        """As `message`, between rows that are numbered differently at both ends."""
+        (src, src_rows), (dst, dst_rows) = source, target
         assert post <= wait, (post, wait)
-        assert (src.rank != dst.rank, src.kind) == (True, dst.kind), (src, dst)
+        assert (src.rank != dst.rank, src.kind, src.heads) == (True, dst.kind, dst.heads), (src, dst)
+        assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src_rows, dst_rows)
         number = self._messages
         self._messages += 1
-        self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(rows)))
-        self._end(post, wait, dst, Transfer(number, "recv", channel, src.rank, dst.view(rows)))
+        self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(src_rows)))
+        self._end(post, wait, dst, Transfer(number, "recv", channel, src.rank, dst.view(dst_rows)))
+
+    def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
+        """Load (host to device) or store (device to host) `rows` of one rank's block."""
+        assert post <= wait, (post, wait)
+        assert (src.rank, src.kind, src.heads) == (dst.rank, dst.kind, dst.heads), (src, dst)
+        assert {src.where, dst.where} == {"device", "host"}, (src, dst)
+        op: Literal["load", "store"] = "load" if src.where == "host" else "store"
+        channel = Channel.TO_DEVICE if op == "load" else Channel.TO_HOST
+        number = self._messages
+        self._messages += 1
+        self._end(post, wait, dst, Transfer(number, op, channel, dst.rank, dst.view(rows), src.view(rows)))
 
     def _end(self, post: int, wait: int, value: Value, transfer: Transfer) -> None:
         if value.rank in self._keep:
@@ -127,6 +165,50 @@ class PlanBuilder:
         return AttentionPlan(self.direction, self.size, plans)
 
 
+class Lane:
+    """The builder as one ring inside a larger group sees it: members numbered from 0, steps from `first_step`, values of
+    some heads.
+    """
+
+    def __init__(
+        self, builder: PlanBuilder, members: Sequence[int], *, first_step: int = 0, heads: HeadPart | None = None
+    ) -> None:
+        self.direction = builder.direction
+        self.ranks = tuple(index for index, rank in enumerate(members) if rank in builder.ranks)
+        self.last_step = first_step  # of all members, kept or not
+        self._builder = builder
+        self._members = tuple(members)
+        self._first_step = first_step
+        self._heads = heads
+
+    def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
+        """As PlanBuilder.value, of this lane's heads unless `home` says otherwise."""
+        home = home if isinstance(home, Home) else Home(home, self._heads)
+        return replace(self._builder.value(self._members[rank], home, rows, pin), rank=rank)
+
+    def tile(self, step: int, rank: int, tile: Tile) -> None:
+        """As PlanBuilder.tile."""
+        self._builder.tile(self._at(step), self._members[rank], tile)
+
+    def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
+        """As PlanBuilder.op."""
+        self._builder.op(self._at(step), phase, self._members[rank], op)
+
+    def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
+        """As PlanBuilder.message."""
+        outside = [replace(value, rank=self._members[value.rank]) for value in (src, dst)]
+        self._builder.message(self._at(post), self._at(wait), channel, outside[0], outside[1], rows)
+
+    def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
+        """As PlanBuilder.move."""
+        outside = [replace(value, rank=self._members[value.rank]) for value in (src, dst)]
+        self._builder.move(self._at(post), self._at(wait), outside[0], outside[1], rows)
+
+    def _at(self, step: int) -> int:
+        self.last_step = max(self.last_step, self._first_step + step)
+        return self._first_step + step
+
+
 def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:
     spans = _lifetimes(steps)
     slots: list[Slot] = []
@@ -135,10 +217,10 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
     order = sorted((v for v in values if v.pin or v.number in spans), key=lambda v: spans.get(v.number, (-1, -1))[0])
     for value in order:
         rows = value.rows.stop - value.rows.start
-        chosen = None if value.pin else _free_slot(slots, free_after, value.kind, spans[value.number][0])
+        chosen = None if value.pin else _free_slot(slots, free_after, value.home, spans[value.number][0])
         if chosen is None:
             chosen = len(slots)
-            slots.append(Slot(value.kind, rows, value.pin))
+            slots.append(Slot(value.kind, rows, value.pin, value.heads, value.where))
             free_after.append(None)
         slots[chosen] = replace(slots[chosen], rows=max(slots[chosen].rows, rows))
         free_after[chosen] = None if value.pin else spans[value.number][1]
@@ -146,9 +228,9 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
     return RankPlan(rank, tuple(slots), tuple(_renumbered(step, slot_of) for step in steps))
 
 
-def _free_slot(slots: list[Slot], free_after: list[int | None], kind: Kind, start: int) -> int | None:
+def _free_slot(slots: list[Slot], free_after: list[int | None], home: Home, start: int) -> int | None:
     for index, (slot, last) in enumerate(zip(slots, free_after, strict=True)):
-        if slot.kind == kind and last is not None and last < start:
+        if (slot.kind, slot.heads, slot.where) == home and last is not None and last < start:
             return index
     return None
 
@@ -163,18 +245,18 @@ def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
                 first, last = spans.get(view.slot, (time, time))
                 spans[view.slot] = (min(first, time), max(last, time))
 
-    in_flight: dict[int, View] = {}
+    in_flight: dict[int, tuple[View | None, ...]] = {}
     for step in steps:
         time = 5 * step.index
         for op in step.pre:
             touch((op.dst, op.src), time + PHASES["pre"])
         for transfer in step.post:
-            in_flight[transfer.message] = transfer.view
-            touch((transfer.view,), time + PHASES["post"])
+            in_flight[transfer.message] = (transfer.view, transfer.source)
+            touch(in_flight[transfer.message], time + PHASES["post"])
         for tile in step.tiles:
             touch((tile.q, tile.kv, tile.acc, tile.acc_kv), time + PHASES["tiles"])
         for message in step.wait:
-            touch((in_flight[message],), time + PHASES["wait"])
+            touch(in_flight[message], time + PHASES["wait"])
         for op in step.after:
             touch((op.dst, op.src), time + PHASES["after"])
     return spans
@@ -190,7 +272,7 @@ def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
     return Step(
         step.index,
         tuple(moved_op(op) for op in step.pre),
-        tuple(replace(t, view=moved(t.view)) for t in step.post),
+        tuple(replace(t, view=moved(t.view), source=moved(t.source) if t.source else None) for t in step.post),
         tuple(
             replace(t, q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
             for t in step.tiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,41 +14,15 @@ from engine.attention.executor import Execution
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layout import Layout, build_layout
-from engine.attention.mask import Mask, Visibility
+from engine.attention.mask import Mask
 from engine.attention.merge import backward_stats
-from engine.attention.plan import AttentionPlan, Channel, LinkBytes, RankPlan
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
+from engine.attention.methods import plan_method
+from engine.attention.plan import Channel, LinkBytes, RankPlan
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.topology import Topology
-from engine.attention.transport import DistributedTransport, NoTransport, Transport, make_channel_groups
+from engine.attention.transport import DistributedTransport, LocalTransport, Transport, make_channel_groups
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class PlanPair:
-    """Forward and backward plans of the same method, mask and layout."""
-
-    forward: AttentionPlan
-    backward: AttentionPlan
-
-
-def plan_method(method: AttentionMethod, mask: Mask, layout: Layout, rank: int | None = None) -> PlanPair:
-    """Both plans of a method, for one rank or (None) for all ranks."""
-    visibility = Visibility(mask, layout)
-    only = None if rank is None else (rank,)
-    ring = Ring(
-        method.ring_inner_size,
-        method.ring_outer_size,
-        direction=preferred_direction("kv", method.ring_outer_size, backward=False),
-        narrow_gradients=method.gradient_wire_dtype != "float32",
-    )
-    circulates = method.backward_circulates
-    direction = preferred_direction(circulates, method.ring_outer_size, backward=True)
-    return PlanPair(
-        plan_forward(visibility, ring, only),
-        plan_backward(visibility, replace(ring, direction=direction), circulates, only),
-    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +158,7 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention
     mask = Mask(seq_len, causal=config.attention.mask == "causal")
     plans = plan_method(method, mask, layout, mesh.cp_rank)
     dtype = getattr(torch, config.train.compute_dtype)
-    transport: Transport = NoTransport()
+    transport: Transport = LocalTransport()
     if mesh.cp_size > 1:
         groups = make_channel_groups(mesh.cp_groups, mesh.rank, tuple(Channel), timedelta(minutes=10))
         transport = DistributedTransport(groups, mesh.cp_groups[_group_of(mesh)], topology, mesh.cp_rank)
@@ -216,5 +190,5 @@ def local_attention(
     layout = build_layout("contiguous", seq_len, 1)
     plans = plan_method(method, Mask(seq_len, causal=causal), layout, 0)
     chosen = kernel or choose_kernel("auto", device or torch.device("cpu"), torch.bfloat16, 64)
-    runtime = AttentionRuntime(plans.forward.ranks[0], plans.backward.ranks[0], chosen, NoTransport())
+    runtime = AttentionRuntime(plans.forward.ranks[0], plans.backward.ranks[0], chosen, LocalTransport())
     return ParallelAttention(runtime, layout, method, GroupPlace(0, Topology(1, 1)))

@@ -8,13 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.executor import Fields
+from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
-from engine.attention.merge import merge_tile, surrogate_out
+from engine.attention.merge import backward_stats, merge_tile, surrogate_out
 from engine.attention.plan import Kind, Slot, Tile, TokenBytes
 from engine.attention.transport import poison
 
-WIRE_ORDER = ("q", "dout", "stats", "k", "v", "dq", "dkv")  # `out` never travels
+# What a message of each kind carries, in this order. Slots of kind QX may hold `out` besides: it never travels.
+WIRE_FIELDS: dict[Kind, tuple[str, ...]] = {
+    Kind.Q: ("q",),
+    Kind.KV: ("k", "v"),
+    Kind.ACC: ("out", "lse"),
+    Kind.QX: ("q", "dout", "stats"),
+    Kind.DQ: ("dq",),
+    Kind.DKV: ("dkv",),
+    Kind.DQ_WIRE: ("dq",),
+    Kind.DKV_WIRE: ("dkv",),
+    Kind.SAVED: ("out", "lse"),
+    Kind.OUT: ("out",),
+    Kind.DOUT: ("dout",),
+    Kind.DQ_CAST: ("dq",),
+    Kind.DKV_CAST: ("dkv",),
+}
+KV_FIELDS = frozenset({"k", "v", "dkv"})
 
 
 @dataclass(frozen=True)
@@ -56,10 +72,12 @@ class TensorArithmetic:
         self._poisoned = poisoned
 
     def allocate(self, slot: Slot) -> Fields:
-        """Uninitialised buffers of a slot (poisoned on request)."""
+        """Uninitialised buffers of a slot (poisoned on request); host slots in pinned memory for a GPU."""
+        on_cuda = self.shape.device.type == "cuda"
+        where = torch.device("cpu") if slot.where == "host" else self.shape.device
         fields = {
-            name: torch.empty(slot.rows, *tail, dtype=dtype, device=self.shape.device)
-            for name, (tail, dtype) in self._field_shapes(slot.kind).items()
+            name: torch.empty(slot.rows, *tail, dtype=dtype, device=where, pin_memory=slot.where == "host" and on_cuda)
+            for name, (tail, dtype) in self._field_shapes(slot).items()
         }
         return {name: poison(tensor) for name, tensor in fields.items()} if self._poisoned else fields
 
@@ -78,34 +96,68 @@ class TensorArithmetic:
         fields["acc_kv"]["dkv"][:, 0].add_(dk)
         fields["acc_kv"]["dkv"][:, 1].add_(dv)
 
-    def run_op(self, op: str, dst: Fields, src: Fields | None) -> None:
-        """init, add (in dst's dtype, computed in the wider one) or copy."""
-        for name, tensor in dst.items():
-            if op == "init":
+    def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
+        """init, add (in dst's dtype, computed in the wider one), copy or stats."""
+        if op == "init":
+            for name, tensor in dst.fields.items():
                 tensor.fill_(-torch.inf if name == "lse" else 0.0)
-            elif op == "add":
-                assert src is not None
-                tensor.add_(src[name])
+            return
+        assert src is not None
+        if op == "stats":
+            dst.fields["stats"].copy_(backward_stats(dst.fields["dout"], src.fields["out"], src.fields["lse"]))
+            return
+        for name in dst.fields.keys() & src.fields.keys():
+            target, source = self._same_heads(name, dst, src)
+            if op == "add":
+                target.add_(source)
             else:
-                assert src is not None
-                tensor.copy_(src[name])
+                target.copy_(source)
 
-    def wire_fields(self, fields: Fields) -> tuple[Tensor, ...]:
+    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """Tensors that travel, in fixed order."""
-        return tuple(fields[name] for name in WIRE_ORDER if name in fields)
+        return tuple(fields[name] for name in WIRE_FIELDS[slot.kind])
 
-    def _field_shapes(self, kind: Kind) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _same_heads(self, name: str, dst: Operand, src: Operand) -> tuple[Tensor, Tensor]:
+        """The two tensors, the one with more heads cut to the heads of the other."""
+        target, source = dst.fields[name], src.fields[name]
+        wide, narrow = (dst, src) if dst.slot.heads is None else (src, dst)
+        if dst.slot.heads == src.slot.heads:
+            return target, source
+        assert wide.slot.heads is None, "of two different parts of the heads, neither holds the other"
+        part = narrow.slot.heads
+        assert part is not None
         shape = self.shape
-        q, kv = (shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim)
+        if name in KV_FIELDS:
+            first, last = part.keys(shape.num_heads, shape.num_kv_heads)
+        else:
+            first, last = part.queries(shape.num_heads)
+        axis = 2 if name == "dkv" else 1
+        if wide is dst:
+            return target.narrow(axis, first, last - first), source
+        return target, source.narrow(axis, first, last - first)
+
+    def _field_shapes(self, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        shape, num_heads, num_kv_heads = self.shape, self.shape.num_heads, self.shape.num_kv_heads
+        if slot.heads is not None:
+            (q_first, q_last), (k_first, k_last) = slot.heads.queries(num_heads), slot.heads.keys(num_heads, num_kv_heads)
+            num_heads, num_kv_heads = q_last - q_first, k_last - k_first
         wide = shape.accumulator_dtype
-        kinds: dict[Kind, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
-            Kind.Q: {"q": (q, shape.dtype)},
-            Kind.KV: {"k": (kv, shape.dtype), "v": (kv, shape.dtype)},
-            Kind.ACC: {"out": (q, wide), "lse": ((shape.num_heads,), wide)},
-            Kind.QX: {"q": (q, shape.dtype), "dout": (q, shape.dtype), "stats": ((shape.num_heads, 2), wide)},
-            Kind.DQ: {"dq": (q, wide)},
-            Kind.DKV: {"dkv": ((2, *kv), wide)},
-            Kind.DQ_WIRE: {"dq": (q, shape.wire_gradient_dtype)},
-            Kind.DKV_WIRE: {"dkv": ((2, *kv), shape.wire_gradient_dtype)},
+        gradient = {
+            Kind.DQ: wide,
+            Kind.DKV: wide,
+            Kind.DQ_WIRE: shape.wire_gradient_dtype,
+            Kind.DKV_WIRE: shape.wire_gradient_dtype,
+        }.get(slot.kind, shape.dtype)
+        q, kv = (num_heads, shape.head_dim), (num_kv_heads, shape.head_dim)
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "q": (q, shape.dtype),
+            "k": (kv, shape.dtype),
+            "v": (kv, shape.dtype),
+            "out": (q, wide if slot.kind == Kind.ACC else shape.dtype),
+            "lse": ((num_heads,), wide),
+            "dout": (q, shape.dtype),
+            "stats": ((num_heads, 2), wide),
+            "dq": (q, gradient),
+            "dkv": ((2, *kv), gradient),
         }
-        return kinds[kind]
+        return {name: fields[name] for name in WIRE_FIELDS[slot.kind]}

@@ -13,62 +13,112 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.attention.executor import Execution, Fields, lockstep
-from engine.attention.mask import Visibility
-from engine.attention.plan import AttentionPlan, Kind, Slot, Tile
+from engine.attention.executor import Execution, Fields, Operand, lockstep
+from engine.attention.grid import Grid
+from engine.attention.mask import Mask, Visibility
+from engine.attention.methods import Blocks, PlanPair
+from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
 from engine.attention.transport import Hub, poison
+from engine.attention.validate import INPUT_PINS
 from engine.errors import PlanError
 
+PAYLOAD: dict[Kind, tuple[str, ...]] = {
+    Kind.Q: ("q",),
+    Kind.KV: ("kv",),
+    Kind.QX: ("q", "dout", "stats"),
+    Kind.DOUT: ("dout",),
+}
+KV_SUMS = frozenset({Kind.DKV, Kind.DKV_WIRE, Kind.DKV_CAST})
 UNOWNED = -2  # initialised, nothing added yet; poisoned rows read as -1
 
 
 class CountingArithmetic:
-    """Arithmetic on records: positions for payload, (owner, count per position) for accumulators."""
+    """Arithmetic on records: positions for payload, (owner, count per position) for sums; every one per part of the heads.
 
-    def __init__(self, seq_len: int) -> None:
+    Shapes: payload field [rows, parts]; owner [rows, parts], count [rows, parts, seq_len]; parts is 1 for a slot of one
+    part of the heads.
+    """
+
+    def __init__(self, seq_len: int, head_parts: int = 1) -> None:
         self.seq_len = seq_len
+        self.head_parts = head_parts
 
     def allocate(self, slot: Slot) -> Fields:
         """Poisoned records."""
-        if slot.kind in (Kind.Q, Kind.KV, Kind.QX):
-            return {"position": poison(torch.empty(slot.rows, dtype=torch.int64))}
+        parts = self.head_parts if slot.heads is None else 1
+        if slot.kind in PAYLOAD:
+            return {name: poison(torch.empty(slot.rows, parts, dtype=torch.int64)) for name in PAYLOAD[slot.kind]}
         return {
-            "owner": poison(torch.empty(slot.rows, dtype=torch.int64)),
-            "count": poison(torch.empty(slot.rows, self.seq_len, dtype=torch.int32)),
+            "owner": poison(torch.empty(slot.rows, parts, dtype=torch.int64)),
+            "count": poison(torch.empty(slot.rows, parts, self.seq_len, dtype=torch.int32)),
         }
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Count every visible pair of the tile at the query (and in backward at the key)."""
-        queries, keys = fields["q"]["position"], fields["kv"]["position"]
-        if min(int(queries.min()), int(keys.min())) < 0:
-            raise PlanError("a tile reads rows that hold nothing")
+        queries, keys = _positions(fields["q"]), _positions(fields["kv"])
         visible = band_mask(len(queries), len(keys), tile.low, tile.high)
         if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
             raise PlanError("a tile has a row or column that sees nothing")
-        _count(fields["acc"], queries, keys, visible)
-        if "acc_kv" in fields:
-            _count(fields["acc_kv"], keys, queries, visible.T)
+        for part in range(queries.shape[1]):
+            _count(fields["acc"], part, queries[:, part], keys[:, part], visible)
+            if "acc_kv" in fields:
+                _count(fields["acc_kv"], part, keys[:, part], queries[:, part], visible.T)
 
-    def run_op(self, op: str, dst: Fields, src: Fields | None) -> None:
-        """init, add, copy on records."""
+    def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
+        """init, add, copy, stats on records."""
         if op == "init":
-            dst["owner"].fill_(UNOWNED)
-            dst["count"].zero_()
+            dst.fields["owner"].fill_(UNOWNED)
+            dst.fields["count"].zero_()
             return
         assert src is not None
-        if bool((src["owner"] == -1).any()):
+        target, source = _same_parts(dst, src)
+        if any(bool((tensor == -1).any()) for name, tensor in source.items() if name != "count"):
             raise PlanError(f"{op} reads rows that hold nothing")
-        if op == "copy":
-            for name, tensor in dst.items():
-                tensor.copy_(src[name])
-            return
-        owned = src["owner"] != UNOWNED
-        _claim(dst, src["owner"], owned)
-        dst["count"] += src["count"]
+        if op == "stats":
+            _take_stats(target, source)
+        elif op == "copy":
+            for name in target.keys() & source.keys():
+                target[name].copy_(source[name])
+        else:
+            _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
+            target["count"] += source["count"]
 
-    def wire_fields(self, fields: Fields) -> tuple[Tensor, ...]:
+    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """Whole records travel."""
-        return tuple(fields.values())
+        names = PAYLOAD.get(slot.kind, ("owner", "count"))
+        return tuple(fields[name] for name in names)
+
+
+def _positions(payload: Fields) -> Tensor:
+    """[rows, parts] positions of an operand of a tile, in which all fields must speak of the same tokens."""
+    first, *others = payload.values()
+    if int(first.min()) < 0:
+        raise PlanError("a tile reads rows that hold nothing")
+    if not all(torch.equal(first, other) for other in others):
+        raise PlanError("a tile reads rows whose fields belong to different tokens")
+    return first
+
+
+def _same_parts(dst: Operand, src: Operand) -> tuple[Fields, Fields]:
+    """Fields of both, those of the wider one cut to the part that the narrower one holds."""
+
+    def cut(fields: Fields, heads: HeadPart | None) -> Fields:
+        return fields if heads is None else {name: x[:, heads.index : heads.index + 1] for name, x in fields.items()}
+
+    if dst.slot.heads == src.slot.heads:
+        return dst.fields, src.fields
+    if dst.slot.heads is None:
+        return cut(dst.fields, src.slot.heads), src.fields
+    if src.slot.heads is not None:
+        raise PlanError("an op mixes two different parts of the heads")
+    return dst.fields, cut(src.fields, dst.slot.heads)
+
+
+def _take_stats(query: Fields, saved: Fields) -> None:
+    owner = saved["owner"]
+    if bool(((owner != UNOWNED) & (owner != query["dout"])).any()) or bool((query["dout"] < 0).any()):
+        raise PlanError("stats are formed from dout and out of different tokens")
+    query["stats"].copy_(query["dout"])
 
 
 def band_mask(num_queries: int, num_keys: int, low: int | None, high: int | None) -> Tensor:
@@ -82,14 +132,13 @@ def band_mask(num_queries: int, num_keys: int, low: int | None, high: int | None
     return visible
 
 
-def _count(accumulator: Fields, owners: Tensor, others: Tensor, visible: Tensor) -> None:
-    _claim(accumulator, owners, torch.ones(len(owners), dtype=torch.bool))
-    accumulator["count"].index_add_(1, others, visible.to(torch.int32))
+def _count(accumulator: Fields, part: int, owners: Tensor, others: Tensor, visible: Tensor) -> None:
+    _claim(accumulator["owner"][:, part], owners, torch.ones(len(owners), dtype=torch.bool))
+    accumulator["count"][:, part].index_add_(1, others, visible.to(torch.int32))
 
 
-def _claim(accumulator: Fields, owners: Tensor, rows: Tensor) -> None:
+def _claim(current: Tensor, owners: Tensor, rows: Tensor) -> None:
     """Set the owner of unowned rows; anything else must already belong to the same position."""
-    current = accumulator["owner"]
     if bool((current == -1).any()):
         raise PlanError("an accumulator is used before it was initialised")
     clash = rows & (current != UNOWNED) & (current != owners)
@@ -99,37 +148,71 @@ def _claim(accumulator: Fields, owners: Tensor, rows: Tensor) -> None:
 
 
 def prove_plan(plan: AttentionPlan, visibility: Visibility, *, late: bool) -> None:
-    """Run a plan of all ranks on records and raise PlanError unless every rank's counts equal the mask."""
-    layout = visibility.layout
-    arithmetic = CountingArithmetic(layout.seq_len)
+    """Run a plan of one ring on records and raise PlanError unless every rank's counts equal the mask."""
+    blocks = Blocks(Grid(1, plan.size, 1), visibility.layout, visibility.layout)
+    _run_on_records(plan, visibility.mask, blocks, None, late=late)
+
+
+def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool) -> None:
+    """As `prove_plan` for both plans of a method; backward starts from what forward left."""
+    saved = _run_on_records(plans.forward, mask, blocks, None, late=late)
+    _run_on_records(plans.backward, mask, blocks, saved, late=late)
+
+
+def _run_on_records(
+    plan: AttentionPlan, mask: Mask, blocks: Blocks, saved: list[dict[str, Fields]] | None, *, late: bool
+) -> list[dict[str, Fields]]:
+    """Pinned records of every rank after the run, compared with the mask."""
+    arithmetic = CountingArithmetic(blocks.home.seq_len, blocks.grid.heads)
     hub = Hub(plan.size, late=late)
     executions = []
     for rank in range(plan.size):
-        positions = torch.from_numpy(layout.positions(rank))
-        pinned = {name: {"position": positions.clone()} for name in ("q", "kv", "qx")}
+        pinned = _inputs(plan.ranks[rank], blocks, rank, arithmetic) | (saved[rank] if saved else {})
         executions.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), pinned))
     lockstep(executions, hub)
-    dense = _dense_mask(visibility)
+    dense = dense_mask(mask, blocks.home.seq_len)
     for rank, execution in enumerate(executions):
-        positions = torch.from_numpy(layout.positions(rank))
-        if plan.direction == "forward":
-            _compare(rank, "acc", execution.pinned("acc"), positions, dense)
-        else:
-            _compare(rank, "dq", execution.pinned("dq"), positions, dense)
-            _compare(rank, "dkv", execution.pinned("dkv"), positions, dense.T)
+        for slot, fields in zip(plan.ranks[rank].slots, execution.slots, strict=True):
+            if slot.pin is not None and slot.kind not in PAYLOAD and not (saved and slot.pin in saved[rank]):
+                expected = dense.T if slot.kind in KV_SUMS else dense
+                _compare(rank, slot, fields, _positions_of(blocks, rank, slot), expected)
+    return [
+        {slot.pin: fields for slot, fields in zip(plan.ranks[r].slots, e.slots, strict=True) if slot.pin is not None}
+        for r, e in enumerate(executions)
+    ]
 
 
-def _dense_mask(visibility: Visibility) -> Tensor:
-    size = visibility.layout.seq_len
-    rows = [[visibility.mask.visible(q, k) for k in range(size)] for q in range(size)]
+def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArithmetic) -> dict[str, Fields]:
+    """Records of the pinned payload slots that the caller fills: of its own rows, or (backward) of the ring's."""
+    inputs = {}
+    for slot in plan.slots:
+        if slot.pin in INPUT_PINS and slot.kind in PAYLOAD:
+            fields = arithmetic.allocate(slot)
+            exchanged = slot.kind == Kind.QX and "dout" in {other.pin for other in plan.slots}
+            for name in ("q",) if exchanged else tuple(fields):
+                fields[name].copy_(_positions_of(blocks, rank, slot)[:, None].expand(fields[name].shape))
+            inputs[str(slot.pin)] = fields
+    return inputs
+
+
+def _positions_of(blocks: Blocks, rank: int, slot: Slot) -> Tensor:
+    """Positions of the rows of a pinned slot: slots of some heads hold the rows of the ring."""
+    if slot.heads is None:
+        return torch.from_numpy(blocks.home.positions(rank))
+    return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
+
+
+def dense_mask(mask: Mask, size: int) -> Tensor:
+    """int32 [size, size]: 1 where the query (row) sees the key (column)."""
+    rows = [[mask.visible(q, k) for k in range(size)] for q in range(size)]
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def _compare(rank: int, name: str, records: Fields, positions: Tensor, dense: Tensor) -> None:
-    expected = dense[positions]
+def _compare(rank: int, slot: Slot, records: Fields, positions: Tensor, dense: Tensor) -> None:
+    expected = dense[positions][:, None].expand(records["count"].shape)
     if not torch.equal(records["count"], expected):
         wrong = (records["count"] != expected).sum().item()
-        raise PlanError(f"rank {rank}: {name} has {wrong} wrong counts")
-    touched = expected.any(1)
-    if not torch.equal(records["owner"][touched], positions[touched]):
-        raise PlanError(f"rank {rank}: {name} rows belong to other tokens")
+        raise PlanError(f"rank {rank}: {slot.pin} has {wrong} wrong counts")
+    touched = expected.any(-1)
+    if not torch.equal(records["owner"][touched], positions[:, None].expand(touched.shape)[touched]):
+        raise PlanError(f"rank {rank}: {slot.pin} rows belong to other tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,13 @@ from engine.attention.plan import LocalOp, RankPlan, Slot, Tile, Transfer, View
 from engine.attention.transport import Hub, Parcel, Transport
 
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
+
+
+class Operand(NamedTuple):
+    """Some rows of a slot."""
+
+    slot: Slot
+    fields: Fields
 
 
 class Arithmetic(Protocol):
@@ -22,11 +29,11 @@ class Arithmetic(Protocol):
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Compute one tile; `fields` has q, kv, acc and, in backward, acc_kv, cut to the tile's rows."""
 
-    def run_op(self, op: str, dst: Fields, src: Fields | None) -> None:
-        """init, add or copy."""
+    def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
+        """init, add, copy or stats (see `LocalOp`)."""
 
-    def wire_fields(self, fields: Fields) -> tuple[Tensor, ...]:
-        """The tensors of some rows that travel, in a fixed order."""
+    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
+        """The tensors of some rows of a slot that travel, in a fixed order."""
 
 
 class Execution:
@@ -83,11 +90,17 @@ class Execution:
         return operands
 
     def _op(self, op: LocalOp) -> None:
-        self._arithmetic.run_op(op.op, self._rows(op.dst), self._rows(op.src) if op.src else None)
+        self._arithmetic.run_op(op.op, self._operand(op.dst), self._operand(op.src) if op.src else None)
+
+    def _operand(self, view: View) -> Operand:
+        return Operand(self._plan.slots[view.slot], self._rows(view))
 
     def _parcel(self, transfer: Transfer) -> Parcel:
-        tensors = self._arithmetic.wire_fields(self._rows(transfer.view))
-        return Parcel(transfer.message, transfer.op == "send", transfer.channel, transfer.peer, tensors)
+        tensors = self._arithmetic.wire_fields(*self._operand(transfer.view))
+        into: tuple[Tensor, ...] = ()
+        if transfer.source is not None:
+            into, tensors = tensors, self._arithmetic.wire_fields(*self._operand(transfer.source))
+        return Parcel(transfer.message, transfer.op, transfer.channel, transfer.peer, tensors, into)
 
 
 def lockstep(executions: Sequence[Execution], hub: Hub) -> None:

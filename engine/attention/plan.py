@@ -32,24 +32,59 @@ class Kind(StrEnum):
     DKV = "dkv"  # gradients of k and v, fp32
     DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
     DKV_WIRE = "dkv_wire"  # gradients of k and v in the wire's dtype
+    SAVED = "saved"  # out in the compute dtype and lse: what forward leaves for backward
+    OUT = "out"  # out in the compute dtype
+    DOUT = "dout"  # gradient of out, compute dtype
+    DQ_CAST = "dq_cast"  # complete gradient of q in the compute dtype
+    DKV_CAST = "dkv_cast"  # complete gradients of k and v in the compute dtype
 
 
 class Channel(StrEnum):
-    """Independent FIFOs between ranks: payload and gradients, inside a ring and between rings."""
+    """Independent FIFOs: payload and gradients, inside a ring and between rings; head exchange; host memory."""
 
     PAYLOAD_INNER = "x.in"
     PAYLOAD_OUTER = "x.out"
     GRADIENT_INNER = "g.in"
     GRADIENT_OUTER = "g.out"
+    HEADS = "h"
+    TO_DEVICE = "h2d"
+    TO_HOST = "d2h"
+
+
+# Channels whose transfers stay on one rank.
+HOST_CHANNELS = frozenset({Channel.TO_DEVICE, Channel.TO_HOST})
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """Part `index` of `count` nearly equal parts of the query heads, with the kv heads that these use."""
+
+    index: int
+    count: int
+
+    def queries(self, num_heads: int) -> tuple[int, int]:
+        """[first, last) query heads."""
+        return self.index * num_heads // self.count, (self.index + 1) * num_heads // self.count
+
+    def keys(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """[first, last) kv heads; parts overlap when there are more parts than kv heads (replication)."""
+        first, last = self.queries(num_heads)
+        group = num_heads // num_kv_heads
+        return first // group, -(-last // group)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs."""
+    """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs.
+
+    `heads` None: all heads. `where`: device memory, or host memory (pinned pages, for a GPU).
+    """
 
     kind: Kind
     rows: int
     pin: str | None = None
+    heads: HeadPart | None = None
+    where: Literal["device", "host"] = "device"
 
 
 class View(NamedTuple):
@@ -81,20 +116,33 @@ class Tile:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One end of a message; `message` is the same number at both ends."""
+    """One end of a message; `message` is the same number at both ends.
+
+    load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
+    the rank itself.
+    """
 
     message: int
-    op: Literal["send", "recv"]
+    op: Literal["send", "recv", "load", "store"]
     channel: Channel
     peer: int
     view: View
+    source: View | None = None
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """Work on one rank's buffers: init (zeros; lse = -inf), add (dst += src), copy (dst = src, casting)."""
+    """Work on one rank's buffers.
 
-    op: Literal["init", "add", "copy"]
+    init   dst = 0, lse = -inf
+    add    dst += src
+    copy   dst = src, cast; fields that only one side has are left out
+    stats  dst (kind QX) gets lse and the surrogate scale from its own dout and src (kind SAVED)
+
+    add and copy between slots of different heads work on the heads of the narrower one.
+    """
+
+    op: Literal["init", "add", "copy", "stats"]
     dst: View
     src: View | None = None
 
@@ -145,33 +193,43 @@ class TokenBytes:
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
 
-    def of(self, kind: Kind) -> int:
-        """Bytes of one token of `kind`."""
-        q_width = self.num_heads * self.head_dim
-        kv_width = 2 * self.num_kv_heads * self.head_dim
+    def of(self, kind: Kind, heads: HeadPart | None = None) -> int:
+        """Bytes of one token of `kind`, of some heads (None: of all)."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        if heads is not None:
+            (q_first, q_last), (k_first, k_last) = heads.queries(num_heads), heads.keys(num_heads, num_kv_heads)
+            num_heads, num_kv_heads = q_last - q_first, k_last - k_first
+        q_width = num_heads * self.head_dim
+        kv_width = 2 * num_kv_heads * self.head_dim
         widths = {
             Kind.Q: q_width * self.element_bytes,
             Kind.KV: kv_width * self.element_bytes,
-            Kind.ACC: (q_width + self.num_heads) * self.gradient_bytes,
-            Kind.QX: 2 * q_width * self.element_bytes + 2 * self.num_heads * self.gradient_bytes,
+            Kind.ACC: (q_width + num_heads) * self.gradient_bytes,
+            Kind.QX: 2 * q_width * self.element_bytes + 2 * num_heads * self.gradient_bytes,
             Kind.DQ: q_width * self.gradient_bytes,
             Kind.DKV: kv_width * self.gradient_bytes,
             Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,
             Kind.DKV_WIRE: kv_width * self.wire_gradient_bytes,
+            Kind.SAVED: q_width * self.element_bytes + num_heads * self.gradient_bytes,
+            Kind.OUT: q_width * self.element_bytes,
+            Kind.DOUT: q_width * self.element_bytes,
+            Kind.DQ_CAST: q_width * self.element_bytes,
+            Kind.DKV_CAST: kv_width * self.element_bytes,
         }
         return widths[kind]
 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes sent by one rank, inside its node and to other nodes."""
+    """Bytes sent by one rank inside its node and to other nodes, and bytes it moves between host and device."""
 
     intra_bytes: int = 0
     inter_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes over both kinds of link."""
+        """Bytes sent to other ranks."""
         return self.intra_bytes + self.inter_bytes
 
 
@@ -196,12 +254,14 @@ class AttentionPlan:
         """Bytes that each planned rank sends in one run of the plan, by kind of link."""
         result = {}
         for rank, plan in self.ranks.items():
-            intra = inter = 0
+            intra = inter = host = 0
             for transfer in plan.transfers():
-                if transfer.op == "send":
-                    view = transfer.view
-                    size = (view.stop - view.start) * token_bytes.of(plan.slots[view.slot].kind)
+                view, slot = transfer.view, plan.slots[transfer.view.slot]
+                size = (view.stop - view.start) * token_bytes.of(slot.kind, slot.heads)
+                if transfer.op in ("load", "store"):
+                    host += size
+                elif transfer.op == "send":
                     same = topology.same_node(rank, transfer.peer)
                     intra, inter = intra + size * same, inter + size * (not same)
-            result[rank] = LinkBytes(intra, inter)
+            result[rank] = LinkBytes(intra, inter, host)
         return result

@@ -9,31 +9,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.plan import Channel, LinkBytes
+from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.topology import Topology
 from engine.errors import PlanError
 
 
 class Parcel(NamedTuple):
-    """One end of a message: its number, direction, channel, the other rank of the group and the tensors to move."""
+    """One end of a message: its number, direction, channel, the other rank of the group and the tensors to move.
+
+    load and store copy `tensors` to `into` on one rank, between host and device memory; `peer` is the rank itself.
+    """
 
     message: int
-    is_send: bool
+    op: Literal["send", "recv", "load", "store"]
     channel: Channel
     peer: int
     tensors: tuple[Tensor, ...]  # contiguous; sent from or received into, in this order
+    into: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are moved."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
 class Transport(Protocol):
-    """Point-to-point messages inside one context-parallel group."""
+    """Point-to-point messages inside one context-parallel group, and copies between host and device."""
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start all messages of a step; returns at once."""
@@ -44,16 +53,34 @@ class Transport(Protocol):
         """
 
 
-class NoTransport:
-    """For a group of one rank: there is nobody to send to."""
+class LocalTransport:
+    """For a group of one rank: copies between host and device memory, and nobody to send to.
+
+    On a CPU both memories are one, and a copy is made at once.
+    """
+
+    def __init__(self) -> None:
+        self._sent = LinkBytes()
+
+    @property
+    def sent(self) -> LinkBytes:
+        """Bytes moved since the last `reset`."""
+        return self._sent
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self._sent = LinkBytes()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
-        """Accept an empty list only."""
-        assert not parcels, parcels
+        """Copy."""
+        for parcel in parcels:
+            assert parcel.channel in HOST_CHANNELS, parcel
+            for source, target in zip(parcel.tensors, parcel.into, strict=True):
+                target.copy_(source)
+            self._sent = replace(self._sent, host_bytes=self._sent.host_bytes + parcel.num_bytes)
 
     def wait(self, messages: Sequence[int]) -> None:
-        """Accept an empty list only."""
-        assert not messages, messages
+        """Nothing is left to wait for."""
 
 
 class DistributedTransport:
@@ -71,37 +98,42 @@ class DistributedTransport:
         self._topology = topology
         self._rank = rank
         self._works: dict[int, list[dist.Work]] = {}
+        self._host = LocalTransport()
         self._sent = LinkBytes()
 
     @property
     def sent(self) -> LinkBytes:
-        """Bytes sent since the last `reset`."""
-        return self._sent
+        """Bytes sent, and copied between host and device, since the last `reset`."""
+        return replace(self._sent, host_bytes=self._host.sent.host_bytes)
 
     def reset(self) -> None:
         """Start counting from zero."""
         self._sent = LinkBytes()
+        self._host.reset()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start the messages, those of one channel in one batch."""
         by_channel: defaultdict[Channel, list[Parcel]] = defaultdict(list)
         for parcel in parcels:
             by_channel[parcel.channel].append(parcel)
-            if parcel.is_send:
+            if parcel.op == "send":
                 self._count(parcel)
         for channel, members in by_channel.items():
-            self._post_channel(self._groups[channel], members)
+            if channel in HOST_CHANNELS:
+                self._host.post(members)
+            else:
+                self._post_channel(self._groups[channel], members)
 
     def wait(self, messages: Sequence[int]) -> None:
         """Wait for each message's tensors."""
         for message in messages:
-            for work in self._works.pop(message):
+            for work in self._works.pop(message, ()):  # a copy on this rank has none
                 work.wait()
 
     def _post_channel(self, group: dist.ProcessGroup, parcels: Sequence[Parcel]) -> None:
         ops = []
         for parcel in parcels:
-            call = dist.isend if parcel.is_send else dist.irecv
+            call = dist.isend if parcel.op == "send" else dist.irecv
             ops += [dist.P2POp(call, tensor, self._ranks[parcel.peer], group) for tensor in parcel.tensors]
         works = dist.batch_isend_irecv(ops)
         if len(works) != len(ops):  # NCCL coalesces a batch into one work
@@ -112,7 +144,7 @@ class DistributedTransport:
             self._works[parcel.message] = [works.pop(0) for _ in parcel.tensors]
 
     def _count(self, parcel: Parcel) -> None:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in parcel.tensors)
+        size = parcel.num_bytes
         same = self._topology.same_node(self._rank, parcel.peer)
         self._sent = LinkBytes(self._sent.intra_bytes + size * same, self._sent.inter_bytes + size * (not same))
 
@@ -139,6 +171,7 @@ def make_channel_groups(
 class _Message:
     source: tuple[Tensor, ...] | None = None
     target: tuple[Tensor, ...] | None = None
+    ends: int = 2
     waits: int = 0
     delivered: bool = False
 
@@ -175,21 +208,19 @@ class Hub:
         for number, message in self._messages.items():
             if message.delivered or message.waits == 0:
                 continue
-            if message.waits < 2:
+            if message.waits < message.ends:
                 raise PlanError(f"message {number}: one end waits at a step at which the other does not")
             self._copy(number, message)
 
     def posted(self, rank: int, parcel: Parcel) -> None:
         """Register one end."""
         message = self._messages.setdefault(parcel.message, _Message())
-        if parcel.is_send:
+        if parcel.op == "send":
             self._register_send(rank, parcel, message)
+        elif parcel.op == "recv":
+            self._register_target(parcel.message, parcel.tensors, message)
         else:
-            if message.target is not None:
-                raise PlanError(f"message {parcel.message} is received twice")
-            message.target = parcel.tensors
-            for tensor in parcel.tensors:
-                poison(tensor)
+            self._register_copy(rank, parcel, message)
         if not self.late and message.source is not None and message.target is not None:
             self._copy(parcel.message, message)
 
@@ -203,10 +234,26 @@ class Hub:
         if message.source is not None:
             raise PlanError(f"message {parcel.message} is sent twice")
         message.source = parcel.tensors
-        size = sum(tensor.numel() * tensor.element_size() for tensor in parcel.tensors)
+        size = parcel.num_bytes
         same = self.topology.same_node(rank, parcel.peer)
         sent = self.sent[rank]
-        self.sent[rank] = LinkBytes(sent.intra_bytes + size * same, sent.inter_bytes + size * (not same))
+        intra, inter = sent.intra_bytes + size * same, sent.inter_bytes + size * (not same)
+        self.sent[rank] = replace(sent, intra_bytes=intra, inter_bytes=inter)
+
+    def _register_target(self, number: int, tensors: tuple[Tensor, ...], message: _Message) -> None:
+        if message.target is not None:
+            raise PlanError(f"message {number} is received twice")
+        message.target = tensors
+        for tensor in tensors:
+            poison(tensor)
+
+    def _register_copy(self, rank: int, parcel: Parcel, message: _Message) -> None:
+        if message.source is not None:
+            raise PlanError(f"message {parcel.message} is copied twice")
+        message.source, message.ends = parcel.tensors, 1
+        self._register_target(parcel.message, parcel.into, message)
+        sent = self.sent[rank]
+        self.sent[rank] = replace(sent, host_bytes=sent.host_bytes + parcel.num_bytes)
 
     def _copy(self, number: int, message: _Message) -> None:
         if message.delivered:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.plan import AttentionPlan, LocalOp, RankPlan, Tile, Transfer, View
+from engine.attention.plan import AttentionPlan, Direction, LocalOp, RankPlan, Tile, Transfer, View
 from engine.errors import PlanError
 
-INPUT_PINS = frozenset({"q", "kv", "qx"})
+# Pinned slots that the caller fills before the run.
+INPUT_PINS = frozenset({"q", "kv", "qx", "dout"})
+SAVED_PINS = frozenset({"ring_kv", "kv_last", "saved"})  # forward writes them, backward finds them filled
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def check_plan(plan: AttentionPlan) -> None:
         found += unpaired
         if not found:  # the remaining rules need sound views and pairs
             found += [*_check_order(flights[rank]), *_check_conflicts(rank_plan, flights[rank])]
-            found += _check_written(rank_plan)
+            found += _check_written(rank_plan, plan.direction)
         problems += [f"rank {rank}: {text}" for text in found]
     if len(plan.ranks) == plan.size:
         problems += _check_ends(plan, flights)
@@ -53,6 +55,10 @@ def _tile_views(tile: Tile) -> list[View]:
     return [view for view in (tile.q, tile.kv, tile.acc, tile.acc_kv) if view is not None]
 
 
+def _transfer_views(transfer: Transfer) -> list[View]:
+    return [transfer.view] if transfer.source is None else [transfer.view, transfer.source]
+
+
 def _op_views(op: LocalOp) -> list[View]:
     return [op.dst] if op.src is None else [op.dst, op.src]
 
@@ -61,7 +67,7 @@ def _check_views(plan: RankPlan) -> Iterator[str]:
     for step in plan.steps:
         views = [view for tile in step.tiles for view in _tile_views(tile)]
         views += [view for op in (*step.pre, *step.after) for view in _op_views(op)]
-        views += [transfer.view for transfer in step.post]
+        views += [view for transfer in step.post for view in _transfer_views(transfer)]
         for view in views:
             if not (0 <= view.slot < len(plan.slots) and 0 <= view.start < view.stop <= plan.slots[view.slot].rows):
                 yield f"V4 step {step.index}: {view} lies outside its slot"
@@ -120,21 +126,29 @@ def _accesses(plan: RankPlan) -> Iterator[tuple[int, View, bool]]:
 def _check_conflicts(plan: RankPlan, flights: list[_Flight]) -> Iterator[str]:
     accesses = list(_accesses(plan))
     for flight in flights:
-        receives = flight.transfer.op == "recv"
         start, stop = 5 * flight.post + 1, 5 * flight.wait + 3
-        for time, view, writes in accesses:
-            if start <= time <= stop and (writes or receives) and view.overlaps(flight.transfer.view):
-                yield f"V5 step {time // 5}: {view} is touched while message {flight.transfer.message} is in flight"
-    for position, first in enumerate(flights):
-        for second in flights[position + 1 :]:
-            apart = first.wait < second.post or second.wait < first.post
-            both_send = first.transfer.op == second.transfer.op == "send"
-            if not apart and not both_send and first.transfer.view.overlaps(second.transfer.view):
-                yield f"V5: messages {first.transfer.message} and {second.transfer.message} share rows in flight"
+        for held, fills in _held_rows(flight.transfer):
+            for time, view, writes in accesses:
+                if start <= time <= stop and (writes or fills) and view.overlaps(held):
+                    yield f"V5 step {time // 5}: {view} is touched while message {flight.transfer.message} is in flight"
+    for first, second in itertools.combinations(flights, 2):
+        if first.wait < second.post or second.wait < first.post:
+            continue
+        pairs = itertools.product(_held_rows(first.transfer), _held_rows(second.transfer))
+        if any((fills or also) and held.overlaps(other) for (held, fills), (other, also) in pairs):
+            yield f"V5: messages {first.transfer.message} and {second.transfer.message} share rows in flight"
 
 
-def _check_written(plan: RankPlan) -> list[str]:
-    written = [np.full(slot.rows, slot.pin in INPUT_PINS) for slot in plan.slots]
+def _held_rows(transfer: Transfer) -> list[tuple[View, bool]]:
+    """(rows, whether they are written) that a transfer holds while it is in flight."""
+    if transfer.source is not None:
+        return [(transfer.source, False), (transfer.view, True)]
+    return [(transfer.view, transfer.op == "recv")]
+
+
+def _check_written(plan: RankPlan, direction: Direction) -> list[str]:
+    given = INPUT_PINS | SAVED_PINS if direction == "backward" else INPUT_PINS
+    written = [np.full(slot.rows, slot.pin in given) for slot in plan.slots]
     arriving: dict[int, View] = {}
     problems: list[str] = []
 
@@ -146,9 +160,9 @@ def _check_written(plan: RankPlan) -> list[str]:
         for op in step.pre:
             _apply(op, written, read, step.index)
         for transfer in step.post:
-            if transfer.op == "send":
-                read([transfer.view], transfer, step.index)
-            else:
+            if transfer.op == "send" or transfer.source is not None:
+                read([transfer.source or transfer.view], transfer, step.index)
+            if transfer.op != "send":
                 arriving[transfer.message] = transfer.view
                 written[transfer.view.slot][transfer.view.start : transfer.view.stop] = False
         for tile in step.tiles:
@@ -175,8 +189,11 @@ def _check_ends(plan: AttentionPlan, flights: dict[int, list[_Flight]]) -> list[
     for rank, rank_flights in flights.items():
         for flight in rank_flights:
             ends[flight.transfer.message].append((rank, flight))
-    problems = []
+    problems: list[str] = []
     for message, both in ends.items():
+        if [flight.transfer.op for _, flight in both] in (["load"], ["store"]):
+            problems += _check_copy(plan.ranks[both[0][0]], both[0][1].transfer)
+            continue
         if sorted(flight.transfer.op for _, flight in both) != ["recv", "send"]:
             problems.append(f"V7 message {message} has ends {[(r, f.transfer.op) for r, f in both]}")
             continue
@@ -189,7 +206,19 @@ def _check_ends(plan: AttentionPlan, flights: dict[int, list[_Flight]]) -> list[
     return problems
 
 
+def _check_copy(plan: RankPlan, transfer: Transfer) -> Iterator[str]:
+    """V8 of a load or store: host to device or back, equal rows and kind."""
+    assert transfer.source is not None
+    source, target = plan.slots[transfer.source.slot], plan.slots[transfer.view.slot]
+    expected = ("host", "device") if transfer.op == "load" else ("device", "host")
+    rows = transfer.view.stop - transfer.view.start, transfer.source.stop - transfer.source.start
+    if (source.where, target.where) != expected or rows[0] != rows[1]:
+        yield f"V8 message {transfer.message}: {transfer} moves {rows[1]} rows from {source} into {rows[0]} of {target}"
+    elif (source.kind, source.heads) != (target.kind, target.heads):
+        yield f"V8 message {transfer.message}: {transfer} moves {source} into {target}"
+
+
 def _signature(plan: AttentionPlan, rank: int, flight: _Flight) -> tuple[object, ...]:
     view = flight.transfer.view
-    kind = plan.ranks[rank].slots[view.slot].kind
-    return flight.post, flight.wait, flight.transfer.channel, view.stop - view.start, kind
+    slot = plan.ranks[rank].slots[view.slot]
+    return flight.post, flight.wait, flight.transfer.channel, view.stop - view.start, slot.kind, slot.heads

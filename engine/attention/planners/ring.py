@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from engine.attention.allocate import PlanBuilder, Rows, Value
+from engine.attention.allocate import Lane, PlanBuilder, Rows, Value
 from engine.attention.mask import Band, Visibility
 from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
 
@@ -91,7 +91,9 @@ class _Visit:
 
 def plan_forward(visibility: Visibility, ring: Ring, only: Collection[int] | None = None) -> AttentionPlan:
     """Forward plan: K,V circulate, (out, lse) stay. Pins q, kv, acc on every rank of `only` (None: all)."""
-    return _Circulation(visibility, ring, "kv", PlanBuilder("forward", ring.size, only)).plan()
+    builder = PlanBuilder("forward", ring.size, only)
+    circulate(visibility, ring, "kv", builder, _pinned_operands(visibility, builder))
+    return builder.build()
 
 
 def plan_backward(
@@ -101,31 +103,67 @@ def plan_backward(
 
     kv: K,V and dK,dV circulate; q: Q, dO, lse, scale and dQ circulate while K,V,dK,dV stay.
     """
-    return _Circulation(visibility, ring, circulates, PlanBuilder("backward", ring.size, only)).plan()
+    builder = PlanBuilder("backward", ring.size, only)
+    circulate(visibility, ring, circulates, builder, _pinned_operands(visibility, builder))
+    return builder.build()
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a circulation works on, one value per ring rank: query (Q; backward QX), kv, sums (ACC; backward DQ) and in
+    backward kv_sums (DKV). It initialises the sums.
+    """
+
+    query: list[Value]
+    kv: list[Value]
+    sums: list[Value]
+    kv_sums: list[Value]
+
+
+def circulate(
+    visibility: Visibility, ring: Ring, circulates: Circulates, builder: PlanBuilder | Lane, operands: Operands
+) -> None:
+    """Emit one pass of attention over a ring into the builder; its `direction` says which pass."""
+    _Circulation(visibility, ring, circulates, builder, operands).emit()
+
+
+def _pinned_operands(visibility: Visibility, builder: PlanBuilder) -> Operands:
+    layout = visibility.layout
+
+    def pinned(kind: Kind) -> list[Value]:
+        return [builder.value(r, kind, Rows(0, layout.rows(r)), pin=kind.value) for r in range(layout.size)]
+
+    if builder.direction == "forward":
+        return Operands(pinned(Kind.Q), pinned(Kind.KV), pinned(Kind.ACC), [])
+    return Operands(pinned(Kind.QX), pinned(Kind.KV), pinned(Kind.DQ), pinned(Kind.DKV))
 
 
 class _Circulation:
-    """Emits one plan; all methods write into the builder."""
+    """Emits one pass; all methods write into the builder."""
 
-    def __init__(self, visibility: Visibility, ring: Ring, circulates: Circulates, builder: PlanBuilder) -> None:
+    def __init__(
+        self,
+        visibility: Visibility,
+        ring: Ring,
+        circulates: Circulates,
+        builder: PlanBuilder | Lane,
+        operands: Operands,
+    ) -> None:
         assert visibility.layout.size == ring.size, (visibility.layout.size, ring.size)
         self.visibility = visibility
         self.ring = ring
         self.circulates = circulates
         self.builder = builder
         self.backward = builder.direction == "backward"
-        query, sums = (Kind.QX, Kind.DQ) if self.backward else (Kind.Q, Kind.ACC)
-        self.query = self._pinned(query)
-        self.kv = self._pinned(Kind.KV)
-        self.sums = self._pinned(sums)
-        self.kv_sums = self._pinned(Kind.DKV) if self.backward else []
+        self.query, self.kv = operands.query, operands.kv
+        self.sums, self.kv_sums = operands.sums, operands.kv_sums
         self.payload = self.kv if circulates == "kv" else self.query
         self.gradient_kind = Kind.DKV if circulates == "kv" else Kind.DQ
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}
         self.wire_kind = narrow[self.gradient_kind] if ring.narrow_gradients else self.gradient_kind
 
-    def plan(self) -> AttentionPlan:
-        """Emit every block's journey and build."""
+    def emit(self) -> None:
+        """Emit every block's journey."""
         for accumulators in (self.sums, self.kv_sums):
             for value in accumulators:
                 if value.rows.stop:
@@ -136,11 +174,6 @@ class _Circulation:
             sums = self._compute(home, visits, held)
             if self.backward:
                 self._return_gradients(home, visits, sums)
-        return self.builder.build()
-
-    def _pinned(self, kind: Kind) -> list[Value]:
-        layout = self.visibility.layout
-        return [self.builder.value(r, kind, Rows(0, layout.rows(r)), pin=kind.value) for r in range(layout.size)]
 
     def _visits(self, home: int) -> list[_Visit]:
         visits = []

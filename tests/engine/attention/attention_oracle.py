@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention.api import AttentionRuntime, PlanPair, SavedAttention
+from engine.attention.api import AttentionRuntime, SavedAttention
+from engine.attention.methods import PlanPair
 from engine.attention.executor import lockstep
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layout import Layout, LayoutName, build_layout

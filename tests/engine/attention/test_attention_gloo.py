@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
-from engine.attention.api import ParallelAttention, build_parallel_attention, plan_method
+from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.layout import build_layout
 from engine.attention.mask import Mask
+from engine.attention.methods import plan_method
 from engine.attention.plan import LinkBytes
 from engine.config import AttentionConfig, ClusterConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.parallel.mesh import build_mesh
