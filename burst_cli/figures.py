@@ -37,7 +37,8 @@ def binary_bytes(value: float | None) -> str:
         return DASH
     for prefix in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1023.5 or prefix == "TiB":
-            return f"{value:.0f} {prefix}" if prefix == "B" else f"{value:.3g} {prefix}"
+            whole = prefix == "B" or abs(value) >= 999.5
+            return f"{value:.0f} {prefix}" if whole else f"{value:.3g} {prefix}"
         value /= 1024
     raise AssertionError("unreachable")
 

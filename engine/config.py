@@ -127,15 +127,18 @@ class AttentionConfig:
     sink_tokens: int = field(
         default=4, metadata=note("sink_window: first tokens that all later ones see", "tokens", at_least=1)
     )
-    block_tokens: int = field(default=128, metadata=note("block masks: tokens per block", "tokens", at_least=1))
+    block_tokens: int | None = field(
+        default=None,
+        metadata=note("block masks: tokens per block; null: 128, or what blocks_file says", "tokens", at_least=1),
+    )
     block_stride: int = field(
         default=8, metadata=note("strided: every block_stride-th block is seen", "blocks", at_least=1)
     )
     local_blocks: int = field(
         default=2, metadata=note("strided: nearest blocks seen, the own included", "blocks", at_least=1)
     )
-    vertical_blocks: int = field(
-        default=2, metadata=note("vertical_slash: first blocks, seen by all", "blocks", at_least=0)
+    vertical_blocks: tuple[int, ...] = field(
+        default=(0,), metadata=note("vertical_slash: numbers of the blocks that all later ones see", "blocks")
     )
     slash_blocks: tuple[int, ...] = field(
         default=(0, 1), metadata=note("vertical_slash: distances at which a block is seen, 0 its own", "blocks")
@@ -176,6 +179,10 @@ class ParallelConfig:
     )
     dp_shard_size: int = field(
         default=1, metadata=note("ranks that share parameters and read different sequences (FSDP)", "ranks", at_least=1)
+    )
+    tp_size: int = field(
+        default=1,
+        metadata=note("ranks that split every matrix, and the sequence between the layers", "ranks", at_least=1),
     )
     dp_replicate_size: int = field(default=1, metadata=note("copies of the sharded model (HSDP)", "copies", at_least=1))
     reshard_after_forward: bool = field(
@@ -264,6 +271,33 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class MachineConfig:
+    """Speeds that predictions use; null: those of the named machine."""
+
+    name: Literal["auto", "a100", "h100", "h200", "cpu"] = field(
+        default="auto", metadata=note("known machine; auto: by the device, cpu with backend gloo and h100 without a GPU")
+    )
+    forward_flops_per_s: float | None = field(
+        default=None, metadata=note("attention forward on large tiles, per rank", "FLOP/s", above=0)
+    )
+    backward_flops_per_s: float | None = field(
+        default=None, metadata=note("attention backward on large tiles, per rank", "FLOP/s", above=0)
+    )
+    intra_bytes_per_s: float | None = field(
+        default=None, metadata=note("between ranks of a node, one direction", "bytes/s", above=0)
+    )
+    inter_bytes_per_s: float | None = field(
+        default=None, metadata=note("between nodes, one direction, per rank", "bytes/s", above=0)
+    )
+    host_bytes_per_s: float | None = field(
+        default=None, metadata=note("between device and host memory, one direction", "bytes/s", above=0)
+    )
+    shared_nic: bool | None = field(
+        default=None, metadata=note("all ranks of a node share one link to other nodes")
+    )
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """The machines: this machine only, for now."""
 
@@ -282,6 +316,7 @@ class ClusterConfig:
     topology_nodes: int | None = field(
         default=None, metadata=note("treat the ranks as lying on so many nodes; null: as they do", "nodes", at_least=1)
     )
+    machine: MachineConfig = field(default_factory=MachineConfig)
 
 
 @dataclass(frozen=True)
@@ -346,7 +381,11 @@ def load_config(path: str | Path) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML text with every field present; `load_config` reads it back unchanged."""
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+    if all(line.isprintable() for line in text.split("\n")):
+        return text
+    # PyYAML writes Unicode's own line ends (U+0085) as they are and reads them back as another character.
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
 def config_fingerprint(config: RunConfig) -> str:

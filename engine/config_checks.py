@@ -7,6 +7,7 @@ one rank per GPU, found at launch); rules that need it are then skipped, and app
 from __future__ import annotations
 
 import glob
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,8 @@ def config_problems(config: RunConfig) -> list[Problem]:
     """One problem per broken rule; rules that read a number which is itself out of range are silent."""
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
-    for rule in (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files, _degrees, _attention):
+    rules = (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files)
+    for rule in (*rules, _degrees, _tensor_parallel, _masks, _attention):
         problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
     return problems
 
@@ -171,8 +173,10 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
     """Degrees multiply to the number of ranks; nodes divide it."""
     world_size, parallel = config.cluster.ranks_per_node, config.parallel
     nodes = 1 if config.cluster.topology_nodes is None else config.cluster.topology_nodes
-    data_parallel = parallel.dp_replicate_size * parallel.dp_shard_size
-    if world_size is None or min(nodes, data_parallel) < 1:
+    sizes = {"dp_replicate_size": parallel.dp_replicate_size, "dp_shard_size": parallel.dp_shard_size}
+    sizes |= {} if parallel.cp_size is None else {"cp_size": parallel.cp_size}
+    sizes |= {} if parallel.tp_size == 1 else {"tp_size": parallel.tp_size}
+    if world_size is None or min(nodes, *sizes.values()) < 1:
         return
     if world_size % nodes:
         yield Problem(
@@ -180,33 +184,122 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
             f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; "
             f"choose a divisor of cluster.ranks_per_node={world_size}",
         )
-    keys = ("parallel.cp_size", "parallel.dp_shard_size", "parallel.dp_replicate_size", "cluster.ranks_per_node")
-    product = f"dp_replicate_size {parallel.dp_replicate_size} x dp_shard_size {parallel.dp_shard_size}"
-    if parallel.cp_size is None and world_size % data_parallel:
+    keys = (*(f"parallel.{name}_size" for name in ("cp", "tp", "dp_shard", "dp_replicate")), "cluster.ranks_per_node")
+    fixed = math.prod(sizes.values())
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {fixed}"
+    if parallel.cp_size is None and world_size % fixed:
         yield Problem(
             keys,
-            f"parallel: {product} = {data_parallel} does not divide the {world_size} ranks of cluster.ranks_per_node; "
+            f"parallel: {product} does not divide the {world_size} ranks of cluster.ranks_per_node; "
             "choose degrees that do",
         )
-    elif parallel.cp_size is not None and data_parallel * parallel.cp_size != world_size:
+    elif parallel.cp_size is not None and fixed != world_size:
         yield Problem(
             keys,
-            f"parallel: {product} x cp_size {parallel.cp_size} = {data_parallel * parallel.cp_size}, but "
-            f"cluster.ranks_per_node={world_size}; set cluster.ranks_per_node={data_parallel * parallel.cp_size}, "
-            "leave parallel.cp_size=null, or change a degree",
+            f"parallel: {product}, but cluster.ranks_per_node={world_size}; set "
+            f"cluster.ranks_per_node={fixed}, leave parallel.cp_size=null, or change a degree",
         )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
+    """Every matrix can be sliced, and its slices lie in one node."""
+    tp_size = config.parallel.tp_size
+    if tp_size < 1:
+        return
+    model_keys = ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+    for text in tensor_parallel_problems(config.model, tp_size):
+        yield Problem(("parallel.tp_size", *(f"model.{name}" for name in model_keys)), text)
+    ranks, nodes = config.cluster.ranks_per_node, config.cluster.topology_nodes or 1
+    if ranks is None or nodes < 1 or ranks % nodes or ranks // nodes % tp_size == 0:
+        return
+    yield Problem(
+        ("parallel.tp_size", "cluster.topology_nodes", "cluster.ranks_per_node"),
+        f"parallel.tp_size: got {tp_size}, which does not divide the {ranks // nodes} ranks of a node, and tensor "
+        f"parallelism stays inside a node; legal values: {_divisors(ranks // nodes)}",
+    )
+
+
+def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
+    """One sentence per size of the model that `tp_size` ranks cannot slice evenly."""
+    sizes = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+    }
+    legal = _divisors(math.gcd(*sizes.values()))
+    return [
+        f"parallel.tp_size: got {tp_size}, which does not divide model.{name}={size}; legal values for this model: "
+        f"{legal}" + (f" (or pad to model.vocab_size={-(-size // tp_size) * tp_size})" if name == "vocab_size" else "")
+        for name, size in sizes.items()
+        if size % tp_size
+    ]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def _masks(config: RunConfig) -> Iterator[Problem]:
+    """Masks have what they need, and documents are told apart where the data can say them."""
+    attention = config.attention
+    kinds = {attention.mask, *attention.mask_layers}
+    if attention.window_tokens is None and kinds & {"window", "sink_window"}:
+        yield Problem(
+            ("attention.window_tokens", "attention.mask", "attention.mask_layers"),
+            "attention.window_tokens: null, but a windowed mask is asked for; give the number of keys that a token "
+            "sees, such as attention.window_tokens=4096",
+        )
+    if attention.blocks_file is None and "blocks" in kinds:
+        yield Problem(
+            ("attention.blocks_file", "attention.mask", "attention.mask_layers"),
+            "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one",
+        )
+    if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
+        yield Problem(
+            ("attention.blocks_file",),
+            f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})",
+        )
+    if attention.documents and config.train.micro_batch_size > 1:
+        yield Problem(
+            ("attention.documents", "train.micro_batch_size"),
+            f"attention.documents=true needs train.micro_batch_size=1, got {config.train.micro_batch_size}: the "
+            "sequences of a micro-batch share one plan; use train.grad_accum_steps instead",
+        )
+    if attention.layout == "per_document" and not attention.documents:
+        yield Problem(
+            ("attention.layout", "attention.documents"),
+            "attention.layout=per_document divides every document over the ranks; set attention.documents=true",
+        )
+
+
+METHOD_SETTINGS = (
+    "layout",
+    "head_parallel_size",
+    "ring_inner_size",
+    "ring_outer_size",
+    "kv_transport",
+    "backward_circulates",
+    "backward_order",
+    "chunk_tokens",
+    "chunk_store",
+    "prefetch_chunks",
+)
 
 
 def _attention(config: RunConfig) -> Iterator[Problem]:
     """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
     cp_size = known_cp_size(config)
-    sizes = (config.attention.ring_inner_size, config.attention.ring_outer_size, cp_size)
+    attention = config.attention
+    sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
     if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
+        return
+    if attention.preset == "auto":  # takes a legal method, or says later why there is none
         return
     try:
         resolve_attention(config, _topology(config, cp_size))
     except ConfigError as error:
-        keys = tuple(f"attention.{name}" for name in ("preset", "ring_inner_size", "ring_outer_size"))
+        keys = tuple(f"attention.{name}" for name in ("preset", *METHOD_SETTINGS))
         for text in error.problems:
             yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
 
@@ -214,11 +307,11 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
 def known_cp_size(config: RunConfig) -> int | None:
     """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
     parallel, world_size = config.parallel, config.cluster.ranks_per_node
-    data_parallel = parallel.dp_replicate_size * parallel.dp_shard_size
-    if world_size is None or data_parallel < 1:
+    others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
+    if world_size is None or others < 1:
         return parallel.cp_size
-    cp_size = world_size // data_parallel if parallel.cp_size is None else parallel.cp_size
-    return cp_size if cp_size * data_parallel == world_size else None
+    cp_size = world_size // others if parallel.cp_size is None else parallel.cp_size
+    return cp_size if cp_size * others == world_size else None
 
 
 def _has_legal_heads(model: ModelConfig) -> bool:
@@ -230,4 +323,7 @@ def _topology(config: RunConfig, cp_size: int) -> Topology:
     world_size, nodes = config.cluster.ranks_per_node, config.cluster.topology_nodes or 1
     if world_size is None or world_size < 1 or nodes < 1 or world_size % nodes:
         return Topology(1, cp_size)
-    return Topology(nodes, world_size // nodes).group(cp_size)
+    tp_size = config.parallel.tp_size
+    if tp_size < 1 or world_size // nodes % tp_size:
+        return Topology(1, cp_size)
+    return Topology(nodes, world_size // nodes // tp_size).group(cp_size)  # every tp_size-th rank of a node

@@ -14,8 +14,7 @@ from engine.data.sampler import Batch
 from engine.loss.options import IGNORE_INDEX
 from engine.parallel.fsdp import release_gathered_weights
 from engine.parallel.reduce import sum_over_ranks
-from engine.parallel.shard import shard_batch
-from engine.train_step import TrainStep, sequence_loss
+from engine.train_step import TrainStep, rank_batch, sequence_loss
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ def evaluate(
     model.eval()
     try:
         for batch in batches:
-            local = shard_batch(
-                batch.tokens, batch.labels, layout=attention.layout, cp_rank=mesh.cp_rank, device=mesh.device
-            )
-            labels = local.labels[local.labels != IGNORE_INDEX]
-            totals[0] += sequence_loss(model, local, attention)
+            local = rank_batch(batch, model, attention, mesh)
+            labels = local.rows.labels[local.rows.labels != IGNORE_INDEX]
+            totals[0] += sequence_loss(model, local.rows, local.attention)
             totals[1] += labels.numel()
             if token_bytes is not None:
                 totals[2] += float(token_bytes[labels.cpu().numpy()].sum())

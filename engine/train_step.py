@@ -13,7 +13,7 @@ from engine.config import RunConfig
 from engine.data.sampler import Batch
 from engine.errors import RunError
 from engine.loss.options import IGNORE_INDEX
-from engine.model.llama import LlamaModel
+from engine.model.llama import AttentionFn, LlamaModel
 from engine.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
@@ -31,7 +31,29 @@ class StepResult:
     label_tokens: int
 
 
-def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: ParallelAttention) -> Tensor:
+@dataclass(frozen=True)
+class RankBatch:
+    """This rank's rows of a batch and the attention of every layer over them."""
+
+    rows: LocalBatch
+    attention: Sequence[AttentionFn]
+
+
+def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, mesh: Mesh) -> RankBatch:
+    """This rank's part of a batch, laid out as the batch's own documents want it."""
+    context = attention.context(batch.documents[0])
+    rows = shard_batch(
+        batch.tokens,
+        batch.labels,
+        layout=context.layout,
+        cp_rank=mesh.cp_rank,
+        device=mesh.device,
+        label_part=mesh.row_part,
+    )
+    return RankBatch(rows, context.functions(len(model.layers)))
+
+
+def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
     """Sum of the loss over this rank's labels, fp32 scalar."""
     hidden = model(batch.tokens, batch.positions, attention)
     loss: Tensor = model.head(hidden, batch.labels)
@@ -50,7 +72,8 @@ def count_labels(batches: Sequence[LocalBatch], device: torch.device) -> int:
 class TrainStep:
     """Runs optimizer steps on a parallelized model; holds the optimizer and nothing else that changes.
 
-    Every rank of the run calls it with its own data-parallel rank's batches; ranks of one cp group with equal ones.
+    Every rank of the run calls it with its own data-parallel rank's batches; ranks that share a sequence with equal
+    ones.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, model: LlamaModel, attention: ParallelAttention) -> None:
@@ -62,9 +85,9 @@ class TrainStep:
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
-        local = [self._shard(batch) for batch in batches]
+        local = [rank_batch(batch, self.model, self.attention, self.mesh) for batch in batches]
         # Counted before any backward: each micro-step's gradient must already have its final weight.
-        label_tokens = count_labels(local, self.mesh.device)
+        label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
         loss_sum = self._accumulate(local, label_tokens)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
@@ -75,21 +98,12 @@ class TrainStep:
         _check_finite(result, step)
         return result
 
-    def _shard(self, batch: Batch) -> LocalBatch:
-        return shard_batch(
-            batch.tokens,
-            batch.labels,
-            layout=self.attention.layout,
-            cp_rank=self.mesh.cp_rank,
-            device=self.mesh.device,
-        )
-
-    def _accumulate(self, local: Sequence[LocalBatch], label_tokens: int) -> Tensor:
+    def _accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
         """Gradients of the mean loss in `.grad`; returns the loss sum over all ranks, float64 scalar."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
             set_gradient_sync(self.model, sync=index == len(local) - 1)
-            loss = sequence_loss(self.model, batch, self.attention)
+            loss = sequence_loss(self.model, batch.rows, batch.attention)
             (loss / label_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
         return sum_over_ranks(loss_sum)

@@ -17,7 +17,7 @@ from engine.config_checks import check_config
 from engine.data import PackedSampler, PreparedData, open_prepared, prepare, sequential_batches
 from engine.errors import ConfigError, DataError
 from engine.evaluate import evaluate
-from engine.flops import attention_pairs, count_parameters, step_flops
+from engine.flops import count_parameters, step_flops
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, Placement, build_mesh, choose_device, read_placement, start_process_group
@@ -52,7 +52,7 @@ class Trainer:
         self.train_step = TrainStep(config, mesh, self.model, self.attention)
         recorder.phase("measure peak")
         self.peak = find_peak(config.train, mesh.device)
-        self.cost = step_cost(config, mesh.dp_size, self.peak)
+        self.cost = step_cost(config, mesh.dp_size, self.peak, self.attention)
         self._meter = StepMeter(mesh, self.attention, self.cost)
         self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
 
@@ -187,18 +187,25 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> PreparedData
     return data
 
 
-def step_cost(config: RunConfig, dp_size: int, peak: Peak) -> StepCost:
+def step_cost(config: RunConfig, dp_size: int, peak: Peak, attention: ParallelAttention) -> StepCost:
     """Tokens and FLOPs of one optimizer step over all ranks."""
     train = config.train
     sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
     flops = step_flops(
         config.model,
         seq_len=train.seq_len,
-        visible_pairs=attention_pairs(config.attention.mask, train.seq_len),
+        visible_pairs=visible_pairs(config, attention),
         sequences=sequences,
         activation_checkpoint=config.memory.activation_checkpoint,
     )
     return StepCost(sequences * train.seq_len, flops, peak)
+
+
+def visible_pairs(config: RunConfig, attention: ParallelAttention) -> int:
+    """Visible pairs of one sequence, mean over the layers, before documents hide some (they differ from batch to batch)."""
+    turn = attention.context().layers
+    pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
+    return round(sum(pairs) / len(pairs))
 
 
 def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> dict[str, Any]:
@@ -208,9 +215,9 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> di
         "config_fingerprint": config_fingerprint(config),
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
-        "attention_preset": config.attention.preset,
+        "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
-        "attention_kernel": attention.runtime.kernel.name,
+        "attention_kernel": attention.group.kernel.name,
         "memory_policy": config.memory.activation_checkpoint,
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,

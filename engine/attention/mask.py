@@ -1,18 +1,27 @@
 """Masks: which query may see which key, as bands over blocks of rows.
 
 One band (low, high) covers full, causal, windowed and offset causal visibility between two progressions of equal
-stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents and block lists are
-more tiles, never another kind of tile.
+stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents, sinks and block lists
+are more tiles, never another kind of tile.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.attention.layout import Layout, Segment
+from engine.attention.pieces import UNBOUNDED, BandRule, BlockList, Piece, PieceIndex, build_pieces, pairs_before
 from engine.errors import ConfigError, PlanError
+
+__all__ = ["Band", "BlockList", "Mask", "Visibility", "normalise"]
 
 
 @dataclass(frozen=True)
@@ -52,34 +61,17 @@ class Band:
 
     def area(self) -> int:
         """Number of visible pairs."""
-        if self.is_full:
-            return self.num_queries * self.num_keys
-        if self.is_causal:
-            return self.num_queries * (self.num_queries + 1) // 2
-        low = -self.num_keys if self.low is None else self.low
-        high = self.num_queries if self.high is None else self.high
-        total = 0
-        for i in range(self.num_queries):
-            total += max(0, min(self.num_keys, i - low + 1) - max(0, i - high))
-        return total
+        above_low = self.num_queries * self.num_keys if self.low is None else self._pairs_from(self.low)
+        return above_low - (0 if self.high is None else self._pairs_from(self.high + 1))
 
-    def shifted(self, q_offset: int, k_offset: int) -> Band:
-        """The same band counted from other row zero points."""
-        return replace(
-            self,
-            q_start=self.q_start + q_offset,
-            q_stop=self.q_stop + q_offset,
-            k_start=self.k_start + k_offset,
-            k_stop=self.k_stop + k_offset,
-        )
+    def _pairs_from(self, difference: int) -> int:
+        """Pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
+        return self._clamped_sum(self.num_queries - difference) - self._clamped_sum(-difference)
 
-
-@dataclass(frozen=True)
-class BlockList:
-    """Block-sparse visibility: query block a sees key block b iff (a, b) is listed; `block_size` in positions."""
-
-    block_size: int
-    pairs: frozenset[tuple[int, int]]
+    def _clamped_sum(self, last: int) -> int:
+        """Sum of clamp(v, 0, num_keys) over all integers v <= last."""
+        inside = max(0, min(last, self.num_keys))
+        return inside * (inside + 1) // 2 + max(0, last - self.num_keys) * self.num_keys
 
 
 @dataclass(frozen=True)
@@ -91,6 +83,7 @@ class Mask:
     window      a query sees keys less than `window` positions away (backwards only if causal)
     documents   ascending start positions of packed documents, the first 0; no attention across them
     blocks      block-sparse list
+    sink        the first `sink` keys of every document are exempt from the window (Xiao et al. 2023, StreamingLLM)
     """
 
     seq_len: int
@@ -98,6 +91,7 @@ class Mask:
     window: int | None = None
     documents: tuple[int, ...] = ()
     blocks: BlockList | None = None
+    sink: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -105,9 +99,13 @@ class Mask:
             problems.append(f"mask: seq_len is {self.seq_len}; at least 1 token is needed")
         if self.window is not None and self.window < 1:
             problems.append(f"mask: window is {self.window}; at least 1 (a token sees itself) is needed")
+        if self.sink < 0 or (self.sink and self.window is None):
+            problems.append(f"mask: sink is {self.sink}; it must be 0, or positive together with a window")
         starts = self.documents
         if starts and (starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts))):
             problems.append("mask: document starts must begin with 0 and ascend strictly; drop empty documents")
+        elif starts and starts[-1] >= max(1, self.seq_len):
+            problems.append(f"mask: a document starts at {starts[-1]}, past the last of {self.seq_len} tokens; drop it")
         if problems:
             raise ConfigError(problems)
 
@@ -120,63 +118,58 @@ class Mask:
         """Whether the query at one position sees the key at another: the definition all else is tested against."""
         if max(query, key) >= self.seq_len or (self.causal and key > query):
             return False
-        if self.window is not None and abs(query - key) >= self.window:
+        starts = self.documents or (0,)
+        document = bisect_right(starts, key)
+        if document != bisect_right(starts, query):
             return False
-        if self.blocks is not None:
-            size = self.blocks.block_size
-            if (query // size, key // size) not in self.blocks.pairs:
-                return False
-        return not any(min(query, key) < start <= max(query, key) for start in self.documents)
+        if self.window is not None and abs(query - key) >= self.window and key - starts[document - 1] >= self.sink:
+            return False
+        size = self.blocks.block_size if self.blocks else 1
+        return self.blocks is None or (query // size, key // size) in self.blocks.pairs
+
+    @cached_property
+    def pieces(self) -> npt.NDArray[np.int64]:
+        """Every piece of the mask, [n, 6]; see `engine.attention.pieces`."""
+        starts = np.array(self.documents or (0,), dtype=np.int64)
+        return build_pieces(starts, self.seq_len, BandRule(self.causal, self.window, self.sink), self.blocks)
+
+    @cached_property
+    def piece_index(self) -> PieceIndex:
+        """The pieces, ready to be asked for a range of queries."""
+        return PieceIndex(self.pieces)
+
+    def pairs_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
+        return pairs_before(self.pieces, positions)
+
+    def num_pairs(self) -> int:
+        """Visible pairs of the whole mask."""
+        return int(self.pairs_before(np.array([self.seq_len], dtype=np.int64))[0])
 
     def bands(self, q: Segment, kv: Segment) -> list[Band]:
         """Normalised bands between two segments, in rows of the segments; empty when nothing is visible."""
         bands: list[Band] = []
-        for q_low, q_high, k_low, k_high in self._rectangles(q, kv):
-            q_rows, k_rows = q.rows_between(q_low, q_high), kv.rows_between(k_low, k_high)
-            if q_rows[0] < q_rows[1] and k_rows[0] < k_rows[1]:
-                bands += normalise(self._band(q, kv, q_rows, k_rows))
+        for piece in self.piece_index.within(q.start, q.last + 1):
+            bands += piece_bands(piece, q, kv, (0, 0))
         return bands
 
-    def _rectangles(self, q: Segment, kv: Segment) -> Iterator[tuple[int, int, int, int]]:
-        """Ranges of positions (query low, high, key low, high) outside which documents or blocks hide everything."""
-        for low, high in self._document_ranges():
-            if self.blocks is None:
-                yield low, high, low, high
-                continue
-            size = self.blocks.block_size
-            for q_block, k_block in sorted(self.blocks.pairs):
-                q_range = max(low, q_block * size), min(high, (q_block + 1) * size)
-                k_range = max(low, k_block * size), min(high, (k_block + 1) * size)
-                if q_range[0] < q_range[1] and k_range[0] < k_range[1]:
-                    yield *q_range, *k_range
 
-    def _document_ranges(self) -> Iterator[tuple[int, int]]:
-        starts = self.documents or (0,)
-        for low, high in zip(starts, (*starts[1:], self.seq_len), strict=True):
-            if low < min(high, self.seq_len):
-                yield low, min(high, self.seq_len)
-
-    def _band(self, q: Segment, kv: Segment, q_rows: tuple[int, int], k_rows: tuple[int, int]) -> Band:
-        stride = _common_stride(q, kv, q_rows, k_rows)
-        base = (q.start + q.stride * q_rows[0]) - (kv.start + kv.stride * k_rows[0])
-        low = 0 if self.causal else (None if self.window is None else 1 - self.window)
-        high = None if self.window is None else self.window - 1
-        return Band(
-            *q_rows,
-            *k_rows,
-            low=None if low is None else -((base - low) // stride),
-            high=None if high is None else (high - base) // stride,
+def piece_bands(piece: Piece, q: Segment, kv: Segment, offsets: tuple[int, int]) -> list[Band]:
+    """Normalised bands of one piece between two segments, in rows of the blocks in which these start at `offsets`."""
+    q_rows, k_rows = q.rows_between(piece.q_low, piece.q_high), kv.rows_between(piece.k_low, piece.k_high)
+    num_queries, num_keys = q_rows[1] - q_rows[0], k_rows[1] - k_rows[0]
+    if num_queries == 0 or num_keys == 0:
+        return []
+    stride = q.stride if num_queries > 1 else kv.stride
+    if num_queries > 1 and num_keys > 1 and q.stride != kv.stride:
+        raise PlanError(
+            f"mask: segments of strides {q.stride} and {kv.stride} have no common band; use one layout for both"
         )
-
-
-def _common_stride(q: Segment, kv: Segment, q_rows: tuple[int, int], k_rows: tuple[int, int]) -> int:
-    if q_rows[1] - q_rows[0] == 1:
-        return kv.stride
-    if k_rows[1] - k_rows[0] == 1 or q.stride == kv.stride:
-        return q.stride
-    raise PlanError(
-        f"mask: segments of strides {q.stride} and {kv.stride} have no common band; use one layout for both"
-    )
+    base = (q.start + q.stride * q_rows[0]) - (kv.start + kv.stride * k_rows[0])
+    low = None if piece.low == -UNBOUNDED else -((base - piece.low) // stride)
+    high = None if piece.high == UNBOUNDED else (piece.high - base) // stride
+    q_start, k_start = q_rows[0] + offsets[0], k_rows[0] + offsets[1]
+    return normalise(Band(q_start, q_start + num_queries, k_start, k_start + num_keys, low, high))
 
 
 def normalise(band: Band) -> list[Band]:
@@ -191,7 +184,8 @@ def normalise(band: Band) -> list[Band]:
     low, high = trimmed.low, trimmed.high
     low = None if low is not None and low <= 1 - trimmed.num_keys else low
     high = None if high is not None and high >= trimmed.num_queries - 1 else high
-    trimmed = replace(trimmed, low=low, high=high)
+    if (low, high) != (trimmed.low, trimmed.high):
+        trimmed = replace(trimmed, low=low, high=high)
     if low is None or high is not None:
         return [trimmed]
     return _split_causal(trimmed, -low)
@@ -199,32 +193,31 @@ def normalise(band: Band) -> list[Band]:
 
 def _trim(band: Band) -> Band | None:
     """The band cut to rows and columns that see something; None when nothing does."""
-    while True:
-        rows, keys = band.num_queries, band.num_keys
-        first_row = max(0, band.low) if band.low is not None else 0
-        last_row = min(rows, band.high + keys) if band.high is not None else rows
-        first_key = max(0, -band.high) if band.high is not None else 0
-        last_key = min(keys, rows - band.low) if band.low is not None else keys
-        if first_row >= last_row or first_key >= last_key:
-            return None
-        if (first_row, last_row, first_key, last_key) == (0, rows, 0, keys):
-            return band
-        shift = first_key - first_row
-        band = Band(
-            band.q_start + first_row,
-            band.q_start + last_row,
-            band.k_start + first_key,
-            band.k_start + last_key,
-            None if band.low is None else band.low + shift,
-            None if band.high is None else band.high + shift,
-        )
+    rows, keys, low, high = band.num_queries, band.num_keys, band.low, band.high
+    first_row = max(0, low) if low is not None else 0
+    last_row = min(rows, high + keys) if high is not None else rows
+    first_key = max(0, first_row - high) if high is not None else 0
+    last_key = min(keys, last_row - low) if low is not None else keys
+    if first_row >= last_row or first_key >= last_key or (low is not None and high is not None and low > high):
+        return None
+    if (first_row, last_row, first_key, last_key) == (0, rows, 0, keys):
+        return band
+    shift = first_key - first_row
+    return Band(
+        band.q_start + first_row,
+        band.q_start + last_row,
+        band.k_start + first_key,
+        band.k_start + last_key,
+        None if low is None else low + shift,
+        None if high is None else high + shift,
+    )
 
 
 def _split_causal(band: Band, prefix: int) -> list[Band]:
     """Row i sees keys 0 .. i + prefix: a full prefix, a causal square, and full rows below the square."""
     bands = []
     if prefix:
-        bands.append(replace(band, k_stop=band.k_start + prefix, low=None))
+        bands.append(Band(band.q_start, band.q_stop, band.k_start, band.k_start + prefix))
     size = band.num_keys - prefix
     corner = band.k_start + prefix
     bands.append(Band(band.q_start, band.q_start + size, corner, band.k_stop, low=0))
@@ -239,53 +232,117 @@ class Visibility:
     def __init__(self, mask: Mask, layout: Layout) -> None:
         self.mask = mask
         self.layout = layout
-        self._cache: dict[tuple[int, int], tuple[Band, ...]] = {}
+        self._keys = _KeyIndex(layout)
+        self._rows: dict[int, dict[int, tuple[Band, ...]]] = {}
 
     def bands(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
         """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once."""
-        key = (q_rank, kv_rank)
-        if key not in self._cache:
-            self._cache[key] = self._compute(q_rank, kv_rank)
-        return self._cache[key]
+        if q_rank not in self._rows:
+            self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in self._row(q_rank).items()}
+        return self._rows[q_rank].get(kv_rank, ())
 
     def pairs(self, q_rank: int, kv_rank: int) -> int:
         """Visible pairs between two blocks."""
         return sum(band.area() for band in self.bands(q_rank, kv_rank))
 
-    def _compute(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
-        layout = self.layout
-        if q_rank == kv_rank and self.mask.is_plain_causal and self.mask.seq_len >= layout.seq_len:
-            rows = layout.rows(q_rank)  # local order ascends in position, so the whole diagonal is one causal tile
-            return (Band(0, rows, 0, rows, low=0),) if rows > 1 else (Band(0, rows, 0, rows),) * rows
-        bands: list[Band] = []
-        q_offset = 0
-        for q in layout.segments[q_rank]:
-            k_offset = 0
-            for kv in layout.segments[kv_rank]:
-                bands += [band.shifted(q_offset, k_offset) for band in self.mask.bands(q, kv)]
-                k_offset += kv.count
-            q_offset += q.count
-        return tuple(_joined(bands))
+    def _row(self, q_rank: int) -> dict[int, list[Band]]:
+        """Bands of the queries of one rank, by the rank of the keys; costs as much as there are bands."""
+        found: defaultdict[int, list[Band]] = defaultdict(list)
+        whole: set[tuple[int, int]] = set()
+        for q_offset, q in _with_offsets(self.layout.segments[q_rank]):
+            for piece in self.mask.piece_index.within(q.start, q.last + 1):
+                document = self._whole_document(piece) if self._keys.ascends[q_rank] else None
+                if document:
+                    whole.add(document)
+                for rank, k_offset, kv in self._keys.within(piece.k_low, piece.k_high):
+                    if rank != q_rank or document is None:
+                        found[rank] += piece_bands(piece, q, kv, (q_offset, k_offset))
+        found[q_rank] += [band for low, high in sorted(whole) for band in self._own_square(q_rank, low, high)]
+        return found
+
+    def _whole_document(self, piece: Piece) -> tuple[int, int] | None:
+        """Positions of the document, if the piece (cut to some queries) belongs to a wholly causal one.
+
+        A rank's own rows of such a document are one causal tile whatever its segments, since they ascend in position.
+        """
+        mask = self.mask
+        if not mask.causal or mask.blocks is not None or piece.high != UNBOUNDED:
+            return None
+        starts = mask.documents or (0,)
+        index = bisect_right(starts, piece.q_low)
+        low, high = starts[index - 1], starts[index] if index < len(starts) else mask.seq_len
+        return (low, high) if mask.window is None or high - low <= mask.window else None
+
+    def _own_square(self, rank: int, low: int, high: int) -> list[Band]:
+        first, stop = (self._keys.rows_before(rank, position) for position in (low, high))
+        return [Band(first, stop, first, stop, low=0 if stop - first > 1 else None)] if first < stop else []
+
+
+def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]]:
+    """Segments with the local row at which each begins."""
+    offset = 0
+    for segment in segments:
+        yield offset, segment
+        offset += segment.count
+
+
+class _KeyIndex:
+    """Where keys lie: the segments of all ranks that meet a range of positions."""
+
+    def __init__(self, layout: Layout) -> None:
+        entries = [
+            (rank, offset, segment)
+            for rank, segments in enumerate(layout.segments)
+            for offset, segment in _with_offsets(segments)
+        ]
+        self._dense = sorted((e for e in entries if e[2].stride == 1), key=lambda e: e[2].start)
+        self._starts = [segment.start for _, _, segment in self._dense]
+        self._strided = [e for e in entries if e[2].stride != 1]
+        self._segments = [list(_with_offsets(segments)) for segments in layout.segments]
+        self._first = [[segment.start for segment in segments] for segments in layout.segments]
+        self.ascends = [all(a.last < b.start for a, b in itertools.pairwise(s)) for s in layout.segments]
+
+    def within(self, low: int, high: int) -> Iterator[tuple[int, int, Segment]]:
+        """(rank, local row at which the segment begins, segment) for every segment that may meet [low, high)."""
+        first = max(0, bisect_right(self._starts, low) - 1)
+        yield from itertools.islice(self._dense, first, bisect_left(self._starts, high))
+        yield from self._strided
+
+    def rows_before(self, rank: int, position: int) -> int:
+        """Local rows of a rank (whose rows ascend) that lie before a position."""
+        index = bisect_left(self._first[rank], position) - 1
+        if index < 0:
+            return 0
+        offset, segment = self._segments[rank][index]
+        return offset + segment.rows_between(segment.start, position)[1]
 
 
 def _joined(bands: list[Band]) -> list[Band]:
     """The same visibility in fewer bands: full ones that share an edge become one."""
     partial = [band for band in bands if not band.is_full]
-    full = _glued(_glued([band for band in bands if band.is_full], "q", "k"), "k", "q")
+    full = _stacked(_side_by_side([band for band in bands if band.is_full]))
     return sorted(full + partial, key=lambda band: (band.q_start, band.k_start))
 
 
-def _glued(bands: list[Band], same: str, grows: str) -> list[Band]:
-    """Full bands of the same range on axis `same` that follow each other on axis `grows` ("q", "k"), joined."""
-
-    def place(band: Band) -> tuple[int, int, int]:
-        return getattr(band, f"{same}_start"), getattr(band, f"{same}_stop"), getattr(band, f"{grows}_start")
-
-    glued: list[Band] = []
-    for band in sorted(bands, key=place):
-        last = glued[-1] if glued else None
-        if last and (*place(last)[:2], getattr(last, f"{grows}_stop")) == place(band):
-            glued[-1] = replace(last, **{f"{grows}_stop": getattr(band, f"{grows}_stop")})
+def _side_by_side(bands: list[Band]) -> list[Band]:
+    """Full bands of the same queries whose keys follow each other, joined."""
+    joined: list[Band] = []
+    for band in sorted(bands, key=lambda band: (band.q_start, band.q_stop, band.k_start)):
+        last = joined[-1] if joined else None
+        if last and (last.q_start, last.q_stop, last.k_stop) == (band.q_start, band.q_stop, band.k_start):
+            joined[-1] = Band(last.q_start, last.q_stop, last.k_start, band.k_stop)
         else:
-            glued.append(band)
-    return glued
+            joined.append(band)
+    return joined
+
+
+def _stacked(bands: list[Band]) -> list[Band]:
+    """Full bands of the same keys whose queries follow each other, joined."""
+    joined: list[Band] = []
+    for band in sorted(bands, key=lambda band: (band.k_start, band.k_stop, band.q_start)):
+        last = joined[-1] if joined else None
+        if last and (last.k_start, last.k_stop, last.q_stop) == (band.k_start, band.k_stop, band.q_start):
+            joined[-1] = Band(last.q_start, band.q_stop, last.k_start, last.k_stop)
+        else:
+            joined.append(band)
+    return joined

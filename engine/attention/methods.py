@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from engine.attention.allocate import Lane
 from engine.attention.grid import Grid
-from engine.attention.layout import Layout
+from engine.attention.layout import Layout, build_layout, split_for_heads
 from engine.attention.mask import Mask, Visibility
 from engine.attention.plan import AttentionPlan
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
+from engine.attention.planners.chunks import Chunking, plan_chunked_backward, plan_chunked_forward
+from engine.attention.planners.exchange import Attend, Exchange, plan_exchanged_backward, plan_exchanged_forward
+from engine.attention.planners.ring import (
+    Operands,
+    Ring,
+    circulate,
+    plan_backward,
+    plan_forward,
+    preferred_direction,
+)
 from engine.attention.presets import AttentionMethod
 
 
@@ -32,19 +43,92 @@ class Blocks:
     ring: Layout
 
 
-def plan_method(method: AttentionMethod, mask: Mask, layout: Layout, rank: int | None = None) -> PlanPair:
+def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
+    """Rows of every rank and ring member under the method's layout; `masks` are those that the layout must balance."""
+    grid = grid_of(method)
+    chunks = chunk_count(method, seq_len)
+    cyclic = chunks if method.layout == "chunk_cyclic" else 1
+    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic)
+    if grid.heads == 1:
+        return Blocks(grid, ring, ring)
+    pieces = split_for_heads(ring, grid.heads, chunks)
+    segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
+    return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
+
+
+def padded_length(seq_len: int, cp_size: int) -> int:
+    """seq_len rounded up so that every rank gets two equal chunks."""
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    return -(-seq_len // multiple) * multiple
+
+
+def chunk_count(method: AttentionMethod, seq_len: int) -> int:
+    """Chunks of every rank's rows, equally many on all ranks; 1 without a chunk pipeline."""
+    if method.chunk_tokens is None:
+        return 1
+    rows = -(-seq_len // method.cp_size)
+    return -(-rows // method.chunk_tokens)
+
+
+def grid_of(method: AttentionMethod) -> Grid:
+    """The places of a method's ranks."""
+    return Grid(method.head_parallel_size, method.ring_inner_size, method.ring_outer_size, method.placement)
+
+
+def plan_method(method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int | None = None) -> PlanPair:
     """Both plans of a method, for one rank or (None) for all ranks."""
-    visibility = Visibility(mask, layout)
+    visibility = Visibility(mask, blocks.ring)
     only = None if rank is None else (rank,)
-    ring = Ring(
+    if method.chunk_tokens is not None:
+        return _plan_chunked(method, visibility, blocks, only)
+    if blocks.grid.heads == 1:
+        circulates = method.backward_circulates
+        return PlanPair(
+            plan_forward(visibility, _ring(method, backward=False), only),
+            plan_backward(visibility, _ring(method, backward=True), circulates, only),
+        )
+    return _plan_exchanged(method, visibility, blocks, only)
+
+
+def _plan_exchanged(
+    method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
+) -> PlanPair:
+    narrow = method.gradient_wire_dtype != "float32"
+    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow)
+    return PlanPair(
+        plan_exchanged_forward(exchange, _attend(method, visibility, backward=False), only),
+        plan_exchanged_backward(exchange, _attend(method, visibility, backward=True), only),
+    )
+
+
+def _plan_chunked(
+    method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
+) -> PlanPair:
+    narrow = method.gradient_wire_dtype != "float32"
+    chunks = chunk_count(method, blocks.home.seq_len)
+    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, chunks)
+    chunking = Chunking(method.chunk_store, method.prefetch_chunks)
+    ring = Ring(method.ring_inner_size, method.ring_outer_size)
+    return PlanPair(
+        plan_chunked_forward(visibility, exchange, chunking, ring, only),
+        plan_chunked_backward(visibility, exchange, chunking, ring, only),
+    )
+
+
+def _attend(method: AttentionMethod, visibility: Visibility, *, backward: bool) -> Attend:
+    ring = _ring(method, backward=backward)
+
+    def attend(lane: Lane, operands: Operands) -> None:
+        circulate(visibility, ring, method.backward_circulates if backward else "kv", lane, operands)
+
+    return attend
+
+
+def _ring(method: AttentionMethod, *, backward: bool) -> Ring:
+    circulates = method.backward_circulates if backward else "kv"
+    return Ring(
         method.ring_inner_size,
         method.ring_outer_size,
-        direction=preferred_direction("kv", method.ring_outer_size, backward=False),
+        direction=preferred_direction(circulates, method.ring_outer_size, backward=backward),
         narrow_gradients=method.gradient_wire_dtype != "float32",
-    )
-    circulates = method.backward_circulates
-    direction = preferred_direction(circulates, method.ring_outer_size, backward=True)
-    return PlanPair(
-        plan_forward(visibility, ring, only),
-        plan_backward(visibility, replace(ring, direction=direction), circulates, only),
     )

@@ -177,6 +177,11 @@ class RankPlan:
         for step in self.steps:
             yield from step.tiles
 
+    @property
+    def pins(self) -> frozenset[str]:
+        """Names of the inputs and outputs."""
+        return frozenset(slot.pin for slot in self.slots if slot.pin is not None)
+
     def pinned(self, name: str) -> int:
         """Index of the slot pinned under `name`."""
         return next(index for index, slot in enumerate(self.slots) if slot.pin == name)

@@ -8,7 +8,7 @@ matmuls: on the machines measured the fused ones gain nothing, and they would ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,15 +105,17 @@ class LlamaModel(nn.Module):
         self.head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
         self.tie_weights()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
         """Hidden states [B, T, d] after the final norm; tokens [B, T] int64, positions [T] int64 global.
 
-        Row t of every sequence has position `positions[t]`, in whatever order the layout put the rows.
+        Row t of every sequence has position `positions[t]`, in whatever order the layout put the rows. `attention` is
+        one function for all layers or one for each.
         """
         hidden: Tensor = self.embedding(tokens)
         cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
+        functions = attention if isinstance(attention, Sequence) else [attention] * len(self.layers)
+        for layer, function in zip(self.layers, functions, strict=True):
+            hidden = layer(hidden, cos, sin, function)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import (
+    LayoutName,
     ModelConfig,
+    PresetName,
     RunConfig,
     config_fingerprint,
     config_from_dict,
@@ -24,6 +27,9 @@ from engine.config_schema import walk_fields
 from engine.errors import ConfigError
 
 SPECS = {spec.key: spec for spec in walk_fields(RunConfig)}
+
+
+PRESET_NAMES = ", ".join(get_args(PresetName))
 
 
 def nested(key: str, value: object) -> dict[str, object]:
@@ -141,14 +147,14 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
         (
             "attention.preset",
             "brust",
-            "attention.preset: 'brust' is not a legal value; legal: single, ring, striped, burst; did you mean burst?",
+            f"attention.preset: 'brust' is not a legal value; legal: {PRESET_NAMES}; did you mean burst?",
         ),
         (
             "attention.layout",
             "x",
-            "attention.layout: 'x' is not a legal value; legal: contiguous, zigzag, striped, null",
+            f"attention.layout: 'x' is not a legal value; legal: {', '.join(get_args(LayoutName))}, null",
         ),
-        ("attention.preset", 3, "attention.preset: expected one of single, ring, striped, burst, got the number 3"),
+        ("attention.preset", 3, f"attention.preset: expected one of {PRESET_NAMES}, got the number 3"),
     ],
 )
 def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text: str) -> None:

@@ -74,11 +74,11 @@ BROKEN = {
     },
     "attention=single holds the whole sequence on one rank, but 4 ranks share it": {"cluster": RANKS4},
     "attention=single holds the whole sequence on one rank, but 2 ranks share it": {"parallel": {"cp_size": 2}},
-    "attention ring: inner 3 x outer 1 = 3 ranks, but 4 ranks share a sequence": {
+    "attention: head_parallel_size 1 x ring_inner_size 3 x ring_outer_size 1 = 3 ranks, but 4 ranks share": {
         "attention": {"preset": "burst", "ring_inner_size": 3},
         "cluster": RANKS4,
     },
-    "attention ring: inner 3 x outer 2 = 6 ranks, but 4 ranks": {
+    "attention: head_parallel_size 1 x ring_inner_size 3 x ring_outer_size 2 = 6 ranks, but 4 ranks": {
         "attention": {"preset": "ring", "ring_inner_size": 3, "ring_outer_size": 2},
         "parallel": {"cp_size": 4},
     },

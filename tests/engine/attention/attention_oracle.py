@@ -8,14 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention.api import AttentionRuntime, SavedAttention
-from engine.attention.methods import PlanPair
 from engine.attention.executor import lockstep
+from engine.attention.grid import Grid
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layout import Layout, LayoutName, build_layout
 from engine.attention.mask import Mask, Visibility
-from engine.attention.plan import LinkBytes
+from engine.attention.methods import Blocks, PlanPair
+from engine.attention.plan import HeadPart, LinkBytes
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.runtime import AttentionRuntime
 from engine.attention.topology import Topology
 from engine.attention.transport import Hub
 
@@ -84,43 +85,46 @@ class Group:
     """All ranks of a group in this process."""
 
     plans: PlanPair
-    layout: Layout
+    blocks: Blocks
     kernel: TileKernel
     late: bool = True
     topology: Topology | None = None
     wire: torch.dtype = torch.float32
 
     def run(self, inputs: Inputs) -> GroupResult:
-        size = self.layout.size
-        index = [torch.from_numpy(self.layout.positions(rank)) for rank in range(size)]
-        forward_hub = Hub(size, self.topology, late=self.late)
-        forwards = [
-            self._runtime(r, forward_hub).forward_execution(inputs.q[i], inputs.k[i], inputs.v[i])
-            for r, i in enumerate(index)
-        ]
+        home = self.blocks.home
+        index = [torch.from_numpy(home.positions(rank)) for rank in range(home.size)]
+        local = [(inputs.q[i], inputs.k[i], inputs.v[i]) for i in index]
+        forward_hub = Hub(home.size, self.topology, late=self.late)
+        runtimes = [self._runtime(rank, forward_hub) for rank in range(home.size)]
+        forwards = [runtime.forward_execution(*qkv) for runtime, qkv in zip(runtimes, local, strict=True)]
         lockstep(forwards, forward_hub)
-        saved = []
-        for i, execution in zip(index, forwards, strict=True):
-            acc = execution.pinned("acc")
-            saved.append(
-                SavedAttention(inputs.q[i], inputs.k[i], inputs.v[i], acc["out"].to(inputs.q.dtype), acc["lse"])
-            )
-        backward_hub = Hub(size, self.topology, late=self.late)
+        finished = [r.collect(e, *qkv) for r, e, qkv in zip(runtimes, forwards, local, strict=True)]
+        backward_hub = Hub(home.size, self.topology, late=self.late)
         backwards = [
-            self._runtime(r, backward_hub).backward_execution(state, inputs.dout[i])
-            for r, (i, state) in enumerate(zip(index, saved, strict=True))
+            self._runtime(r, backward_hub).backward_execution(saved, inputs.dout[i], inputs.k.shape[1])
+            for r, (i, (_, saved)) in enumerate(zip(index, finished, strict=True))
         ]
         lockstep(backwards, backward_hub)
         dkv = [execution.pinned("dkv")["dkv"] for execution in backwards]
         parts = {
-            "out": [state.out for state in saved],
-            "lse": [state.lse for state in saved],
+            "out": [out for out, _ in finished],
             "dq": [execution.pinned("dq")["dq"].to(inputs.q.dtype) for execution in backwards],
             "dk": [x[:, 0].to(inputs.k.dtype) for x in dkv],
             "dv": [x[:, 1].to(inputs.v.dtype) for x in dkv],
         }
         values = {name: gather(index, tensors) for name, tensors in parts.items()}
+        values["lse"] = self._lse([saved.lse for _, saved in finished], inputs)
         return GroupResult(values, forward_hub.sent, backward_hub.sent)
+
+    def _lse(self, parts: list[Tensor], inputs: Inputs) -> Tensor:
+        """lse [N, H]: every rank has the rows of its ring member and its part of the heads."""
+        whole = torch.full(inputs.q.shape[:2], torch.nan, dtype=torch.float64)
+        for rank, part in enumerate(parts):
+            ring_index, head = self.blocks.grid.place(rank)
+            first, last = HeadPart(head, self.blocks.grid.heads).queries(inputs.q.shape[1])
+            whole[torch.from_numpy(self.blocks.ring.positions(ring_index)), first:last] = part.double()
+        return whole
 
     def _runtime(self, rank: int, hub: Hub) -> AttentionRuntime:
         return AttentionRuntime(
@@ -168,4 +172,5 @@ def build_group(
 ) -> Group:
     blocks = build_layout(layout, rows or mask.seq_len, ring.size)
     wire = torch.bfloat16 if ring.narrow_gradients else torch.float32
-    return Group(ring_plans(mask, blocks, ring, circulates), blocks, kernel, late, wire=wire)
+    plans = ring_plans(mask, blocks, ring, circulates)
+    return Group(plans, Blocks(Grid(1, ring.inner, ring.outer), blocks, blocks), kernel, late, wire=wire)

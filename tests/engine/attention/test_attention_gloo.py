@@ -69,7 +69,7 @@ def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int)
 def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
     shape = AttentionShape(HEADS, kv_heads, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
     rank, tokens = layer.cp_rank, shape.token_bytes()
-    plans = plan_method(layer.method, Mask(seq_len), layer.layout, rank)
+    plans = plan_method(layer.method, Mask(seq_len), layer.context().blocks, rank)
     forward, backward = (plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))
     return forward, backward
 

@@ -2,35 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import Segment, build_layout
+from engine.attention.layout import Layout, Segment, build_layout, piece_rows, split_for_heads
+from engine.attention.mask import Mask, Visibility
 from engine.errors import ConfigError
 
-NAMES = st.sampled_from(["contiguous", "zigzag", "striped"])
+NAMES = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"])
 
 
-@given(NAMES, st.integers(1, 200), st.integers(1, 16))
-def test_every_position_lies_on_exactly_one_rank(name: str, seq_len: int, size: int) -> None:
-    layout = build_layout(name, seq_len, size)
-    positions = [layout.positions(rank) for rank in range(size)]
-    assert sorted(np.concatenate(positions).tolist()) == list(range(seq_len))
-    assert [len(p) for p in positions] == [layout.rows(rank) for rank in range(size)]
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    name, seq_len, size = draw(NAMES), draw(st.integers(1, 200)), draw(st.integers(1, 16))
+    real = draw(st.integers(max(1, seq_len - 9), seq_len))
+    starts = draw(st.sets(st.integers(1, 199), max_size=20))
+    mask = Mask(
+        real, window=draw(st.none() | st.integers(1, 50)), documents=(0, *sorted(s for s in starts if s < real))
+    )
+    return build_layout(
+        name, seq_len, size, masks=(mask,), chunks=draw(st.integers(1, 5)) if name == "chunk_cyclic" else 1
+    )
 
 
-@given(NAMES, st.integers(1, 200), st.integers(1, 16))
-def test_local_order_ascends(name: str, seq_len: int, size: int) -> None:
-    layout = build_layout(name, seq_len, size)
-    assert all((np.diff(layout.positions(rank)) > 0).all() for rank in range(size))
+@settings(deadline=None)
+@given(layouts())
+def test_every_position_lies_on_exactly_one_rank(layout: Layout) -> None:
+    positions = [layout.positions(rank) for rank in range(layout.size)]
+    assert sorted(np.concatenate(positions).tolist()) == list(range(layout.seq_len))
+    assert [len(p) for p in positions] == [layout.rows(rank) for rank in range(layout.size)]
 
 
-@given(NAMES, st.integers(1, 200), st.integers(1, 16))
+@settings(deadline=None)
+@given(layouts())
+def test_local_order_ascends(layout: Layout) -> None:
+    assert all((np.diff(layout.positions(rank)) > 0).all() for rank in range(layout.size))
+
+
+@given(st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 200), st.integers(1, 16))
 def test_blocks_differ_by_at_most_two_rows(name: str, seq_len: int, size: int) -> None:
     layout = build_layout(name, seq_len, size)
     assert max(layout.row_counts) - min(layout.row_counts) <= 2
+
+
+@given(st.integers(1, 7), st.sets(st.integers(1, 199), max_size=60), st.integers(0, 9))
+def test_per_document_shares_every_document_and_the_whole_evenly(size: int, starts: set[int], padding: int) -> None:
+    mask = Mask(200, documents=(0, *sorted(starts)))
+    layout = build_layout("per_document", 200 + padding, size, masks=(mask,))
+    assert max(layout.row_counts) - min(layout.row_counts) <= 1
+    positions = [layout.positions(rank) for rank in range(size)]
+    for low, high in itertools.pairwise([*mask.documents, 200]):
+        shares = [int(((p >= low) & (p < high)).sum()) for p in positions]
+        assert max(shares) - min(shares) <= 2
+
+
+def test_per_document_gives_every_rank_equal_work_of_every_document() -> None:
+    mask = Mask(96, documents=(0, 16, 64))
+    visibility = Visibility(mask, build_layout("per_document", 96, 4, masks=(mask,)))
+    assert len({sum(visibility.pairs(q, k) for k in range(4)) for q in range(4)}) == 1
+
+
+def test_per_document_of_one_document_is_zigzag() -> None:
+    assert build_layout("per_document", 64, 4).segments == build_layout("zigzag", 64, 4).segments
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 6))
+def test_chunk_cyclic_chunks_join_to_contiguous_chunks(seq_len: int, size: int, chunks: int) -> None:
+    layout = build_layout("chunk_cyclic", seq_len, size, chunks=chunks)
+    edges = [i * seq_len // (chunks * size) for i in range(chunks * size + 1)]
+    for rank in range(size):
+        expected = [x for i in range(chunks) for x in range(edges[i * size + rank], edges[i * size + rank + 1])]
+        assert layout.positions(rank).tolist() == expected
 
 
 def test_zigzag_gives_every_rank_equal_causal_work() -> None:
@@ -44,9 +91,12 @@ def test_drawn_examples_of_the_docstring_hold() -> None:
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
         "striped": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "chunk_cyclic": [[0, 1, 4, 5], [2, 3, 6, 7]],
+        "per_document": [[0, 3, 4, 7], [1, 2, 5, 6]],
     }
     for name, blocks in expected.items():
-        layout = build_layout(name, 8, 2)
+        mask = Mask(8, documents=(0, 4))
+        layout = build_layout(name, 8, 2, masks=(mask,), chunks=2 if name == "chunk_cyclic" else 1)
         assert [layout.positions(rank).tolist() for rank in range(2)] == blocks
 
 
@@ -56,7 +106,60 @@ def test_rows_between_agrees_with_enumeration(start: int, stride: int, count: in
     assert list(rows) == [i for i in range(count) if low <= start + stride * i < high]
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 7])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "chunk_cyclic"])
+def test_an_exchange_over_the_head_ranks_restores_the_ring_ranks_rows(name: str, chunks: int, heads: int) -> None:
+    layout = build_layout(name, 101, 3, chunks=4 if name == "chunk_cyclic" else 1)
+    split = split_for_heads(layout, heads, chunks)
+    for ring_rank in range(3):
+        rows = layout.positions(ring_rank)
+        held = [_positions(split[ring_rank][head_rank]) for head_rank in range(heads)]
+        restored: list[int] = []
+        for chunk in range(chunks):
+            for head_rank in range(heads):
+                start, stop = piece_rows(len(rows), heads, chunks, head_rank, chunk)
+                assert held[head_rank][: stop - start] == rows[start:stop].tolist()
+                restored += held[head_rank][: stop - start]
+                held[head_rank] = held[head_rank][stop - start :]
+        assert restored == rows.tolist()
+        assert not any(held)
+
+
+def _positions(segments: Sequence[Segment]) -> list[int]:
+    return [s.start + s.stride * i for s in segments for i in range(s.count)]
+
+
+@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 5))
+def test_pieces_differ_by_at_most_one_row_inside_a_chunk_and_cover_all_rows(rows: int, heads: int, chunks: int) -> None:
+    pieces = [[piece_rows(rows, heads, chunks, hp, chunk) for hp in range(heads)] for chunk in range(chunks)]
+    flat = [piece for of_chunk in pieces for piece in of_chunk]
+    assert [stop for _, stop in flat[:-1]] == [start for start, _ in flat[1:]]
+    assert (flat[0][0], flat[-1][1]) == (0, rows)
+    for of_chunk in pieces:
+        sizes = [stop - start for start, stop in of_chunk]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_drawn_example_of_piece_rows_holds() -> None:
+    assert [piece_rows(10, 2, 2, 0, chunk) for chunk in (0, 1)] == [(0, 2), (5, 7)]
+    assert [piece_rows(10, 2, 2, 1, chunk) for chunk in (0, 1)] == [(2, 5), (7, 10)]
+    with pytest.raises(ConfigError, match="head rank 2 of 2"):
+        piece_rows(10, 2, 2, 2, 0)
+
+
 @pytest.mark.parametrize(("seq_len", "size"), [(0, 1), (4, 0)])
 def test_senseless_sizes_are_refused(seq_len: int, size: int) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         build_layout("zigzag", seq_len, size)
+
+
+def test_everything_wrong_with_a_layout_is_listed_at_once() -> None:
+    masks = (Mask(40, documents=(0, 3)), Mask(50))
+    with pytest.raises(ConfigError) as caught:
+        build_layout("per_document", 0, 0, masks=masks, chunks=2)
+    assert len(caught.value.problems) == 4
+    with pytest.raises(ConfigError, match="got no mask"):
+        build_layout("balanced", 8, 2)
+    with pytest.raises(ConfigError, match="legal are contiguous, zigzag"):
+        build_layout("spiral", 8, 2)  # type: ignore[arg-type]

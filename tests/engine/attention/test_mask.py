@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import build_layout
+from engine.attention.layout import Layout, Segment, build_layout
 from engine.attention.mask import Band, BlockList, Mask, Visibility, normalise
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PlanError
 
 OPTIONAL_WINDOW = st.none() | st.integers(1, 30)
 
@@ -21,24 +23,61 @@ def masks(draw: st.DrawFn, max_len: int = 40) -> Mask:
     starts = draw(st.sets(st.integers(1, max(1, seq_len - 1)), max_size=4)) if draw(st.booleans()) else set()
     documents = (0, *sorted(s for s in starts if s < seq_len)) if starts else ()
     pair = st.tuples(st.integers(0, 8), st.integers(0, 8))
-    blocks = draw(st.none() | st.builds(BlockList, st.integers(1, 9), st.frozensets(pair, max_size=20)))
-    return Mask(seq_len, draw(st.booleans()), draw(OPTIONAL_WINDOW), documents, blocks)
+    blocks = draw(st.none() | st.builds(BlockList.from_pairs, st.integers(1, 9), st.frozensets(pair, max_size=20)))
+    window = draw(OPTIONAL_WINDOW)
+    sink = draw(st.integers(0, 6)) if window else 0
+    return Mask(seq_len, draw(st.booleans()), window, documents, blocks, sink)
 
 
-@settings(max_examples=300, deadline=None)
-@given(masks(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 5), st.integers(0, 5))
-def test_bands_cover_exactly_the_visible_pairs_once(mask: Mask, name: str, size: int, padding: int) -> None:
-    layout = build_layout(name, mask.seq_len + padding, size)
-    visibility = Visibility(mask, layout)
-    for q_rank in range(size):
-        for kv_rank in range(size):
+LAYOUTS = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"])
+
+
+@st.composite
+def masks_with_layouts(draw: st.DrawFn) -> Visibility:
+    mask, name = draw(masks()), draw(LAYOUTS)
+    chunks = draw(st.integers(1, 4)) if name == "chunk_cyclic" else 1
+    padded = mask.seq_len + draw(st.integers(0, 5))
+    return Visibility(mask, build_layout(name, padded, draw(st.integers(1, 5)), masks=(mask,), chunks=chunks))
+
+
+@settings(max_examples=500, deadline=None)
+@given(masks_with_layouts())
+def test_bands_cover_exactly_the_visible_pairs_once(visibility: Visibility) -> None:
+    mask, layout = visibility.mask, visibility.layout
+    for q_rank in range(layout.size):
+        for kv_rank in range(layout.size):
             queries, keys = layout.positions(q_rank).tolist(), layout.positions(kv_rank).tolist()
             found: Counter[tuple[int, int]] = Counter()
             for band in visibility.bands(q_rank, kv_rank):
-                pairs = list(pairs_of(band))
-                assert len(pairs) == band.area()
+                pairs = pairs_of(band)
+                assert len(pairs) == band.area() > 0
                 found.update((queries[i], keys[j]) for i, j in pairs)
             assert found == Counter((i, j) for i in queries for j in keys if mask.visible(i, j))
+
+
+@given(masks(), st.integers(0, 10), st.integers(1, 3), st.integers(1, 12), st.integers(0, 10), st.integers(1, 12))
+def test_two_segments_of_one_stride_have_the_bands_of_the_mask(
+    mask: Mask, q_start: int, stride: int, queries: int, k_start: int, keys: int
+) -> None:
+    q, kv = Segment(q_start, stride, queries), Segment(k_start, stride, keys)
+    found = Counter(pair for band in mask.bands(q, kv) for pair in pairs_of(band))
+    visible = [
+        (i, j) for i in range(queries) for j in range(keys) if mask.visible(q_start + stride * i, k_start + stride * j)
+    ]
+    assert found == Counter(visible)
+
+
+def test_segments_of_different_strides_are_refused() -> None:
+    with pytest.raises(PlanError, match="strides 2 and 1"):
+        Mask(20).bands(Segment(0, 2, 5), Segment(0, 1, 5))
+
+
+@given(masks(), st.lists(st.integers(0, 45), max_size=5))
+def test_pairs_before_counts_the_pairs_of_all_earlier_queries(mask: Mask, positions: list[int]) -> None:
+    rows = [sum(mask.visible(q, k) for k in range(mask.seq_len)) for q in range(46)]
+    counted = mask.pairs_before(np.array(positions, dtype=np.int64)).tolist()
+    assert counted == [sum(rows[:position]) for position in positions]
+    assert mask.num_pairs() == sum(rows)
 
 
 def pairs_of(band: Band) -> list[tuple[int, int]]:
@@ -80,13 +119,91 @@ def test_striped_causal_tiles_stay_causal() -> None:
     assert all(band.is_causal for a in range(4) for b in range(4) for band in visibility.bands(a, b))
 
 
-@pytest.mark.parametrize("documents", [(1, 5), (0, 5, 5), (0, 7, 3)])
-def test_documents_out_of_order_are_refused(documents: tuple[int, ...]) -> None:
+def test_a_ranks_own_rows_of_a_causal_document_are_one_tile() -> None:
+    mask = Mask(60, documents=(0, 17, 40))
+    for name in ("zigzag", "chunk_cyclic", "per_document", "striped"):
+        visibility = Visibility(
+            mask, build_layout(name, 64, 3, masks=(mask,), chunks=4 if name == "chunk_cyclic" else 1)
+        )
+        for rank in range(3):
+            positions = visibility.layout.positions(rank)
+            held = sum(
+                bool(((positions >= low) & (positions < high)).any()) for low, high in ((0, 17), (17, 40), (40, 60))
+            )
+            bands = visibility.bands(rank, rank)
+            assert len(bands) == held
+            assert all(band.is_causal or band.num_queries == 1 for band in bands)
+
+
+def test_rows_out_of_order_are_not_taken_for_one_causal_tile() -> None:
+    layout = Layout("contiguous", 4, ((Segment(2, 1, 2), Segment(0, 1, 2)),))
+    found = {pair for band in Visibility(Mask(4), layout).bands(0, 0) for pair in pairs_of(band)}
+    positions = layout.positions(0).tolist()
+    assert found == {(i, j) for i in range(4) for j in range(4) if positions[j] <= positions[i]}
+
+
+def test_sinks_belong_to_their_document_and_are_exact_in_tokens() -> None:
+    mask = Mask(20, window=3, sink=2, documents=(0, 11))
+    seen = {q: [k for k in range(20) if mask.visible(q, k)] for q in (1, 4, 10, 11, 18)}
+    assert seen == {1: [0, 1], 4: [0, 1, 2, 3, 4], 10: [0, 1, 8, 9, 10], 11: [11], 18: [11, 12, 16, 17, 18]}
+
+
+def test_packed_documents_see_what_each_would_see_alone() -> None:
+    starts, lengths = (0, 1, 9, 30), (1, 8, 21, 10)
+    packed = Mask(40, window=5, sink=2, documents=starts)
+    for start, length in zip(starts, lengths, strict=True):
+        alone = Mask(length, window=5, sink=2)
+        for q in range(length):
+            row = [packed.visible(start + q, k) for k in range(40)]
+            assert row == [False] * start + [alone.visible(q, k) for k in range(length)] + [False] * (
+                40 - start - length
+            )
+
+
+def test_areas_of_a_million_rows_are_closed_forms() -> None:
+    rows = 1 << 20
+    assert Band(0, rows, 0, rows, low=0).area() == rows * (rows + 1) // 2
+    assert Band(0, rows, 0, rows, 0, 7).area() == 8 * rows - 28
+    assert Band(0, rows, 0, rows, -3, 3).area() == 7 * rows - 12
+    assert Mask(rows, window=8).num_pairs() == 8 * rows - 28
+
+
+def random_documents(count: int, seq_len: int) -> tuple[int, ...]:
+    starts = np.random.default_rng(0).choice(np.arange(1, seq_len), count - 1, replace=False)
+    return (0, *sorted(starts.tolist()))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_hundreds_of_documents_over_a_million_tokens_give_few_tiles_fast(layout: str) -> None:
+    mask = Mask(1 << 20, documents=random_documents(600, 1 << 20))
+    visibility = Visibility(mask, build_layout(layout, 1 << 20, 32, masks=(mask,)))
+    started = time.process_time()
+    tiles = [sum(len(visibility.bands(q, k)) for k in range(32)) for q in range(32)]
+    assert time.process_time() - started < 1
+    assert max(tiles) <= 64
+    assert sum(visibility.pairs(q, k) for q in range(32) for k in range(32)) == mask.num_pairs()
+
+
+def test_four_million_tokens_on_256_ranks_are_planned_fast() -> None:
+    visibility = Visibility(Mask(1 << 22, window=1 << 15, sink=64), build_layout("zigzag", 1 << 22, 256))
+    started = time.process_time()
+    tiles = [sum(len(visibility.bands(q, k)) for k in range(256)) for q in range(256)]
+    assert time.process_time() - started < 2
+    assert max(tiles) <= 16
+
+
+@pytest.mark.parametrize("documents", [(1, 5), (0, 5, 5), (0, 7, 3), (0, 10)])
+def test_documents_out_of_order_or_out_of_range_are_refused(documents: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="document starts"):
         Mask(10, documents=documents)
 
 
 def test_all_mask_problems_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Mask(0, window=0)
-    assert len(caught.value.problems) == 2
+        Mask(0, window=0, sink=-1, documents=(3,))
+    assert len(caught.value.problems) == 4
+
+
+def test_a_sink_without_a_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="together with a window"):
+        Mask(10, sink=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.presets import PRESETS, resolve_attention
+from engine.attention.presets import PRESETS, resolve_attention, warnings_of
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.errors import ConfigError
@@ -59,7 +59,7 @@ def test_single_on_several_ranks_is_refused_with_the_remedy() -> None:
 
 
 def test_ring_sizes_that_do_not_multiply_list_the_legal_ones() -> None:
-    with pytest.raises(ConfigError, match="1x8, 2x4, 4x2, 8x1"):
+    with pytest.raises(ConfigError, match=r"= 9 ranks, but 8 ranks .* nearest legal head x inner x outer: 1 x 2 x 4"):
         resolve("burst", ring_inner_size=3, ring_outer_size=3)
 
 
@@ -78,3 +78,81 @@ def test_every_preset_describes_itself() -> None:
 def test_topology_of_a_group_of_consecutive_ranks(size: int, expected: tuple[int, int]) -> None:
     group = Topology(4, 4).group(size)
     assert (group.nodes, group.local_ranks) == expected
+
+
+SHAPES = {
+    "ulysses": (8, 1, 1),
+    "burst_ulysses": (4, 2, 1),
+    "loongtrain": (4, 1, 2),
+    "usp": (4, 2, 1),
+    "megatron_cp": (1, 8, 1),
+    "megatron_allgather": (1, 8, 1),
+    "megatron_hierarchical": (4, 2, 1),
+    "fpdt": (8, 1, 1),
+    "alst": (8, 1, 1),
+}
+
+
+@pytest.mark.parametrize("preset", SHAPES)
+def test_presets_fit_two_nodes_of_four_ranks(preset: str) -> None:
+    method = resolve(preset, nodes=2, local=4, model=ModelConfig(num_heads=8, num_kv_heads=8))
+    degrees = (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size)
+    assert degrees == SHAPES[preset]
+    assert (method.chunk_tokens is not None) == (preset == "fpdt")
+
+
+def test_head_parallelism_takes_what_the_kv_heads_allow_and_leaves_the_rest_to_the_ring() -> None:
+    method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
+    assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
+
+
+def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
+    model = ModelConfig(num_heads=6, num_kv_heads=2)
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            "loongtrain",
+            model=model,
+            head_parallel_size=4,
+            ring_inner_size=3,
+            ring_outer_size=1,
+            backward_order="reversed",
+            backward_circulates="q",
+            layout="chunk_cyclic",
+            chunk_store="host",
+        )
+    text = "\n".join(caught.value.problems)
+    for rule in (
+        "= 12 ranks, but 8 ranks share a sequence",
+        "4 ranks cannot divide 6 query heads evenly; nearest legal head x inner x outer: ",
+        "chunk_cyclic orders tokens by chunks",
+        "chunk_store=host speaks of chunks",
+        "reversed is for K,V",
+    ):
+        assert rule in text
+    for legal in text.split("outer: ")[1].splitlines()[0].split(", "):
+        heads, inner, outer = map(int, legal.split(" x "))
+        assert (heads * inner * outer, 6 % heads) == (8, 0)
+
+
+def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("megatron_allgather", backward_circulates="q", backward_order="reversed")
+    assert len(caught.value.problems) == 3
+
+
+def test_kv_heads_that_several_ranks_need_are_replicated() -> None:
+    method = resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2))
+    assert method.kv_replicated
+    with pytest.raises(ConfigError, match="neither divide the 3 kv heads evenly nor hold equally many copies"):
+        resolve("ulysses", nodes=1, local=2, model=ModelConfig(num_heads=6, num_kv_heads=3))
+
+
+def test_an_inner_ring_that_crosses_nodes_is_warned_of() -> None:
+    topology = Topology(2, 4)
+    config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=8, ring_outer_size=1))
+    assert warnings_of(resolve_attention(config, topology), topology) == []  # a flat ring is what it says
+    config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=1, ring_outer_size=8))
+    assert warnings_of(resolve_attention(config, topology), topology) == []
+    odd = Topology(3, 2)
+    config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=3, ring_outer_size=2))
+    assert "inner hops cross nodes" in warnings_of(resolve_attention(config, odd), odd)[0]

@@ -1,0 +1,170 @@
+"""attention=auto: every legal method of a group of ranks, planned, replayed on a machine model, and ranked. No torch.
+
+The ranking is a pure function of configuration, topology and machine, so every rank comes to the same choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.attention.presets import PRESETS, AttentionMethod, legal_degrees, local_heads, resolve_attention
+from engine.attention.preview import AttentionPreview, preview_attention
+from engine.attention.topology import Topology
+from engine.config import AttentionConfig, RunConfig
+from engine.config_reader import to_plain
+from engine.errors import ConfigError
+from engine.simulate.machine import Machine, find_machine
+
+# Larger groups are judged by a smaller one with as many ranks per node and as many tokens per rank.
+MOST_RANKS_REPLAYED = 32
+# Nearer than this, predictions say nothing, and the method with smaller buffers is taken.
+INDIFFERENCE = 0.01
+# Points of the space that differ from another one only in what they keep or how they cut layers.
+NOT_COMPARED = frozenset({"single", "megatron_tp", "fpdt", "alst"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal method with what it is predicted to cost, all layers and both passes of one sequence."""
+
+    attention: AttentionConfig
+    method: AttentionMethod
+    seconds: float
+    exposed_s: float
+    buffer_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON."""
+        method = self.method
+        return {
+            "preset": method.preset,
+            "head_parallel_size": method.head_parallel_size,
+            "ring_inner_size": method.ring_inner_size,
+            "ring_outer_size": method.ring_outer_size,
+            "layout": method.layout,
+            "backward_circulates": method.backward_circulates,
+            "seconds": self.seconds,
+            "exposed_s": self.exposed_s,
+            "buffer_bytes": self.buffer_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The configuration with the best method in place of auto, and all candidates, best first."""
+
+    config: RunConfig
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def reason(self) -> str:
+        """Why this one, in one sentence."""
+        best, *others = self.candidates
+        against = f"; next {others[0].method.preset} {others[0].seconds:.3g} s" if others else ""
+        return (
+            f"auto: {best.method.preset} is predicted at {best.seconds:.3g} s per step of attention, "
+            f"{best.exposed_s:.3g} s of it exposed communication, first of {len(self.candidates)} methods{against}"
+        )
+
+
+def settle_auto(config: RunConfig, topology: Topology, machine: Machine | None = None) -> Choice:
+    """The best method for the ranks of `topology`, which share one sequence; a config that names its method is kept.
+
+    Raises ConfigError when no method is legal, with the rules that every one of them violates.
+    """
+    if config.attention.preset != "auto":
+        return Choice(config, ())
+    machine = machine or machine_of(config)
+    candidates = rank_methods(config, topology, machine)
+    return Choice(replace(config, attention=candidates[0].attention), tuple(candidates))
+
+
+def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[Candidate]:
+    """Every legal method once, best first."""
+    small, small_topology = judged_group(config, topology)
+    found: dict[AttentionMethod, Candidate] = {}
+    problems: list[str] = []
+    for attention in _points(config, topology):
+        try:
+            method = resolve_attention(replace(config, attention=attention), topology)
+            anonymous = replace(method, preset="auto", reason="")
+            if anonymous in found:
+                continue
+            judged = _fitted(attention, method, topology, small_topology)
+            preview = preview_attention(replace(small, attention=judged), small_topology, machine)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        found[anonymous] = _candidate(attention, method, preview)
+    if not found:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    ordered = sorted(found.values(), key=lambda candidate: candidate.seconds)
+    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
+    best = min(near, key=lambda candidate: candidate.buffer_bytes)
+    return [best, *(candidate for candidate in ordered if candidate is not best)]
+
+
+def judged_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
+    """The configuration and topology whose replay stands for those given."""
+    if topology.size <= MOST_RANKS_REPLAYED or config.attention.mask == "blocks":
+        return config, topology
+    nodes = max(2, MOST_RANKS_REPLAYED // topology.local_ranks) if topology.nodes > 1 else 1
+    smaller = Topology(nodes, min(topology.local_ranks, MOST_RANKS_REPLAYED // nodes))
+    seq_len = config.train.seq_len * smaller.size // topology.size
+    return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
+
+
+def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
+    """The configured machine; by the device's name, where the name of the machine is auto."""
+    settings = config.cluster.machine
+    name: str = settings.name
+    if name == "auto":
+        known = [key for key in ("a100", "h100", "h200") if device_name and key in device_name.lower()]
+        name = "cpu" if config.cluster.backend == "gloo" or device_name == "cpu" else (*known, "h100")[0]
+    changes = {key: value for key, value in to_plain(settings).items() if key != "name" and value is not None}
+    return find_machine(name, changes)
+
+
+def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
+    """Presets, what may circulate in them, and every 2D shape whose head groups and inner rings fill a node."""
+    base = config.attention
+    for name, preset in PRESETS.items():
+        if name not in NOT_COMPARED:
+            yield replace(base, preset=name)
+            if preset.backward_circulates == "auto" and base.backward_circulates is None:
+                yield replace(base, preset=name, backward_circulates="kv")
+                yield replace(base, preset=name, backward_circulates="q")
+    model = local_heads(config.model, config.parallel.tp_size)
+    for degrees in legal_degrees(topology.size, model):
+        if degrees.heads > 1 and degrees.heads * degrees.inner == topology.local_ranks and degrees.outer > 1:
+            shaped = replace(
+                base,
+                preset="loongtrain",
+                head_parallel_size=degrees.heads,
+                ring_inner_size=degrees.inner,
+                ring_outer_size=degrees.outer,
+            )
+            yield replace(shaped, backward_circulates="kv")
+            yield replace(shaped, backward_circulates="q")
+
+
+def _fitted(
+    attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology
+) -> AttentionConfig:
+    """The method's settings for the smaller group that stands for the whole one."""
+    if small == topology:
+        return attention
+    heads = math.gcd(method.head_parallel_size, small.local_ranks)
+    inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
+    outer = small.size // heads // inner
+    return replace(attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
+
+
+def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:
+    time = preview.time_to_dict()
+    assert time is not None
+    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.passes)
+    return Candidate(attention, method, time["seconds"], time["exposed_s"], buffers)

@@ -1,0 +1,94 @@
+"""Attention over sequences that a group of ranks shares: the group's channels, opened once, and contexts made from them.
+
+    group = open_group(...)                         collective, once: process groups, one per channel
+    context = build_context(group, layers, ...)     plans of this rank for one length, layout and masks; no messages
+    out = context(q, k, v)                          differentiable; every rank of the group calls it
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels.base import TileKernel
+from engine.attention.layers import LayerAttention
+from engine.attention.layout import Layout
+from engine.attention.methods import Blocks, divide_sequence, plan_method
+from engine.attention.plan import HOST_CHANNELS, Channel
+from engine.attention.runtime import AttentionRuntime, run_attention
+from engine.attention.topology import Topology
+from engine.attention.transport import DistributedTransport, LocalTransport, Transport, make_channel_groups
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """This rank's place among those that share a sequence, where these lie, and the channels between them."""
+
+    rank: int
+    topology: Topology
+    transport: Transport
+    kernel: TileKernel
+
+
+def open_transport(
+    cp_groups: Sequence[Sequence[int]], world_rank: int, topology: Topology, *, timeout: timedelta
+) -> Transport:
+    """Channels of the group of `world_rank`. Collective: every rank of the world calls it with the same groups."""
+    own = next(ranks for ranks in cp_groups if world_rank in ranks)
+    if len(own) == 1:
+        return LocalTransport()
+    channels = [channel for channel in Channel if channel not in HOST_CHANNELS]
+    groups = make_channel_groups(cp_groups, world_rank, channels, timeout)
+    return DistributedTransport(groups, own, topology, list(own).index(world_rank))
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """Attention of one rank over sequences of one length, layout and set of masks; an AttentionFn of the first layer.
+
+    Call with q [B, T, H, D], k and v [B, T, K, D] of this rank's rows in the order of `layout`; returns out
+    [B, T, H, D]. All ranks of the group must call it (and run its backward) equally often in the same order.
+    """
+
+    group: AttentionGroup
+    blocks: Blocks
+    layers: tuple[LayerAttention, ...]
+    runtimes: tuple[AttentionRuntime, ...]  # of the layers in turn
+
+    @property
+    def layout(self) -> Layout:
+        """Which positions every rank holds."""
+        return self.blocks.home
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the first layer."""
+        return run_attention(q, k, v, self.runtimes[0])
+
+    def functions(self, num_layers: int) -> list[AttentionFn]:
+        """Attention of every layer of a model."""
+        turn = [functools.partial(run_attention, runtime=runtime) for runtime in self.runtimes]
+        return [turn[index % len(turn)] for index in range(num_layers)]
+
+
+def build_context(group: AttentionGroup, layers: Sequence[LayerAttention], padded_len: int) -> AttentionContext:
+    """Plans of this rank for the given layers; `padded_len` tokens are divided, those past the masks' length unseen."""
+    blocks = divide_sequence(layers[0].method, padded_len, [layer.mask for layer in layers])
+    runtimes: dict[LayerAttention, AttentionRuntime] = {}
+    for layer in layers:
+        if layer not in runtimes:
+            plans = plan_method(layer.method, layer.mask, blocks, group.rank)
+            runtimes[layer] = AttentionRuntime(
+                plans.forward.ranks[group.rank],
+                plans.backward.ranks[group.rank],
+                group.kernel,
+                group.transport,
+                getattr(torch, layer.method.gradient_wire_dtype),
+            )
+    return AttentionContext(group, blocks, tuple(layers), tuple(runtimes[layer] for layer in layers))

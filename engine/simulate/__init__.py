@@ -1,0 +1,1 @@
+"""Replay of attention plans against a model of a machine: predicted times without running anything."""

@@ -1,0 +1,184 @@
+"""`burst plan`: what people and programs read, pictures, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burst_cli.compose import compose
+from burst_cli.schedule_picture import MAX_RANKS, shown_ranks
+from engine.attention.topology import Topology
+from engine.flops import attention_pairs, step_flops
+from engine.simulate.machine import MACHINES
+
+
+def document(result: Any) -> Any:
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_json_is_the_documented_one(burst) -> None:
+    plan = document(burst("plan", "exp=tiny", "--json"))
+    assert (plan["preset"], plan["legal"], plan["world_size"]) == ("burst", True, 4)
+    assert plan["topology"] == {"nodes": 1, "local_ranks": 4}
+    assert (plan["memory"], plan["time"]) == (None, None)
+    attention = plan["attention"]
+    assert attention["backward_circulates"] in ("kv", "q")
+    assert attention["reason"].startswith("auto: ")
+    assert attention["balance"] == 1.0
+    assert attention["bytes_per_layer"]["forward"] == {"intra": 3 * 2**20, "inter": 0, "host": 0}
+    model = compose(["exp=tiny"]).config.model
+    expected = step_flops(model, seq_len=2048, visible_pairs=attention_pairs("causal", 2048))
+    assert plan["flops"]["model"] == expected.model
+
+
+def test_the_table_shows_both_passes(burst) -> None:
+    shown = burst("plan", "exp=tiny").out
+    assert "2,048 tokens on 4 ranks on 1 node" in shown
+    for words in ("steps", "tiles", "balance", "sent inside the node", "buffers on the device", "q circulates"):
+        assert words in shown
+    assert "predicted" not in shown
+
+
+def test_a_machine_adds_predicted_seconds(burst) -> None:
+    shown = burst("plan", "exp=tiny", "--machine", "cpu").out
+    assert "predicted seconds (cpu)" in shown
+    time = document(burst("plan", "exp=tiny", "--machine", "cpu", "--json"))["time"]
+    assert time["machine"] == "cpu"
+    assert time["per_layer"]["backward"]["seconds"] > time["per_layer"]["forward"]["seconds"] > 0
+
+
+def test_fields_of_the_machine_can_be_changed(burst) -> None:
+    fast, slow = (
+        document(burst("plan", "exp=tiny", "--json", "--machine", "cpu", "--with", f"intra_bytes_per_s={rate}"))
+        for rate in ("1e9", "1e6")
+    )
+    assert slow["time"]["exposed_s"] > 100 * fast["time"]["exposed_s"]
+
+
+def test_ranks_and_nodes_fill_in_what_the_configuration_leaves_open(burst) -> None:
+    plan = document(burst("plan", "exp=llama8b_1m", "--ranks", "16", "--nodes", "2", "--json"))
+    assert plan["world_size"] == 16
+    assert plan["topology"] == {"nodes": 2, "local_ranks": 8}
+    assert plan["attention"]["ring_inner_size"] == 8
+    assert plan["attention"]["bytes_per_layer"]["forward"]["inter"] > 0
+
+
+def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
+    plan = document(burst("plan", "exp=tiny", "parallel.dp_shard_size=2", "--json"))
+    assert (plan["world_size"], plan["cp_size"]) == (4, 2)
+
+
+def test_compare_shows_the_named_options_side_by_side(burst) -> None:
+    plans = document(burst("plan", "exp=tiny", "--compare", "ring,striped", "--json"))["plans"]
+    assert [plan["preset"] for plan in plans] == ["ring", "striped"]
+    shown = burst("plan", "exp=tiny", "--compare", "ring,striped", "--machine", "cpu").out
+    rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert rows == ["ring", "striped"]
+
+
+def test_all_lists_the_illegal_ones_with_their_reasons(burst) -> None:
+    plans = {plan["preset"]: plan for plan in document(burst("plan", "exp=tiny", "--all", "--json"))["plans"]}
+    assert plans["burst"]["legal"]
+    assert not plans["single"]["legal"]
+    assert "holds the whole sequence on one rank" in plans["single"]["problems"][0]
+    shown = burst("plan", "exp=tiny", "--all").out
+    assert "single: not legal here" in shown
+    assert "set parallel.cp_size=1" in shown
+
+
+def test_a_narrow_terminal_gets_a_column_per_option(burst, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = burst("plan", "exp=tiny", "--compare", "ring,striped").out
+    heading = next(line for line in shown.splitlines() if "attention" in line)
+    assert "ring" in heading
+    assert "striped" in heading
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_a_picture_is_drawn(burst, tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    result = burst("plan", "exp=tiny", "--machine", "cpu", "--picture", str(path), "--json")
+    assert document(result)["picture"] == str(path)
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_picture_names_method_ranks_and_channels(burst, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    arguments = ["exp=tiny", "--ranks", "6", "--nodes", "2", "--machine", "h100", "--picture", str(path)]
+    assert burst("plan", *arguments).code == 0
+    text = path.read_text()
+    words = ("burst on 6 ranks (2 x 3), h100", "rank 5", "forward: ", "backward: ", "exposed: ", "tile, causal")
+    for word in (*words, "payload, outer ring", "gradients, inner ring"):
+        assert word in text
+    assert burst("plan", *arguments, "--pass", "backward").code == 0
+    assert "forward: " not in path.read_text()
+
+
+def test_the_same_plan_gives_the_same_picture(burst, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("first.svg", "second.svg")]
+    for path in paths:
+        assert burst("plan", "exp=tiny", "--machine", "cpu", "--picture", str(path)).code == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("topology", "count"),
+    [(Topology(2, 8), 16), (Topology(8, 8), 8), (Topology(2, 40), MAX_RANKS), (Topology(64, 1), 32)],
+)
+def test_a_large_group_is_drawn_in_part(topology: Topology, count: int) -> None:
+    assert shown_ranks(topology) == tuple(range(count))
+
+
+MISTAKES = [
+    (["exp=llama8b_1m"], "the number of ranks is unknown", "--ranks 16 --nodes 2"),
+    (["exp=tiny", "--machine", "h10"], "'h10'", "did you mean h100?"),
+    (["exp=tiny", "--machine", "h100", "--with", "inter=fast"], "--with inter=fast", "inter_bytes_per_s=25e9"),
+    (["exp=tiny", "--machine", "h100", "--with", "inter=5"], "no such field: inter", "inter_bytes_per_s"),
+    (["exp=tiny", "--machine", "h100", "--with", "inter_bytes_per_s=0"], "is 0.0", "more than 0"),
+    (["exp=tiny", "--with", "shared_nic=1"], "--with shared_nic=1", "name one with --machine"),
+    (["exp=tiny", "--compare", "ring,usq"], "no option 'usq' of attention", "burst, "),
+    (["exp=tiny", "--compare", ""], "no option ''", "burst, "),
+    (["exp=tiny", "attention=ring", "--all"], "attention=ring", "leave it out"),
+    (["exp=tiny", "--all", "--compare", "ring"], "exclude each other", "leave out --all"),
+    (["exp=tiny", "--picture", "plan.svg"], "predicted times", "--machine"),
+    (["exp=tiny", "--machine", "cpu", "--picture", "plan.pdf"], "plan.pdf", ".svg or .png"),
+    (["exp=tiny", "--machine", "cpu", "--picture", "/no/such/plan.svg"], "no such folder", "create it first"),
+    (["exp=tiny", "--machine", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
+    (["exp=tiny", "--ranks", "0"], "--ranks", "burst plan --help"),
+    (["exp=tiny", "--nodes", "3"], "3 nodes cannot share 4 ranks", "divisor"),
+    (["exp=tiny", "attention=single"], "4 ranks share it", "choose attention=burst"),
+    (["exp=tiny", "--all", "model.head_dim=63"], "model.head_dim: got 63", "expected an even number"),
+]
+
+
+@pytest.mark.parametrize(("argv", "mistake", "remedy"), MISTAKES, ids=[" ".join(case[0]) for case in MISTAKES])
+def test_a_mistake_is_named_with_its_remedy(burst, argv: list[str], mistake: str, remedy: str) -> None:
+    result = burst("plan", *argv)
+    assert result.code == 2, result.out
+    assert result.err.startswith("error: ")
+    assert mistake in result.err
+    assert remedy in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def test_a_plan_without_picture_loads_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from burst_cli.app import main; main(['plan', 'exp=tiny', '--machine', 'cpu', '--json']); "
+        "print([name for name in ('torch', 'matplotlib') if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "[]"
+
+
+def test_help_teaches_with_examples(burst) -> None:
+    shown = burst("plan", "--help").out
+    for words in ("burst plan exp=tiny", "--all", "--machine", "Balance", "Exposed", *MACHINES):
+        assert words in shown

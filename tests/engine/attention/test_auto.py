@@ -1,0 +1,87 @@
+"""attention=auto: the ranking follows the links, keeps what is configured, and is the same for every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.attention.auto import MOST_RANKS_REPLAYED, judged_group, machine_of, rank_methods, settle_auto
+from engine.attention.preview import preview_attention
+from engine.attention.topology import Topology
+from engine.config import AttentionConfig, ClusterConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
+from engine.errors import ConfigError
+from engine.simulate.machine import find_machine
+
+AUTO = RunConfig(
+    model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),
+    attention=AttentionConfig(preset="auto"),
+    train=TrainConfig(seq_len=4096),
+)
+SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
+NODES = Topology(2, 4)
+
+
+def test_the_first_is_fastest_within_one_percent_and_a_named_preset_replaces_auto() -> None:
+    choice = settle_auto(AUTO, NODES, SLOW_RAILS)
+    best, *others = choice.candidates
+    assert all(best.seconds <= 1.01 * other.seconds for other in others)
+    assert [c.seconds for c in others] == sorted(c.seconds for c in others)
+    assert choice.config.attention.preset == best.method.preset != "auto"
+    assert best.method.preset in choice.reason
+
+
+def test_slow_links_between_nodes_put_flat_rings_last() -> None:
+    seconds = {c.method.preset: c.seconds for c in reversed(rank_methods(AUTO, NODES, SLOW_RAILS))}
+    assert max(seconds["burst"], seconds["loongtrain"], seconds["burst_ulysses"]) < min(
+        seconds["ring"], seconds["striped"]
+    )
+
+
+def test_the_prediction_is_that_of_the_plan_preview() -> None:
+    best = rank_methods(AUTO, NODES, SLOW_RAILS)[0]
+    preview = preview_attention(replace(AUTO, attention=best.attention), NODES, SLOW_RAILS)
+    time = preview.time_to_dict()
+    assert time is not None
+    assert best.seconds == time["seconds"]
+
+
+def test_no_method_comes_twice() -> None:
+    methods = [replace(c.method, preset="auto", reason="") for c in rank_methods(AUTO, NODES, SLOW_RAILS)]
+    assert len(methods) == len(set(methods)) > 8
+
+
+def test_axes_that_are_configured_stay() -> None:
+    config = replace(AUTO, attention=replace(AUTO.attention, layout="striped", gradient_wire_dtype="bfloat16"))
+    for candidate in rank_methods(config, NODES, SLOW_RAILS):
+        assert (candidate.method.layout, candidate.method.gradient_wire_dtype) == ("striped", "bfloat16")
+
+
+def test_a_named_preset_is_left_alone() -> None:
+    config = replace(AUTO, attention=AttentionConfig(preset="ring"))
+    choice = settle_auto(config, NODES, SLOW_RAILS)
+    assert (choice.config, choice.candidates) == (config, ())
+
+
+def test_when_nothing_is_legal_the_rules_are_listed() -> None:
+    config = replace(AUTO, attention=replace(AUTO.attention, layout="chunk_cyclic"))
+    with pytest.raises(ConfigError, match="chunk_cyclic orders tokens by chunks"):
+        settle_auto(config, NODES, SLOW_RAILS)
+
+
+def test_large_groups_are_judged_by_smaller_ones_with_as_many_tokens_per_rank() -> None:
+    topology = Topology(16, 8)
+    config = replace(AUTO, train=TrainConfig(seq_len=128 * 1024))
+    small, group = judged_group(config, topology)
+    assert (group.local_ranks, group.size) == (8, MOST_RANKS_REPLAYED)
+    assert small.train.seq_len / group.size == config.train.seq_len / topology.size
+    assert settle_auto(config, topology, find_machine("h100")).config.attention.preset != "auto"
+
+
+def test_the_machine_is_named_found_by_device_or_changed_by_settings() -> None:
+    assert machine_of(AUTO, "NVIDIA H200").name == "h200"
+    assert machine_of(AUTO, "cpu").name == "cpu"
+    assert machine_of(AUTO).name == "h100"
+    settings = MachineConfig(name="a100", inter_bytes_per_s=1e9, shared_nic=True)
+    machine = machine_of(replace(AUTO, cluster=ClusterConfig(machine=settings)), "NVIDIA H200")
+    assert (machine.name, machine.inter_bytes_per_s, machine.shared_nic) == ("a100", 1e9, True)

@@ -1,0 +1,182 @@
+"""Previews count what the plans hold; formulas and brute force are the oracles."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from engine.attention.methods import padded_length
+from engine.attention.plan import LinkBytes
+from engine.attention.preview import AttentionPreview, preview_attention
+from engine.attention.topology import Topology
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.errors import ConfigError
+from engine.flops import attention_pairs
+from engine.simulate.machine import MACHINES
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 4, 32, 1024
+KV_WIDTH = 2 * KV_HEADS * HEAD_DIM
+
+
+def config_of(preset: str, **settings: object) -> RunConfig:
+    """Eight layers of eight heads on 1024 tokens."""
+    return RunConfig(
+        model=ModelConfig(num_layers=8, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),
+        attention=AttentionConfig(preset=preset, **settings),  # type: ignore[arg-type]
+        train=TrainConfig(seq_len=TOKENS, compute_dtype="bfloat16"),
+    )
+
+
+def preview_of(preset: str, size: int = 4, nodes: int = 1, **settings: object) -> AttentionPreview:
+    return preview_attention(config_of(preset, **settings), Topology(nodes, size // nodes))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_full_ring_sends_every_block_to_every_other_rank(size: int) -> None:
+    forward, backward = preview_of("ring", size, mask="full", layout="contiguous").passes
+    block = TOKENS // size * KV_WIDTH
+    for rank in forward.ranks:
+        assert rank.sent == LinkBytes(intra_bytes=(size - 1) * block * 2)
+    # K,V in two bytes and dK,dV in four: both make size - 1 hops, since a rank's own gradient stays at home.
+    for rank in backward.ranks:
+        assert rank.sent == LinkBytes(intra_bytes=(size - 1) * block * (2 + 4))
+    assert forward.all_links.intra_bytes == size * forward.busiest_links.intra_bytes
+
+
+def test_a_double_ring_sends_one_block_per_cycle_to_the_other_node() -> None:
+    forward, _ = preview_of("burst", 8, nodes=2, mask="full", layout="contiguous").passes
+    block = TOKENS // 8 * KV_WIDTH * 2
+    assert forward.busiest_links == LinkBytes(intra_bytes=2 * (4 - 1) * block, inter_bytes=block)
+
+
+def test_narrow_gradients_halve_what_gradients_cost() -> None:
+    wide = preview_of("ring", mask="full").passes[1].busiest_links.intra_bytes
+    narrow = preview_of("ring", mask="full", gradient_wire_dtype="bfloat16").passes[1].busiest_links.intra_bytes
+    assert narrow / wide == (2 + 2) / (2 + 4)
+
+
+def test_sequences_of_a_micro_batch_travel_together() -> None:
+    config = config_of("ring")
+    doubled = replace(config, train=replace(config.train, micro_batch_size=2))
+    one, two = (preview_attention(c, Topology(1, 4)).passes for c in (config, doubled))
+    for single, double in zip(one, two, strict=True):
+        assert double.busiest_links.intra_bytes == 2 * single.busiest_links.intra_bytes
+        assert double.visible_pairs == single.visible_pairs
+
+
+@pytest.mark.parametrize("preset", ["ring", "striped", "burst"])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_tiles_hold_every_visible_pair(preset: str, mask: str) -> None:
+    for one in preview_of(preset, 8, nodes=2, mask=mask).passes:
+        assert one.visible_pairs == attention_pairs(mask, TOKENS)  # type: ignore[arg-type]
+
+
+def test_padding_is_no_work() -> None:
+    config = config_of("ring")
+    odd = replace(config, train=replace(config.train, seq_len=1001))
+    preview = preview_attention(odd, Topology(1, 4))
+    assert padded_length(1001, 4) == 1008
+    assert preview.visible_pairs == attention_pairs("causal", 1001)
+
+
+def test_balance_tells_a_contiguous_layout_from_zigzag() -> None:
+    """Of P contiguous causal blocks the last has about (2P - 1) / P times the mean work."""
+    assert preview_of("ring").passes[0].balance == 1.0
+    contiguous = preview_of("ring", layout="contiguous").passes
+    for one in contiguous:
+        assert math.isclose(one.balance, 7 / 4, rel_tol=0.01)
+
+
+def test_buffers_of_a_ring_are_two_blocks_beside_its_inputs() -> None:
+    forward = preview_of("ring").passes[0].largest_buffers
+    working = [buffers for buffers in forward.buffers if not buffers.pinned]
+    rows = TOKENS // 4
+    assert [(b.kind, b.where, b.slots, b.rows, b.size_bytes) for b in working] == [
+        ("kv", "device", 2, 2 * rows, 2 * rows * KV_WIDTH * 2)
+    ]
+    assert forward.buffer_bytes("device") == sum(b.size_bytes for b in forward.buffers)
+    assert forward.buffer_bytes("device", pinned=False) == working[0].size_bytes
+    assert forward.buffer_bytes("host") == 0
+
+
+def test_buffers_of_head_groups_count_their_own_heads() -> None:
+    forward = preview_of("ulysses").passes[0].largest_buffers
+    pieces = [b for b in forward.buffers if b.kind == "q" and b.head_parts == 4]
+    assert pieces
+    for buffers in pieces:
+        assert buffers.size_bytes == buffers.rows * HEADS // 4 * HEAD_DIM * 2
+
+
+def test_layers_that_differ_are_planned_each() -> None:
+    preview = preview_of("ring", mask_layers=("causal", "full", "full", "full"))
+    assert [(layer.first, layer.count) for layer in preview.layers] == [(0, 2), (1, 6)]
+    causal, full = (layer.forward.visible_pairs for layer in preview.layers)
+    assert (causal, full) == (attention_pairs("causal", TOKENS), attention_pairs("full", TOKENS))
+    assert preview.visible_pairs == (2 * causal + 6 * full) / 8
+
+
+def test_time_needs_a_machine() -> None:
+    assert preview_of("ring").time_to_dict() is None
+    topology = Topology(1, 4)
+    time = preview_attention(config_of("ring"), topology, MACHINES["cpu"]).time_to_dict()
+    assert time is not None
+    assert time["layers"] == 8
+    one = sum(time["per_layer"][name]["seconds"] for name in ("forward", "backward"))
+    assert math.isclose(time["seconds"], 8 * one)
+    assert 0 <= time["exposed_s"] < time["seconds"]
+
+
+def test_the_document_is_plain_json() -> None:
+    document = json.loads(json.dumps(preview_of("burst", 8, nodes=2).to_dict()))
+    assert {"backward_circulates", "reason", "steps", "tiles", "balance", "bytes_per_layer"} <= set(document)
+    for direction in ("forward", "backward"):
+        assert set(document["bytes_per_layer"][direction]) == {"intra", "inter", "host"}
+        ranks = document["layers"][0]["passes"][direction]["ranks"]
+        assert [rank["rank"] for rank in ranks] == list(range(8))
+
+
+def test_an_illegal_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds the whole sequence on one rank"):
+        preview_of("single")
+
+
+def traffic_of_rank(preset: str, nodes: int) -> tuple[LinkBytes, LinkBytes]:
+    """Bytes that the transport of this rank counts in a forward and a backward pass."""
+    import torch
+
+    from engine.attention.api import build_parallel_attention
+    from engine.config import ClusterConfig, ParallelConfig
+    from engine.parallel.mesh import build_mesh
+
+    config = config_of(preset)
+    config = replace(config, train=replace(config.train, seq_len=96, compute_dtype="float32"))
+    mesh = build_mesh(ParallelConfig(), ClusterConfig(topology_nodes=nodes))
+    attention = build_parallel_attention(config, mesh)
+    rows = attention.layout.rows(attention.cp_rank)
+    q, k, v = (torch.randn(1, rows, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attention.reset_traffic()
+    out = attention(q, k, v)
+    forward = attention.traffic()
+    attention.reset_traffic()
+    out.backward(torch.randn_like(out))
+    return forward, attention.traffic()
+
+
+@pytest.mark.parametrize(("preset", "nodes"), [("burst", 2), ("ring", 1), ("burst_ulysses", 2)])
+def test_ranks_send_the_bytes_that_were_previewed(ranks, preset: str, nodes: int) -> None:
+    config = config_of(preset)
+    config = replace(config, train=replace(config.train, seq_len=96, compute_dtype="float32"))
+    preview = preview_attention(config, Topology(nodes, 4 // nodes))
+    counted = ranks(4).run(traffic_of_rank, preset, nodes)
+    assert counted == [(preview.passes[0].ranks[rank].sent, preview.passes[1].ranks[rank].sent) for rank in range(4)]
+
+
+def test_previews_are_made_without_torch() -> None:
+    code = "import sys, engine.attention.preview; print([name for name in sys.modules if name == 'torch'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
