@@ -16,7 +16,6 @@ endif
 export PYTHON
 
 SOURCES := burst_cli cluster engine tests benchmarks scripts
-BENCH := $(patsubst benchmarks/%.py,%,$(sort $(wildcard benchmarks/bench_*.py)))
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -53,8 +52,11 @@ format: $(READY)  ## Rewrite the sources as the linter and the formatter want th
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
-bench: $(READY)  ## Run the benchmarks, or BENCH=bench_loss alone
-	set -e; for name in $(BENCH); do echo "== benchmarks.$$name"; $(PY) -m benchmarks.$$name; done
+bench: $(READY)  ## Run the benchmarks with their default sizes
+	$(PY) -m burst_cli bench attention
+	$(PY) -m burst_cli bench exchange
+	$(PY) -m burst_cli bench loss
+	$(PY) -m benchmarks.bench_step
 
 gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
 	@$(PY) scripts/require_gpu.py

@@ -5,25 +5,29 @@ Same weights, tokens, threads, AdamW settings, gradient clipping and precision (
 so that what else the machine does meets all of them alike. Tensor peaks are counted exactly in one more step, which is
 not timed (on CUDA: the allocator's peak). Run it on a quiet machine:
 
-    python -m benchmarks.bench_step --json benchmarks/results/step_HARDWARE_YYYYMM.json
+    python -m benchmarks.bench_step --output benchmarks/results/step_HARDWARE_YYYYMM.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import make_parser, prepare, write_results
+from engine.bench.environment import environment
 from engine.config import (
     ClusterConfig,
     Dtype,
@@ -272,7 +276,13 @@ def print_table(table: dict[str, dict[str, Any]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = make_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each variant")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of each variant before that")
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch; default: as torch chooses")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help="write the results here")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
@@ -291,7 +301,12 @@ def main() -> None:
     import transformers
 
     arguments = parse_arguments()
-    device, facts = prepare(arguments)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    facts = {"command": shlex.join(sys.orig_argv[1:])} | environment(device)
+    for name, value in facts.items():
+        print(f"{name:>12}: {value}")
     width = 64 * arguments.heads
     model = ModelConfig(
         name="bench",
@@ -307,8 +322,12 @@ def main() -> None:
     results = measure(case, arguments.variants.split(","), warmup=arguments.warmup, repeats=arguments.repeats)
     table = summarise(case, results)
     print_table(table)
-    facts = {**facts, "transformers": transformers.__version__, "case": asdict(case)}
-    write_results(arguments.json, facts, [{"variant": name, **row} for name, row in table.items()])
+    if arguments.output is not None:
+        facts |= {"transformers": transformers.__version__, "case": asdict(case)}
+        rows = [{"variant": name, **row} for name, row in table.items()]
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({"environment": facts, "results": rows}, indent=2) + "\n")
+        print(f"written: {arguments.output}")
 
 
 if __name__ == "__main__":

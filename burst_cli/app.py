@@ -35,6 +35,7 @@ VERBS = (
     Verb("launch", "burst_cli.commands.launch", "Train: write the run folder, start the ranks, show progress."),
     Verb("plan", "burst_cli.commands.plan", "Show what a configuration will do: bytes, balance, buffers, time."),
     Verb("report", "burst_cli.commands.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
+    Verb("bench", "burst_cli.commands.bench", "Measure attention, its communication alone, or the loss."),
     Verb("config", "burst_cli.commands.config", "Show the composed configuration and where each value comes from."),
     Verb("data", "burst_cli.commands.data", "Prepare training data."),
 )

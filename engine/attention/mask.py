@@ -21,7 +21,7 @@ from engine.attention.layout import Layout, Segment
 from engine.attention.pieces import UNBOUNDED, BandRule, BlockList, Piece, PieceIndex, build_pieces, pairs_before
 from engine.errors import ConfigError, PlanError
 
-__all__ = ["Band", "BlockList", "Mask", "Visibility", "normalise"]
+__all__ = ["Band", "BlockList", "Mask", "Visibility", "normalise", "row_strips"]
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,6 @@ class Mask:
             problems.append(f"mask: a document starts at {starts[-1]}, past the last of {self.seq_len} tokens; drop it")
         if problems:
             raise ConfigError(problems)
-
-    @property
-    def is_plain_causal(self) -> bool:
-        """Whether causality is the only condition."""
-        return self.causal and self.window is None and not self.documents and self.blocks is None
 
     def visible(self, query: int, key: int) -> bool:
         """Whether the query at one position sees the key at another: the definition all else is tested against."""
@@ -211,6 +206,28 @@ def _trim(band: Band) -> Band | None:
         None if low is None else low + shift,
         None if high is None else high + shift,
     )
+
+
+def row_strips(band: Band, rows: int) -> list[Band]:
+    """The band in strips of at most `rows` queries, each with all keys that these see and no others.
+
+    For kernels that compute a band as a rectangle with a bias: a window of w keys then costs rows + w - 1 keys per
+    query instead of all, and every query's result is complete after its strip.
+    """
+    strips = []
+    for start in range(0, band.num_queries, rows):
+        strip = _trim(
+            Band(
+                band.q_start + start,
+                min(band.q_start + start + rows, band.q_stop),
+                band.k_start,
+                band.k_stop,
+                None if band.low is None else band.low - start,
+                None if band.high is None else band.high - start,
+            )
+        )
+        strips += [strip] if strip else []
+    return strips
 
 
 def _split_causal(band: Band, prefix: int) -> list[Band]:

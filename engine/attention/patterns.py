@@ -19,16 +19,28 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.attention.mask import Mask
 from engine.attention.pieces import BlockList, BlockRectangle
+from engine.config import MaskKind
 from engine.errors import ConfigError
 
-MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks"]
+__all__ = [
+    "OPTIONAL_OPTIONS",
+    "REQUIRED_OPTIONS",
+    "MaskKind",
+    "MaskOptions",
+    "build_mask",
+    "check_mask_options",
+    "read_blocks",
+    "strided_blocks",
+    "vertical_slash_blocks",
+]
+
 Blocks = npt.NDArray[np.int64]
 
 
@@ -128,7 +140,7 @@ def _value_problems(name: str, value: Any) -> list[str]:
 def _build_blocks(kind: MaskKind, seq_len: int, options: MaskOptions) -> BlockList | None:
     if kind == "blocks":
         assert options.blocks_file is not None
-        return read_blocks(Path(options.blocks_file), seq_len, options.block_tokens)
+        return read_blocks(Path(options.blocks_file).expanduser(), seq_len, options.block_tokens)
     if kind not in ("strided", "vertical_slash"):
         return None
     assert options.block_tokens is not None

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
 from engine.attention.kernels.reference import band_bias
+from engine.attention.mask import Band, row_strips
 
+STRIP_ROWS = 512
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -27,10 +29,12 @@ class CpuFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
         """(out, lse) of the tile; the op works on [1, heads, rows, D] views without a copy."""
-        out, lse = _FORWARD(
-            _heads_first(q), _heads_first(k), _heads_first(v), 0.0, band.is_causal, attn_mask=_bias(q, k, band)
-        )
-        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+        if band.is_full or band.is_causal:
+            return _forward(q, k, v, band)
+        parts = [_forward(q[rows], k[keys], v[keys], part) for rows, keys, part in _strips(q, k, band)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
         """(dq, dk, dv) of the tile; the op forms rowsum(dout * out) itself, so `out` may be a surrogate.
@@ -39,19 +43,39 @@ class CpuFlashKernel:
         long tiles are cut into calls of a few blocks whose results are summed here (half the error at 2K rows, a third
         at 8K).
         """
-        if q.dtype in (torch.float32, torch.float64) or not (band.is_full or band.is_causal):
+        wide = q.dtype in (torch.float32, torch.float64)
+        if wide and (band.is_full or band.is_causal):
             return _backward(grads, q, k, v, band)
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        for start, stop in _query_calls(q.shape[0]):
-            rows = slice(start, stop)
+        dk, dv = (torch.zeros(x.shape, dtype=x.dtype if wide else torch.float32) for x in (k, v))
+        written = 0  # rows of dq that hold something
+        for rows, keys, kind in _calls(q, k, band):
             part = TileGradients(grads.dout[rows], grads.out[rows], grads.lse[rows])
-            for keys, kind in _visible_keys(start, stop, band):
-                result = _backward(part, q[rows], k[keys], v[keys], kind)
-                dk[keys] += result.dk
-                dv[keys] += result.dv
-                dq[rows] = result.dq if keys.start == (start if band.is_causal else 0) else dq[rows] + result.dq
+            result = _backward(part, q[rows], k[keys], v[keys], kind)
+            dk[keys] += result.dk
+            dv[keys] += result.dv
+            dq[rows] = result.dq if rows.start >= written else dq[rows] + result.dq
+            written = rows.stop
         return TileResult(dq, dk, dv)
+
+
+Call = tuple[slice, slice, BandSpec]  # query rows, keys, what they see of each other
+
+
+def _calls(q: Tensor, k: Tensor, band: BandSpec) -> Iterator[Call]:
+    """The calls of a backward tile, those of the same rows after each other."""
+    if not (band.is_full or band.is_causal):
+        yield from _strips(q, k, band)
+        return
+    for start, stop in _query_calls(q.shape[0]):
+        for keys, kind in _visible_keys(start, stop, band, k.shape[0]):
+            yield slice(start, stop), keys, kind
+
+
+def _strips(q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
+    """A general band in strips of queries with the keys that these see: its bias stays small, and hidden keys free."""
+    strips = row_strips(Band(0, q.shape[0], 0, k.shape[0], band.low, band.high), STRIP_ROWS)
+    return [(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), BandSpec(s.low, s.high)) for s in strips]
 
 
 def _query_calls(rows: int) -> Iterator[tuple[int, int]]:
@@ -63,12 +87,19 @@ def _query_calls(rows: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _visible_keys(start: int, stop: int, band: BandSpec) -> list[tuple[slice, BandSpec]]:
+def _visible_keys(start: int, stop: int, band: BandSpec, num_keys: int) -> list[tuple[slice, BandSpec]]:
     """Keys that query rows [start, stop) of a full or causal tile see: the causal square first, then all before it."""
     if band.is_full:
-        return [(slice(0, None), band)]
+        return [(slice(0, num_keys), band)]
     square = (slice(start, stop), band)
     return [square, (slice(0, start), BandSpec())] if start else [square]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    out, lse = _FORWARD(
+        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, band.is_causal, attn_mask=_bias(q, k, band)
+    )
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _backward(grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.layout import Layout, Segment, build_layout
-from engine.attention.mask import Band, BlockList, Mask, Visibility, normalise
+from engine.attention.mask import Band, BlockList, Mask, Visibility, normalise, row_strips
 from engine.errors import ConfigError, PlanError
 
 OPTIONAL_WINDOW = st.none() | st.integers(1, 30)
@@ -107,6 +108,27 @@ def test_normalised_bands_have_no_empty_rows_and_square_causal_tiles(
         assert {j for _, j in pairs} == set(range(band.k_start, band.k_stop))
         assert not band.is_causal or band.num_queries == band.num_keys
     assert Counter(pair for band in bands for pair in pairs_of(band)) == Counter(pairs_of(original))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), OFFSET, OFFSET, st.integers(1, 5))
+def test_strips_hold_all_keys_of_their_queries_and_no_blind_row(
+    rows: int, keys: int, low: int | None, high: int | None, strip_rows: int
+) -> None:
+    original = Band(0, rows, 0, keys, low, high)
+    strips = row_strips(original, strip_rows)
+    assert Counter(pair for strip in strips for pair in pairs_of(strip)) == Counter(pairs_of(original))
+    assert all(before.q_stop <= after.q_start for before, after in itertools.pairwise(strips))
+    for strip in strips:
+        assert strip.num_queries <= strip_rows
+        assert {i for i, _ in pairs_of(strip)} == set(range(strip.q_start, strip.q_stop))
+        assert {j for _, j in pairs_of(strip)} == set(range(strip.k_start, strip.k_stop))
+
+
+def test_strips_of_a_window_are_little_more_than_the_window() -> None:
+    window = Band(0, 1 << 16, 0, 1 << 16, 0, 4095)
+    strips = row_strips(window, 512)
+    assert sum(strip.num_queries * strip.num_keys for strip in strips) <= 1.2 * window.area()
 
 
 def test_zigzag_needs_one_tile_per_pair_of_ranks() -> None:

@@ -1,0 +1,172 @@
+"""One rank of a measurement of attention: `python -m engine.bench.attention FOLDER`, with RANK in the environment.
+
+FOLDER holds the cell (`engine.bench.spec`) and is the same on all ranks, which meet there; rank 0 leaves the result in
+it. `measured: attention` gives seconds of forward and backward and the part that communication adds; `measured:
+exchange` gives seconds and bytes of the transfers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from engine.attention.plan import LinkBytes
+from engine.bench.environment import environment
+from engine.bench.layers import BenchLayer, build_layer
+from engine.bench.measure import slowest_rank, summarise, synchronize, turns
+from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
+from engine.errors import ConfigError
+from engine.parallel.mesh import choose_device, read_placement
+from engine.run.rank_process import leave
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass
+class Contestant:
+    """A variant with its inputs and the seconds (slowest rank) of its calls by name, all equally long in the end."""
+
+    layer: BenchLayer
+    silent: BenchLayer | None  # None: communication is what is measured
+    inputs: list[Tensor]
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure the cell of the folder."""
+    (folder,) = map(Path, argv)
+    cell = read_cell(AttentionCell, folder)
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(cell.setup.threads)
+    device = start_ranks(cell, folder)
+    contestants, skipped = build_contestants(cell, device)
+    for counts, contestant in turns(contestants, cell.rounds):
+        call(contestant, device, counts=counts)
+    rows = [result_row(contestant, cell) for contestant in contestants]
+    for row in rows:
+        row["time_over_first"] = row["total"]["median_s"] / rows[0]["total"]["median_s"]
+    if rank == 0:
+        result = {"environment": environment(device), "results": rows, "skipped": skipped}
+        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def start_ranks(cell: AttentionCell, folder: Path) -> torch.device:
+    """This rank's device, once all ranks have met in the folder."""
+    placement = read_placement()
+    config = cell.run_config(cell.variants[0])
+    device = choose_device(config.cluster, placement)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=FileStore(str(folder / "store"), placement.world_size),
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=_TIMEOUT,
+    )
+    return device
+
+
+def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
+    """(what can run here, the reason for what cannot); a refusal is the same on every rank."""
+    contestants, skipped = [], {}
+    for variant in cell.variants:
+        try:
+            layer, _ = build_layer(cell, variant)
+        except ConfigError as error:
+            skipped[variant] = "; ".join(error.problems)
+            continue
+        inputs = layer.inputs(cell.shape, device)
+        if cell.measured == "exchange":
+            contestants.append(Contestant(layer.exchange_only(), None, inputs))
+        else:
+            contestants.append(Contestant(layer, layer.silent(), inputs))
+    return contestants, skipped
+
+
+def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
+    """One forward and backward pass, and the same without communication; kept when it counts."""
+    layer, forward = contestant.layer, LinkBytes()
+
+    def note_forward() -> None:
+        nonlocal forward
+        forward = layer.traffic()
+
+    layer.reset_traffic()
+    measured = timed_pass(layer.attention, contestant.inputs, device, between=note_forward)
+    sent = layer.traffic()
+    contestant.sent = {
+        "intra": sent.intra_bytes,
+        "inter": sent.inter_bytes,
+        "host": sent.host_bytes,
+        "forward": forward.total,
+        "backward": sent.total - forward.total,
+    }
+    if contestant.silent is not None:
+        alone = timed_pass(contestant.silent.attention, contestant.inputs, device)
+        measured["without_communication"] = alone["total"]
+    for name, seconds in measured.items() if counts else ():
+        contestant.seconds[name].append(seconds)
+
+
+def timed_pass(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Seconds of forward, backward and total, of the slowest rank for each; q, k, v, dout are the inputs. Collective.
+
+    `between` is called after forward and counts as forward.
+    """
+    *leaves, dout = inputs
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    out = attention(q, k, v)
+    synchronize(device)
+    between()
+    middle = time.perf_counter()
+    torch.autograd.grad(out, (q, k, v), dout)
+    synchronize(device)
+    end = time.perf_counter()
+    names = ("forward", "backward", "total")
+    return dict(zip(names, slowest_rank([middle - start, end - middle, end - start]), strict=True))
+
+
+def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
+    """The figures of one variant as plain values; collective, because it sums bytes over the ranks."""
+    sent = torch.tensor(list(contestant.sent.values()), dtype=torch.int64)
+    dist.all_reduce(sent)
+    row: dict[str, Any] = {"variant": contestant.layer.variant, "mask": cell.mask, "seq_len": cell.seq_len}
+    row |= {name: asdict(summarise(seconds)) for name, seconds in contestant.seconds.items()}
+    row["sent_bytes_all_ranks"] = dict(zip(contestant.sent, sent.tolist(), strict=True))
+    if contestant.silent is None:
+        for name in ("forward", "backward"):
+            mean_bytes = row["sent_bytes_all_ranks"][name] / cell.setup.ranks
+            row[name]["mb_per_s_per_rank"] = mean_bytes / row[name]["median_s"] / 1e6
+    else:
+        row["exposed_s"] = row["total"]["median_s"] - row["without_communication"]["median_s"]
+    return row | {"method": contestant.layer.method()}
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""The one place where benchmarks meet the attention engine: building a layer, silencing it, emptying its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.api import ParallelAttention, build_parallel_attention
+from engine.attention.plan import LinkBytes, RankPlan
+from engine.attention.runtime import AttentionRuntime
+from engine.attention.transport import Parcel
+from engine.bench.spec import AttentionCell, HeadShape
+from engine.config_reader import to_plain
+from engine.parallel.mesh import Mesh, build_mesh
+
+
+class SilentTransport:
+    """Moves nothing: the time without communication. Values are then wrong; only the clock counts."""
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Nothing starts."""
+
+    def wait(self, messages: Sequence[int]) -> None:
+        """Nothing is waited for."""
+
+
+@dataclass(frozen=True)
+class BenchLayer:
+    """One variant's attention on this rank."""
+
+    variant: str
+    attention: ParallelAttention
+
+    def inputs(self, shape: HeadShape, device: torch.device) -> list[Tensor]:
+        """q, k, v, dout of this rank, [1, T, heads, D]; slices of the same global tensors for every variant."""
+        positions = torch.from_numpy(self.attention.layout.positions(self.attention.cp_rank))
+        whole = global_inputs(shape, self.attention.padded_seq_len)
+        return [x[positions][None].to(device) for x in whole]
+
+    def silent(self) -> BenchLayer:
+        """The same plans without communication."""
+        return self._changed(lambda runtime: replace(runtime, transport=SilentTransport()))
+
+    def exchange_only(self) -> BenchLayer:
+        """The same transfers without tiles and local ops."""
+        return self._changed(
+            lambda runtime: replace(
+                runtime, forward=without_compute(runtime.forward), backward=without_compute(runtime.backward)
+            )
+        )
+
+    def method(self) -> dict[str, Any]:
+        """The resolved method as plain values."""
+        plain: dict[str, Any] = to_plain(self.attention.method)
+        return plain
+
+    def reset_traffic(self) -> None:
+        """Start counting from zero."""
+        self.attention.reset_traffic()
+
+    def traffic(self) -> LinkBytes:
+        """Bytes sent by this rank since `reset_traffic`."""
+        return self.attention.traffic()
+
+    def _changed(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> BenchLayer:
+        return BenchLayer(self.variant, self.attention.with_runtimes(change))
+
+
+def build_layer(cell: AttentionCell, variant: str) -> tuple[BenchLayer, Mesh]:
+    """A variant's attention on this rank and the mesh it lies on; collective, in the same order on every rank."""
+    config = cell.run_config(variant)
+    mesh = build_mesh(config.parallel, config.cluster)
+    return BenchLayer(variant, build_parallel_attention(config, mesh)), mesh
+
+
+def without_compute(plan: RankPlan) -> RankPlan:
+    """The plan's transfers at the steps where they were, and nothing else."""
+    return replace(plan, steps=tuple(replace(step, pre=(), tiles=(), after=()) for step in plan.steps))
+
+
+def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:
+    """q, k, v, dout of the whole sequence, [rows, heads, D]; equal on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    return [torch.randn(rows, count, shape.head_dim, generator=generator).to(dtype) for count in counts]

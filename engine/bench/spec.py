@@ -1,0 +1,173 @@
+"""What is measured, as values: points of attention written as text, cells of one mask and one length, and loss lengths.
+
+Standard library and the configuration only: the command line makes these values, every rank reads them back from JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from engine.attention.presets import PRESETS
+from engine.config import AttentionConfig, ClusterConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config_checks import check_config
+from engine.config_reader import read_dataclass, to_plain
+from engine.errors import ConfigError
+
+CELL_FILE = "cell.json"
+RESULT_FILE = "result.json"
+Measured = Literal["attention", "exchange"]
+Backend = Literal["auto", "nccl", "gloo"]
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """The processes that measure: `ranks` of them on `nodes` (pretended, unless started elsewhere), threads each."""
+
+    ranks: int = 4
+    nodes: int = 1
+    threads: int = 1
+    backend: Backend = "gloo"
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.threads < 1:
+            raise ConfigError(f"bench: got {self.ranks} ranks of {self.threads} threads; both must be at least 1")
+        if self.nodes < 1 or self.ranks % self.nodes:
+            legal = ", ".join(str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0)
+            raise ConfigError(f"bench: got {self.nodes} nodes for {self.ranks} ranks; legal numbers of nodes: {legal}")
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of the attention that is measured and the number format of q, k, v."""
+
+    num_heads: int = 8
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    dtype: Dtype = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often every variant is called: `warmup` times unmeasured, then `repeats` times measured."""
+
+    repeats: int = 5
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.warmup < 0:
+            raise ConfigError(
+                f"bench: got {self.repeats} repeats after {self.warmup} warm-up calls; expected >= 1, >= 0"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """Variants of attention under one mask at one length, measured in turn by one group of ranks.
+
+    `variants` and `mask` are points, NAME[:FIELD=VALUE]...: a preset or a mask, and fields of the configuration group
+    `attention`, as in burst:backward_circulates=q or window:window_tokens=1024.
+    """
+
+    measured: Measured = "attention"
+    variants: tuple[str, ...] = ()
+    mask: str = "causal"
+    seq_len: int = 4096
+    setup: RankSetup = field(default_factory=RankSetup)
+    shape: HeadShape = field(default_factory=HeadShape)
+    rounds: Rounds = field(default_factory=Rounds)
+
+    def run_config(self, variant: str) -> RunConfig:
+        """The configuration of a variant in this cell, checked by every rule; ConfigError with all broken ones."""
+        shape, setup = self.shape, self.setup
+        config = RunConfig(
+            model=ModelConfig(num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
+            attention=read_attention(variant, self.mask),
+            parallel=ParallelConfig(),
+            train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
+            cluster=ClusterConfig(ranks_per_node=setup.ranks, topology_nodes=setup.nodes, backend=setup.backend),
+        )
+        check_config(config)
+        return config
+
+    def legal_variants(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """(variants that this cell can measure, the reason for every other one)."""
+        legal, skipped = [], {}
+        for variant in self.variants:
+            try:
+                self.run_config(variant)
+            except ConfigError as error:
+                skipped[variant] = "; ".join(error.problems)
+            else:
+                legal.append(variant)
+        return tuple(legal), skipped
+
+
+@dataclass(frozen=True)
+class LossCell:
+    """LM head and loss, forward and backward, at several lengths on one process."""
+
+    rows: tuple[int, ...] = (2048, 8192, 32768)
+    hidden_size: int = 512
+    vocab_size: int = 32768
+    dtype: Dtype = "bfloat16"
+    chunk_tokens: int = 2048
+    max_plain_rows: int = 16384  # above it the plain loss, which holds all logits, is left out
+    threads: int | None = None
+    rounds: Rounds = field(default_factory=Rounds)
+
+
+Cell = AttentionCell | LossCell
+CellT = TypeVar("CellT", AttentionCell, LossCell)
+
+
+def split_point(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, fields) of NAME[:FIELD=VALUE]...; values are read as YAML scalars."""
+    name, *parts = text.split(":")
+    fields = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"bench: {text!r}: expected NAME[:FIELD=VALUE]..., got {part!r} after the name")
+        fields[key] = yaml.safe_load(value)
+    return name, fields
+
+
+def read_attention(variant: str, mask: str) -> AttentionConfig:
+    """The attention configuration of a variant under a mask; raises ConfigError with every mistake."""
+    preset, fields = split_point(variant)
+    if preset not in PRESETS:
+        raise ConfigError(f"bench: {preset!r} is no preset of attention; legal: {', '.join(PRESETS)}")
+    kind, mask_fields = split_point(mask)
+    config, problems = read_dataclass(AttentionConfig, {"preset": preset, "mask": kind} | mask_fields | fields)
+    if problems:
+        raise ConfigError([f"bench: {variant} under mask {mask}: {problem.text}" for problem in problems])
+    assert isinstance(config, AttentionConfig)
+    return config
+
+
+def check_points(variants: Iterable[str], masks: Iterable[str]) -> None:
+    """Raise ConfigError for mistakes that no length or number of ranks could make legal: misspelt names and fields."""
+    variants = list(variants)
+    for mask in masks:
+        for variant in variants:
+            read_attention(variant, mask)
+
+
+def write_cell(cell: Cell, folder: Path) -> None:
+    """Write the cell where the ranks look for it."""
+    (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)), encoding="utf-8")
+
+
+def read_cell(cls: type[CellT], folder: Path) -> CellT:
+    """The cell that `write_cell` wrote."""
+    cell, problems = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text(encoding="utf-8")))
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    assert isinstance(cell, cls)
+    return cell

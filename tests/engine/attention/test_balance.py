@@ -1,0 +1,138 @@
+"""A balanced layout gives equal tokens and nearly equal visible pairs under the masks it was solved from."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.balance import TOLERANCE
+from engine.attention.layout import Layout, build_layout
+from engine.attention.mask import BlockList, Mask, Visibility
+from engine.attention.patterns import MaskOptions, build_mask
+
+ROWS = 1 << 16
+
+
+def random_documents(seed: int, count: int, rows: int = ROWS) -> tuple[int, ...]:
+    generator = np.random.default_rng(seed)
+    lengths = generator.lognormal(0, 1.2, count)  # a few long ones, many short ones
+    starts = np.unique((np.cumsum(lengths) / lengths.sum() * (rows - 1)).astype(np.int64))[:-1] + 1
+    return (0, *starts.tolist())
+
+
+def random_blocks() -> BlockList:
+    generator = np.random.default_rng(3)
+    pairs = np.argwhere(generator.random((64, 64)) < np.linspace(0.1, 0.6, 64)[:, None])
+    return BlockList.from_pairs(ROWS // 64, pairs)
+
+
+STRIDED = build_mask("strided", ROWS, MaskOptions(block_tokens=256, block_stride=8, local_blocks=4))
+SLASHED = build_mask(
+    "vertical_slash", ROWS, MaskOptions(block_tokens=256, vertical_blocks=(0, 1, 40), slash_blocks=(0, 1, 30, 31))
+)
+MASKS: dict[str, tuple[Mask, ...]] = {
+    "causal": (Mask(ROWS),),
+    "full": (Mask(ROWS, causal=False),),
+    "short window": (Mask(ROWS, window=ROWS // 64),),
+    "long window": (Mask(ROWS, window=ROWS // 8),),
+    "two-sided window": (Mask(ROWS, causal=False, window=ROWS // 16),),
+    "sink window": (Mask(ROWS, window=ROWS // 32, sink=64),),
+    "documents": (Mask(ROWS, documents=random_documents(0, 60)),),
+    "many documents": (Mask(ROWS, documents=random_documents(1, 600)),),
+    "windowed documents": (Mask(ROWS, window=700, documents=random_documents(2, 40)),),
+    "strided": (STRIDED,),
+    "vertical slash": (SLASHED,),
+    "listed blocks": (Mask(ROWS, blocks=random_blocks()),),
+    "every 4th layer full": (*(Mask(ROWS, window=1024),) * 3, Mask(ROWS)) * 4,
+    "every 4th layer full, documents": (
+        *(Mask(ROWS, window=512, documents=random_documents(4, 50)),) * 3,
+        Mask(ROWS, documents=random_documents(4, 50)),
+    ),
+    "layers that load opposite ends": (
+        *(Mask(ROWS, documents=(0, *range(ROWS // 2, ROWS, 64))),) * 9,
+        Mask(ROWS, documents=tuple(range(0, ROWS // 2 + 64, 64))),
+    ),
+    "padded": (Mask(ROWS - 5000),),
+}
+
+
+def loads(layout: Layout, masks: tuple[Mask, ...]) -> list[int]:
+    """Visible pairs per rank by the areas of bands, which do not use the sums that the layout was solved from."""
+    total = [0] * layout.size
+    for mask in set(masks):
+        visibility = Visibility(mask, layout)
+        for q in range(layout.size):
+            total[q] += masks.count(mask) * sum(visibility.pairs(q, k) for k in range(layout.size))
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 16])
+@pytest.mark.parametrize("name", MASKS)
+def test_no_rank_has_more_than_five_percent_above_an_equal_share(name: str, size: int) -> None:
+    masks = MASKS[name]
+    layout = build_layout("balanced", ROWS, size, masks=masks)
+    per_rank = loads(layout, masks)
+    assert sum(per_rank) == sum(mask.num_pairs() for mask in masks)
+    assert max(per_rank) <= (1 + TOLERANCE) * sum(per_rank) / size
+    longest_chunk = max(segment.count for segments in layout.segments for segment in segments)
+    assert max(layout.row_counts) - min(layout.row_counts) <= min(64, longest_chunk)
+
+
+@pytest.mark.parametrize("size", [2, 7, 8])
+def test_a_short_window_keeps_contiguous_blocks(size: int) -> None:
+    layout = build_layout("balanced", ROWS, size, masks=MASKS["short window"])
+    assert layout.segments == build_layout("contiguous", ROWS, size).segments
+
+
+@pytest.mark.parametrize("size", [2, 7, 8])
+def test_plain_causality_keeps_its_zigzag(size: int) -> None:
+    layout = build_layout("balanced", ROWS, size, masks=MASKS["causal"])
+    assert layout.segments == build_layout("zigzag", ROWS, size).segments
+
+
+def test_a_long_window_gives_every_rank_one_block_and_a_share_of_the_first_tokens() -> None:
+    layout = build_layout("balanced", ROWS, 8, masks=MASKS["long window"])
+    assert all(len(segments) <= 2 for segments in layout.segments)
+    assert all(segments[0].start < ROWS // 32 for segments in layout.segments)
+    assert all(segments[-1].count >= 15 * ROWS // 128 for segments in layout.segments)
+
+
+def test_documents_of_random_lengths_are_far_from_balanced_otherwise() -> None:
+    masks = MASKS["documents"]
+    for name in ("contiguous", "zigzag"):
+        per_rank = loads(build_layout(name, ROWS, 8), masks)  # type: ignore[arg-type]
+        assert max(per_rank) > 1.2 * sum(per_rank) / 8
+
+
+def test_the_solution_does_not_depend_on_the_order_of_layers() -> None:
+    masks = MASKS["every 4th layer full, documents"]
+    forwards, backwards = (build_layout("balanced", ROWS, 8, masks=m) for m in (masks, masks[::-1]))
+    assert forwards == backwards
+
+
+@given(st.integers(1, 600), st.integers(1, 7), st.integers(0, 9))
+def test_token_counts_differ_by_at_most_one_chunk(rows: int, size: int, seed: int) -> None:
+    mask = Mask(rows, documents=random_documents(seed, min(rows, 9), rows) if rows > 1 else ())
+    layout = build_layout("balanced", rows, size, masks=(mask,))
+    assert sum(layout.row_counts) == rows
+    # 2 * k chunks of at least 2 * k tokens each per rank
+    assert max(layout.row_counts) - min(layout.row_counts) <= max(2, math.isqrt(rows // size))
+
+
+@pytest.mark.parametrize("name", ["documents", "strided"])
+def test_a_million_tokens_on_256_ranks_are_solved_fast(name: str) -> None:
+    rows = 1 << 20
+    options = MaskOptions(block_tokens=1024, block_stride=8, local_blocks=4)
+    masks = {
+        "documents": Mask(rows, documents=random_documents(0, 600, rows)),
+        "strided": build_mask("strided", rows, options),
+    }
+    started = time.process_time()
+    layout = build_layout("balanced", rows, 256, masks=(masks[name],))
+    assert time.process_time() - started < 1
+    assert max(layout.row_counts) == min(layout.row_counts) == 4096

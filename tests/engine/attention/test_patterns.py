@@ -1,0 +1,277 @@
+"""Named masks equal their definitions; block lists from files are checked; few large tiles compute what is listed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.layout import build_layout
+from engine.attention.mask import BlockList, Mask, Visibility
+from engine.attention.patterns import (
+    MaskKind,
+    MaskOptions,
+    build_mask,
+    check_mask_options,
+    read_blocks,
+    strided_blocks,
+    vertical_slash_blocks,
+)
+from engine.attention.pieces import BlockRectangle
+from engine.errors import ConfigError
+
+PAIRS = st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=60)
+
+
+def drawn(blocks: BlockList, num_blocks: int) -> list[str]:
+    return ["".join("x" if (a, b) in blocks.pairs else "." for b in range(a + 1)) for a in range(num_blocks)]
+
+
+def test_drawn_examples_of_the_docstring_hold() -> None:
+    assert drawn(strided_blocks(6, 4, 3, 2), 6) == ["x", "xx", ".xx", "..xx", "..xxx", "..x.xx"]
+    slashed = vertical_slash_blocks(6, 4, (0,), (0, 3))
+    assert drawn(slashed, 6) == ["x", "xx", "x.x", "x..x", "xx..x", "x.x..x"]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 45))
+def test_strided_blocks_follow_their_definition(num_blocks: int, stride: int, local: int) -> None:
+    expected = {(a, b) for a in range(num_blocks) for b in range(a + 1) if b % stride == stride - 1 or a - b < local}
+    assert_disjoint_cover(strided_blocks(num_blocks, 8, stride, local), expected)
+
+
+BLOCKS = st.sets(st.integers(0, 45), max_size=8)
+
+
+@given(st.integers(1, 40), BLOCKS, BLOCKS)
+def test_vertical_slash_blocks_follow_their_definition(num_blocks: int, vertical: set[int], slash: set[int]) -> None:
+    expected = {(a, b) for a in range(num_blocks) for b in range(a + 1) if b in vertical or a - b in slash}
+    assert_disjoint_cover(vertical_slash_blocks(num_blocks, 8, tuple(vertical), tuple(slash)), expected)
+
+
+@given(PAIRS)
+def test_rectangles_hold_every_listed_pair_once(pairs: frozenset[tuple[int, int]]) -> None:
+    assert_disjoint_cover(BlockList.from_pairs(4, pairs), set(pairs))
+
+
+def assert_disjoint_cover(blocks: BlockList, expected: set[tuple[int, int]]) -> None:
+    assert blocks.pairs == expected
+    assert sum((r.q_stop - r.q_first) * (r.k_stop - r.k_first) for r in blocks.rectangles) == len(expected)
+
+
+def test_a_dense_list_is_one_rectangle() -> None:
+    pairs = [(a, b) for a in range(5) for b in range(7)]
+    assert BlockList.from_pairs(4, pairs).rectangles == (BlockRectangle(0, 5, 0, 7),)
+
+
+@pytest.mark.parametrize(("size", "rectangles"), [(0, ()), (4, ((0, 0, 0, 1),)), (4, ((1, 2),)), (4, ((0, 1, -1, 1),))])
+def test_senseless_block_lists_are_refused(size: int, rectangles: tuple[BlockRectangle, ...]) -> None:
+    with pytest.raises(ConfigError, match="block list"):
+        BlockList(size, rectangles)
+
+
+# ---- masks by name --------------------------------------------------------------------------------------------------
+
+COMPLETE: dict[MaskKind, MaskOptions] = {
+    "causal": MaskOptions(),
+    "full": MaskOptions(),
+    "window": MaskOptions(window_tokens=7),
+    "sink_window": MaskOptions(window_tokens=7, sink_tokens=2),
+    "strided": MaskOptions(block_tokens=4, block_stride=3, local_blocks=2, window_tokens=20),
+    "vertical_slash": MaskOptions(block_tokens=4, vertical_blocks=(0,), slash_blocks=(0, 1, 4)),
+    "blocks": MaskOptions(blocks_file="blocks.json"),
+}
+
+
+@pytest.fixture
+def in_folder_with_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    content = {"block_tokens": 4, "pairs": [[a, b] for a in range(10) for b in range(10) if a % 3 == b % 3]}
+    (tmp_path / "blocks.json").write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def seen_by_name(kind: MaskKind, q: int, k: int) -> bool:
+    """The definition of every kind of COMPLETE, by itself."""
+    a, b = q // 4, k // 4
+    return {
+        "causal": k <= q,
+        "full": True,
+        "window": k <= q < k + 7,
+        "sink_window": k <= q and (q < k + 7 or k < 2),
+        "strided": k <= q < k + 20 and (b % 3 == 2 or a - b < 2),
+        "vertical_slash": k <= q and (b == 0 or a - b in (0, 1, 4)),
+        "blocks": k <= q and a % 3 == b % 3,
+    }[kind]
+
+
+@pytest.mark.usefixtures("in_folder_with_blocks")
+@pytest.mark.parametrize("kind", get_args(MaskKind))
+def test_every_kind_sees_what_its_name_says(kind: MaskKind) -> None:
+    mask = build_mask(kind, 38, COMPLETE[kind])
+    for q in range(40):
+        for k in range(40):
+            assert mask.visible(q, k) == (max(q, k) < 38 and seen_by_name(kind, q, k))
+
+
+@pytest.mark.usefixtures("in_folder_with_blocks")
+@pytest.mark.parametrize("kind", sorted(set(get_args(MaskKind)) - {"sink_window"}))
+def test_every_kind_composes_with_documents(kind: MaskKind) -> None:
+    mask = build_mask(kind, 38, COMPLETE[kind], documents=[0, 1, 13])
+    starts = np.array([0, 1, 13])
+    for q in range(38):
+        for k in range(38):
+            same = np.searchsorted(starts, q, "right") == np.searchsorted(starts, k, "right")
+            assert mask.visible(q, k) == (same and seen_by_name(kind, q, k))
+
+
+@pytest.mark.usefixtures("in_folder_with_blocks")
+@pytest.mark.parametrize("kind", get_args(MaskKind))
+def test_every_token_sees_itself(kind: MaskKind) -> None:
+    mask = build_mask(kind, 38, COMPLETE[kind], documents=[0, 9])
+    assert all(mask.visible(position, position) for position in range(38))
+
+
+def test_every_problem_of_a_mask_is_listed_at_once() -> None:
+    options = MaskOptions(window_tokens=0, block_stride=0, vertical_blocks=(1,), slash_blocks=(-1,))
+    with pytest.raises(ConfigError) as caught:
+        build_mask("strided", 0, options, documents=[3])
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 8
+    for part in ("window_tokens is 0", "block_tokens is not set", "block_stride is 0", "local_blocks is not set"):
+        assert f"attention.{part}" in text
+    for part in (
+        "vertical_blocks is (1,); mask strided has no use for it, only vertical_slash",
+        "slash_blocks is (-1,)",
+    ):
+        assert f"attention.{part}" in text
+    assert "seq_len is 0" in text
+    assert "document starts" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("checkered", MaskOptions(), "got 'checkered'; legal are causal, full"),
+        ("causal", MaskOptions(window_tokens=4), "mask causal has no use for it, only window, sink_window"),
+        ("sink_window", MaskOptions(window_tokens=4), "sink_tokens is not set"),
+        ("vertical_slash", MaskOptions(block_tokens=4, vertical_blocks=(), slash_blocks=(1,)), "it must hold 0"),
+        ("blocks", MaskOptions(blocks_file="x.json", sink_tokens=3), "without window_tokens nothing is hidden"),
+    ],
+)
+def test_an_unfit_option_is_named(kind: MaskKind, options: MaskOptions, problem: str) -> None:
+    problems = check_mask_options(kind, options)
+    assert len(problems) == 1
+    assert problem in problems[0]
+
+
+# ---- block lists from files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".json", ".npz", ".npy"])
+def test_block_lists_are_read_from_files(tmp_path: Path, suffix: str) -> None:
+    pairs = np.array([[0, 0], [1, 0], [1, 1], [3, 2]])
+    path = tmp_path / f"blocks{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps({"block_tokens": 8, "pairs": pairs.tolist()}))
+    elif suffix == ".npz":
+        np.savez(path, block_tokens=8, pairs=pairs)
+    else:
+        np.save(path, pairs.astype(np.int32))
+    blocks = read_blocks(path, 30, 8 if suffix == ".npy" else None)
+    assert blocks.block_size == 8
+    assert blocks.pairs == {(0, 0), (1, 0), (1, 1), (3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[[0, 0]]", 'expected an object with a list "pairs"'),
+        ('{"pairs": [[0, 0]]', "not a block list"),
+        ('{"pairs": [[0, 0]]}', "says no block_tokens"),
+        ('{"block_tokens": 8, "pairs": []}', "lists no pair"),
+        ('{"block_tokens": 8, "pairs": [[0, 0, 1]]}', r"shape \(1, 3\)"),
+        ('{"block_tokens": 8, "pairs": [[0], [1, 2]]}', "not a block list"),
+        ('{"block_tokens": 8, "pairs": [[0, 0.5]]}', "expected integers"),
+        ('{"block_tokens": 8, "pairs": [[0, 99], [4, -1]]}', r"2 pairs lie outside the 4 blocks .* first is \(0, 99\)"),
+        ('{"block_tokens": 0, "pairs": [[0, 0]]}', "block_tokens is 0"),
+        ('{"block_tokens": "8", "pairs": [[0, 0]]}', "expected one integer"),
+        ('{"block_tokens": 8, "pairs": [[0, 0]], "blocksize": 3}', "unknown keys blocksize"),
+    ],
+)
+def test_a_wrong_block_file_is_named_with_its_fault(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read_blocks(path, 30)
+    assert str(path) in str(caught.value)
+
+
+def test_a_block_file_that_disagrees_with_the_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text('{"block_tokens": 8, "pairs": [[0, 0]]}')
+    with pytest.raises(ConfigError, match=r"its block_tokens is 8, attention\.block_tokens 16"):
+        read_blocks(path, 30, 16)
+
+
+def test_pickled_files_and_other_types_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "blocks.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    (tmp_path / "blocks.txt").write_text("0 0")
+    (tmp_path / "blocks.npz").write_bytes(b"PK broken")
+    for name, problem in (("npy", "not a block list"), ("txt", "is a file of type"), ("npz", "not a block list")):
+        with pytest.raises(ConfigError, match=problem):
+            read_blocks(tmp_path / f"blocks.{name}", 30, 8)
+    with pytest.raises(ConfigError, match="not a block list"):
+        read_blocks(tmp_path / "missing.json", 30)
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+ROWS = 1 << 16
+BLOCK = 512
+ALL_CAUSAL = 128 * 129 // 2
+
+
+def quarter_of_all_blocks() -> dict[str, BlockList]:
+    """Patterns that list about a quarter of the causal block pairs."""
+    listed = np.argwhere(np.tril(np.random.default_rng(0).random((128, 128)) < 0.25) | np.eye(128, dtype=np.bool_))
+    return {
+        "strided": strided_blocks(128, BLOCK, 5, 4),
+        "vertical_slash": vertical_slash_blocks(128, BLOCK, (0, 1, 2, 3, 20, 50), (0, 1, 2, 3, 4, 10, 11, 20, 21, 22)),
+        "listed": BlockList.from_pairs(BLOCK, listed),
+    }
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("name", ["strided", "vertical_slash", "listed"])
+def test_a_quarter_of_the_blocks_costs_at_most_three_tenths_of_all_tiles(name: str, layout: str) -> None:
+    blocks = quarter_of_all_blocks()[name]
+    assert 0.2 <= len([pair for pair in blocks.pairs if pair[1] <= pair[0]]) / ALL_CAUSAL <= 0.27
+    mask = Mask(ROWS, blocks=blocks)
+    visibility = Visibility(mask, build_layout(layout, ROWS, 8, masks=(mask,)))  # type: ignore[arg-type]
+    tiles = [band for q in range(8) for k in range(8) for band in visibility.bands(q, k)]
+    # what a kernel computes: whole rectangles, and half of those that are causal
+    computed = sum(tile.area() if tile.is_causal else tile.num_queries * tile.num_keys for tile in tiles)
+    assert computed <= 0.3 * Mask(ROWS).num_pairs()
+
+
+@pytest.mark.parametrize("name", ["strided", "vertical_slash"])
+def test_neighbouring_blocks_become_one_tile(name: str) -> None:
+    blocks = quarter_of_all_blocks()[name]
+    visibility = Visibility(Mask(ROWS, blocks=blocks), build_layout("zigzag", ROWS, 8))
+    tiles = sum(len(visibility.bands(q, k)) for q in range(8) for k in range(8))
+    assert tiles <= len(blocks.pairs) / 3
+
+
+def test_patterns_of_ten_thousands_of_blocks_are_made_fast() -> None:
+    started = time.process_time()
+    options = MaskOptions(block_tokens=128, vertical_blocks=(0, 1, 9), slash_blocks=(0, 1, 2, 300))
+    slashed = build_mask("vertical_slash", 1 << 22, options)
+    strided = build_mask("strided", 1 << 22, MaskOptions(block_tokens=128, block_stride=16, local_blocks=4))
+    assert strided.num_pairs() + slashed.num_pairs() > 0
+    assert time.process_time() - started < 3

@@ -1,0 +1,83 @@
+"""Starting ranks: their place, what a failure says, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.bench.ranks import RankProgram, measure_cell, run_ranks
+from engine.bench.spec import AttentionCell, RankSetup
+from engine.errors import ConfigError, RunError
+
+FAKE = "tests.engine.bench.fake_rank"
+GONE_S = 5.0
+
+
+def alive(folder: Path) -> list[int]:
+    pids = [int(file.read_text() or 0) for file in folder.glob("pid*")]
+    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in living if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ranks_learn_their_place(tmp_path: Path) -> None:
+    run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
+    places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
+    assert places == [["4", "0", "2", "3"], ["4", "1", "2", "3"], ["4", "0", "2", "3"], ["4", "1", "2", "3"]]
+
+
+def test_the_result_of_rank_0_is_returned() -> None:
+    assert measure_cell(AttentionCell(), RankProgram(FAKE), RankSetup(ranks=2)) == {"results": ["measured"]}
+
+
+def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_MODE", "fail")
+    with pytest.raises(RunError, match=r"rank 1 failed first, exit code 7\. .*\n +the pressure fell"):
+        run_ranks(RankProgram(FAKE), RankSetup(ranks=3), tmp_path)
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_no_rank_survives_its_starter(tmp_path: Path, number: int) -> None:
+    code = (
+        "from engine.bench.ranks import *; from engine.bench.spec import *\n"
+        f"measure_cell(AttentionCell(), RankProgram({FAKE!r}), RankSetup(ranks=2))"
+    )
+    environment = os.environ | {"FAKE_MODE": "hang", "FAKE_PIDS": str(tmp_path)}
+    starter = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while len(alive(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(alive(tmp_path)) == 2
+    starter.send_signal(number)
+    starter.wait(timeout=30)
+    deadline = time.monotonic() + GONE_S
+    while alive(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert alive(tmp_path) == []
+
+
+def test_rank_command_comes_first_with_places_filled_in(tmp_path: Path) -> None:
+    program = RankProgram("some.module", ("ip", "netns", "exec", "n{node}r{local_rank}g{rank}"))
+    argv = program.argv(5, RankSetup(ranks=8, nodes=2), tmp_path)
+    assert argv == ["ip", "netns", "exec", "n1r1g5", sys.executable, "-m", "some.module", str(tmp_path)]
+
+
+@pytest.mark.parametrize("word", ["{gpu}", "{}", "{rank", "{0}"])
+def test_rank_command_with_an_unknown_place_is_refused(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="legal in braces: rank, node, local_rank"):
+        RankProgram("m", (word,)).argv(0, RankSetup(), tmp_path)
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no-such-tool cannot be started"):
+        run_ranks(RankProgram(FAKE, ("no-such-tool",)), RankSetup(ranks=1), tmp_path)

@@ -1,0 +1,83 @@
+"""The rehearsal network as a value, its refusals, and its throughput probe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rig.network import NODE_INTERFACE, PREFIX, RAIL_INTERFACE, Rig, namespace
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def shaped(rig: Rig) -> dict[tuple[str, str], str]:
+    """Rate by (namespace, interface)."""
+    lines = [command for command in rig.commands() if command[0] == "tc"]
+    return {(line[2], line[6]): line[line.index("rate") + 1] for line in lines}
+
+
+def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:
+    rates = shaped(Rig(nodes=2, local_ranks=3, rate_mbit=50))
+    sent = {(namespace(rank), RAIL_INTERFACE) for rank in range(6)}
+    received = {(f"{PREFIX}sw", f"r{rank}") for rank in range(6)}
+    assert set(rates) == sent | received
+    assert set(rates.values()) == {"50mbit"}
+
+
+def test_ranks_of_a_node_share_a_bridge_and_other_nodes_are_routed_over_the_rail() -> None:
+    rig = Rig(nodes=3, local_ranks=2)
+    commands = [" ".join(command) for command in rig.commands()]
+    bridges = [next(line for line in commands if f"link set n{rank} master" in line).split()[-1] for rank in range(6)]
+    assert bridges == ["node0", "node0", "node1", "node1", "node2", "node2"]
+    routes = [line for line in commands if line.startswith(f"ip -n {namespace(2)} route add")]
+    assert [line.split()[5] for line in routes] == ["10.87.0.0/24", "10.87.2.0/24"]
+    assert all(f"dev {RAIL_INTERFACE} src {rig.address(2)}" in line for line in routes)
+    assert any(f"address add {rig.address(2)}/24 dev {NODE_INTERFACE}" in line for line in commands)
+
+
+def test_addresses_differ_and_name_the_node() -> None:
+    rig = Rig(nodes=4, local_ranks=8)
+    addresses = [rig.address(rank) for rank in range(rig.ranks)]
+    assert len(set(addresses)) == 32
+    assert addresses[8].rsplit(".", 1)[0] == addresses[15].rsplit(".", 1)[0] != addresses[7].rsplit(".", 1)[0]
+
+
+def test_every_namespace_can_be_found_again_by_its_prefix() -> None:
+    made = {command[3] for command in Rig().commands() if command[:3] == ("ip", "netns", "add")}
+    assert len(made) == 9
+    assert all(name.startswith(PREFIX) for name in made)
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks", "rate"), [(0, 4, 200), (2, 0, 200), (2, 4, 0), (201, 4, 200)])
+def test_impossible_rigs_are_refused(nodes: int, local_ranks: int, rate: int) -> None:
+    with pytest.raises(ValueError, match="rig: got"):
+        Rig(nodes, local_ranks, rate)
+
+
+def run_rig(*words: str, path: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.rig", *words]
+    environment = os.environ | {"PATH": path}
+    return subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("verb", ["up", "down", "verify", "bench"])
+def test_a_machine_without_the_tools_is_told_so(verb: str, tmp_path: Path) -> None:
+    result = run_rig(verb, path=str(tmp_path))
+    assert result.returncode == 2
+    assert "missing here: ip, tc" in result.stderr
+
+
+def test_probe_measures_what_it_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    probe = [sys.executable, str(ROOT / "benchmarks/rig/probe.py")]
+    with subprocess.Popen([*probe, "receive", "127.0.0.1", port], stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        subprocess.run([*probe, "send", "127.0.0.1", port, "0.2"], check=True, timeout=30)
+        assert float(receiver.stdout.readline()) > 1
