@@ -156,6 +156,14 @@ class MemoryConfig:
     activation_checkpoint: Literal["none", "full"] = field(
         default="full", metadata=note("full: keep the input of every layer and compute the rest again")
     )
+    tile_tokens: int | None = field(
+        default=None,
+        metadata=note(
+            "run projections and MLP on so many of a rank's tokens at a time; null: attention.chunk_tokens, or whole",
+            "tokens",
+            at_least=1,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks are divided: world_size = dp_replicate_size * dp_shard_size * cp_size."""
+    """How ranks are divided: world_size = dp_replicate_size * dp_shard_size * cp_size * tp_size."""
 
     cp_size: int | None = field(
         default=None,

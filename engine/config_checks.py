@@ -266,6 +266,12 @@ def _masks(config: RunConfig) -> Iterator[Problem]:
             f"attention.documents=true needs train.micro_batch_size=1, got {config.train.micro_batch_size}: the "
             "sequences of a micro-batch share one plan; use train.grad_accum_steps instead",
         )
+    if attention.layout in ("per_document", "balanced") and config.parallel.tp_size > 1:
+        yield Problem(
+            ("attention.layout", "parallel.tp_size"),
+            f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks cannot "
+            "divide; choose another layout or set parallel.tp_size=1",
+        )
     if attention.layout == "per_document" and not attention.documents:
         yield Problem(
             ("attention.layout", "attention.documents"),

@@ -23,7 +23,7 @@ from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.topology import Topology
 from engine.attention.transport import DistributedTransport, LocalTransport
-from engine.config import AttentionConfig, RunConfig
+from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
@@ -37,11 +37,10 @@ class ParallelAttention:
     calls that one.
     """
 
-    def __init__(self, config: AttentionConfig, group: AttentionGroup, method: AttentionMethod, seq_len: int) -> None:
+    def __init__(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
         self.method = method
         self.group = group
         self._config = config
-        self._seq_len = seq_len
         self._contexts: OrderedDict[tuple[int, ...], AttentionContext] = OrderedDict()
 
     @property
@@ -71,10 +70,11 @@ class ParallelAttention:
 
     def context(self, documents: Iterable[int] = ()) -> AttentionContext:
         """Plans for a sequence whose documents start at these positions; () if it is one."""
-        key = tuple(int(start) for start in documents) if self._config.documents else ()
+        attention, seq_len = self._config.attention, self._config.train.seq_len
+        key = tuple(int(start) for start in documents) if attention.documents else ()
         if key not in self._contexts:
-            layers = attention_layers(self._config, self.method, self._seq_len, key)
-            padded = padded_length(self._seq_len, self.method.cp_size)
+            layers = attention_layers(attention, self.method, seq_len, key)
+            padded = padded_length(seq_len, self.method.cp_size, self._config.parallel.tp_size)
             self._contexts[key] = build_context(self.group, layers, padded)
             if len(self._contexts) > CONTEXTS_KEPT:
                 self._contexts.popitem(last=False)
@@ -84,7 +84,7 @@ class ParallelAttention:
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> ParallelAttention:
         """The same attention with changed runtimes, such as another transport; for benchmarks and tests."""
         context = self.context()
-        other = ParallelAttention(self._config, self.group, self.method, self._seq_len)
+        other = ParallelAttention(self._config, self.group, self.method)
         other._contexts[()] = replace(context, runtimes=tuple(map(change, context.runtimes)))
         return other
 
@@ -105,14 +105,14 @@ class ParallelAttention:
 
 def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention:
     """The configured attention on this rank. Collective over all ranks of the world (it makes process groups)."""
-    topology = mesh.topology.group(mesh.cp_size)
+    topology = mesh.cp_topology
     config, method = settle_method(config, topology, mesh.device)
     kernel = choose_kernel(
         config.attention.kernel, mesh.device, getattr(torch, config.train.compute_dtype), config.model.head_dim
     )
     transport = open_transport(mesh.cp_groups, mesh.rank, topology, timeout=CP_TIMEOUT)
     group = AttentionGroup(mesh.cp_rank, topology, transport, kernel)
-    return ParallelAttention(config.attention, group, method, config.train.seq_len)
+    return ParallelAttention(config, group, method)
 
 
 def settle_method(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:

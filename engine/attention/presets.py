@@ -271,10 +271,10 @@ def _degree_problems(
     attention: AttentionConfig, preset: Preset, degrees: Degrees, size: int, model: ModelConfig
 ) -> list[str]:
     if preset.shape == "alone" and degrees == (1, 1, 1) and size > 1:
-        other = "parallel.tp_size" if attention.preset == "megatron_tp" else "parallel.dp_shard_size"
+        other = "tp_size" if attention.preset == "megatron_tp" else "dp_shard_size"
         return [
             f"attention={attention.preset} holds the whole sequence on one rank, but {size} ranks share it; "
-            f"set parallel.cp_size=1 (and {other} to the number of ranks) or choose attention=burst"
+            f"set parallel.cp_size=1 parallel.{other}={size}, or choose attention=burst"
         ]
     problems = []
     if degrees.size != size:

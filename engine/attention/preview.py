@@ -230,7 +230,8 @@ def preview_attention(config: RunConfig, topology: Topology, machine: Machine | 
     """
     method = resolve_attention(config, topology)
     turn = attention_layers(config.attention, method, config.train.seq_len)
-    blocks = divide_sequence(method, padded_length(config.train.seq_len, topology.size), [one.mask for one in turn])
+    padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
+    blocks = divide_sequence(method, padded, [one.mask for one in turn])
     counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
     token_bytes = token_bytes_of(config, method)
     layers = []

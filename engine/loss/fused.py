@@ -96,7 +96,7 @@ def _walk_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOp
         if gradients.hidden is not None:
             torch.mm(logits, weight, out=gradients.hidden[rows])
         if gradients.weight is not None:
-            scratch = _add_weight_gradient(gradients.weight, logits, chunk, scratch)
+            scratch = add_weight_gradient(gradients.weight, logits, chunk, scratch)
     return total
 
 
@@ -127,7 +127,7 @@ def _loss_of_logits(logits: Tensor, labels: Tensor, options: LossOptions, *, ove
     return total
 
 
-def _add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch: Tensor | None) -> Tensor | None:
+def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch: Tensor | None) -> Tensor | None:
     """Adds dlogits.T @ hidden to `total` [V, d] in its dtype; returns the scratch buffer to pass again next time."""
     if dlogits.dtype == total.dtype:
         torch.addmm(total, dlogits.t(), hidden, out=total)  # FlopCounterMode does not know addmm_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,10 @@ class LMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.kind = loss.kind
+        # Takes hidden [T, d], weight [V, d], labels [T] and `options`; tensor parallelism puts its own here.
+        self.loss_function: Callable[..., Tensor] = (
+            linear_cross_entropy if loss.kind == "fused" else cross_entropy_plain
+        )
         self.options = LossOptions(chunk_tokens=loss.chunk_tokens, z_loss=loss.z_loss)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -35,8 +40,7 @@ class LMHead(nn.Module):
         """
         options = self.options if self.training else replace(self.options, z_loss=0.0)
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        compute = linear_cross_entropy if self.kind == "fused" else cross_entropy_plain
-        return compute(rows, self.weight, targets, options=options)
+        return self.loss_function(rows, self.weight, targets, options=options)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in the dtype of `hidden` [..., d]."""

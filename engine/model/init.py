@@ -11,7 +11,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.model.llama import LlamaModel
 
@@ -21,8 +22,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, chec
 
 @torch.no_grad()
 def init_weights(model: LlamaModel, seed: int) -> None:
-    """Sets every parameter of `model` in place, whole or FSDP2-sharded, as after `to_empty`; moves no bytes.
+    """Sets every parameter of `model` in place, as after `to_empty`; moves no bytes.
 
+    Parameters may be whole, or DTensors that are sharded in any way (FSDP2, tensor parallelism, both).
     Norm gains 1; all matrices and the embedding normal with `init_std`; those that write to the residual stream
     (o_proj, down_proj) with init_std / sqrt(2 * num_layers), so that its variance does not grow with depth (GPT-2).
     """
@@ -30,13 +32,11 @@ def init_weights(model: LlamaModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         std = _standard_deviation(name, model)
-        local, offset = _local_rows(parameter)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if std is None:
             local.fill_(1.0)
-        elif offset is None:
-            _fill_any_sharding(parameter, std, f"{seed}/{name}")
         else:
-            _draw_rows(local, std, f"{seed}/{name}", offset=offset, total_rows=parameter.shape[0])
+            _draw_block(local, std, f"{seed}/{name}", starts=_local_starts(parameter), shape=parameter.shape)
 
 
 def canonical_name(name: str) -> str:
@@ -56,46 +56,42 @@ def _standard_deviation(name: str, model: LlamaModel) -> float | None:
     return std
 
 
-def _local_rows(parameter: Tensor) -> tuple[Tensor, int | None]:
-    """(the rows of `parameter` that this rank holds, index of the first); None as index if it is not split by rows."""
+def _local_starts(parameter: Tensor) -> list[int]:
+    """Index in the whole parameter, per dimension, of the first element that this rank holds."""
+    starts, lengths = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return parameter, 0
-    start, length = 0, parameter.shape[0]
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if type(placement) is Replicate:
+        return starts
+    # FSDP2 divides what tensor parallelism left it, though its mesh dimension comes first: it then calls its shards
+    # strided. Divided in the order of division, every part is one block.
+    placements = list(enumerate(parameter.placements))
+    placements.sort(key=lambda entry: isinstance(entry[1], _StridedShard))
+    for mesh_dim, placement in placements:
+        if isinstance(placement, Replicate):
             continue
-        if type(placement) is not Shard or placement.dim != 0:
-            return parameter.to_local(), None
-        # Shard(0) splits as torch.chunk does: equal parts, the last ones shorter or empty.
-        part = -(-length // parameter.device_mesh.size(mesh_dim))
-        skipped = min(parameter.device_mesh.get_local_rank(mesh_dim) * part, length)
-        start, length = start + skipped, min(part, length - skipped)
-    return parameter.to_local(), start
+        assert isinstance(placement, Shard | _StridedShard), f"weights are not placed as {placement}"
+        # Divided as torch.chunk does: equal parts, the last ones shorter or empty.
+        dim = placement.dim
+        part = -(-lengths[dim] // parameter.device_mesh.size(mesh_dim))
+        skipped = min(parameter.device_mesh.get_local_rank(mesh_dim) * part, lengths[dim])
+        starts[dim], lengths[dim] = starts[dim] + skipped, min(part, lengths[dim] - skipped)
+    assert list(parameter.to_local().shape) == lengths
+    return starts
 
 
-def _draw_rows(local: Tensor, std: float, stream: str, *, offset: int, total_rows: int) -> None:
-    """Fills `local` [R, ...], rows offset.. of a parameter of `total_rows`, from the random stream named `stream`."""
-    block_rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(local.shape[1:])))
-    end = offset + local.shape[0]
+def _draw_block(local: Tensor, std: float, stream: str, *, starts: list[int], shape: torch.Size) -> None:
+    """Fills `local`, the part from index `starts` on of a parameter of `shape`, from the random stream `stream`."""
+    block_rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    offset, end = starts[0], starts[0] + local.shape[0]
+    columns = tuple(slice(start, start + size) for start, size in zip(starts[1:], local.shape[1:], strict=True))
     for block in range(offset // block_rows, -(-end // block_rows)):
         first = block * block_rows
         # The whole block, whatever part of it is wanted here: values may depend on how many are drawn at once.
-        values = torch.empty(min(block_rows, total_rows - first), *local.shape[1:], dtype=torch.float32)
+        values = torch.empty(min(block_rows, shape[0] - first), *shape[1:], dtype=torch.float32)
         values.normal_(0.0, std, generator=_generator(stream, block))
         start, stop = max(offset, first), min(end, first + values.shape[0])
-        local[start - offset : stop - offset].copy_(values[start - first : stop - first])
+        local[start - offset : stop - offset].copy_(values[(slice(start - first, stop - first), *columns)])
 
 
 def _generator(stream: str, block: int) -> torch.Generator:
     digest = hashlib.sha256(f"{stream}/{block}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-def _fill_any_sharding(parameter: Tensor, std: float, stream: str) -> None:
-    """As _draw_rows for a DTensor split along other dimensions: every rank draws the whole and keeps its part."""
-    assert isinstance(parameter, DTensor)
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-    _draw_rows(whole, std, stream, offset=0, total_rows=whole.shape[0])
-    whole = whole.to(parameter.device)
-    mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(mine.to_local())

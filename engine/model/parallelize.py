@@ -1,6 +1,7 @@
-"""THE order of composition: context parallel -> activation checkpoint -> compile -> FSDP2.
+"""THE order of composition: context parallel -> tensor parallel -> activation checkpoint -> compile -> FSDP2.
 
-The model knows none of this: attention over the ranks is a function it is given at every call.
+The model knows none of this: attention over the ranks is a function it is given at every call, and tensor parallelism
+changes what its modules hold and do, never their shapes as the model sees them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.config import RunConfig
+from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import shard_model
 from engine.parallel.mesh import Mesh
+from engine.parallel.tensor import slice_model
 
 
 def build_model(config: RunConfig, mesh: Mesh) -> tuple[LlamaModel, ParallelAttention]:
@@ -37,7 +40,13 @@ def build_model(config: RunConfig, mesh: Mesh) -> tuple[LlamaModel, ParallelAtte
 
 def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh) -> ParallelAttention:
     """Changes `model` in place to run on `mesh`; returns the attention over the cp ranks to call it with."""
+    problems = tensor_parallel_problems(config.model, mesh.tp_size)
+    if problems:
+        raise ConfigError(problems)
     attention = build_parallel_attention(config, mesh)
+    if mesh.tp_mesh is not None:
+        slice_model(model, model.layers, mesh.tp_mesh)
+        model.tie_weights()
     if config.memory.activation_checkpoint == "full":
         checkpoint_layers(model)
     if config.train.compile:

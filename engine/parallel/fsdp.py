@@ -47,7 +47,7 @@ def shard_model(
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=mixed_precision(compute_dtype),
         )
-    if mesh.world_size == 1:
+    if mesh.fsdp_mesh.size() == 1:
         return  # nothing to sum; a factor of 1 would cost a copy of every gradient
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)

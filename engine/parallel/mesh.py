@@ -1,15 +1,18 @@
 """The one object that owns the meshes: degrees checked against the world size, every axis named with its purpose.
 
-world_size=8, dp_replicate_size=1, dp_shard_size=2, cp_size=4
+world_size=8, dp_replicate_size=1, dp_shard_size=2, cp_size=2, tp_size=2
 dp_shard 0: ranks 0 1 2 3 share sequence 0        dp_shard 1: ranks 4 5 6 7 share sequence 1
+cp groups:  0 2 | 1 3 | 4 6 | 5 7                 tp groups:  0 1 | 2 3 | 4 5 | 6 7
 
 dp_replicate   whole copies of the sharded model (HSDP); gradients are all-reduced between them
 dp_shard       different sequences; parameters are sharded over dp_shard x cp together
-cp             parts of the same sequence; innermost, so its ranks are neighbours and fill a node first
+cp             parts of the same sequence; its ranks are as near to one another as tp lets them be
+tp             slices of every matrix, and parts of a cp rank's rows between layers; innermost, always inside a node
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.attention.topology import Topology
 from engine.config import ClusterConfig, ParallelConfig
 from engine.errors import ConfigError
+from engine.parallel.shard import RowPart
 
 # Rank 0 may tokenise the whole corpus while the others wait for it.
 GROUP_TIMEOUT = timedelta(minutes=60)
@@ -35,15 +39,25 @@ class Degrees:
     dp_replicate_size: int
     dp_shard_size: int
     cp_size: int
+    tp_size: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp_replicate_size * self.dp_shard_size * self.cp_size
+        return self.dp_replicate_size * self.dp_shard_size * self.cp_size * self.tp_size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Consecutive ranks that work on the same sequence: cp x tp."""
+        return self.cp_size * self.tp_size
 
     def cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every context-parallel group as global ranks, in order of their first rank."""
-        return tuple(tuple(range(first, first + self.cp_size)) for first in range(0, self.world_size, self.cp_size))
+        """Every context-parallel group as global ranks, in order of their first rank: every tp_size-th rank."""
+        return tuple(
+            tuple(range(first + tp_rank, first + self.sequence_ranks, self.tp_size))
+            for first in range(0, self.world_size, self.sequence_ranks)
+            for tp_rank in range(self.tp_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ class Mesh:
     """The ranks of a run and this rank's place on every axis; all ranks build the same one.
 
     `topology` covers all ranks; `fsdp_mesh` is the mesh over which parameters are sharded (and, with two dimensions,
-    replicated over the first).
+    replicated over the first); `tp_mesh` the one over which matrices are sliced, None where each is whole.
     """
 
     rank: int
@@ -70,6 +84,7 @@ class Mesh:
     topology: Topology
     device_mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
+    tp_mesh: DeviceMesh | None = None
 
     @property
     def world_size(self) -> int:
@@ -84,7 +99,28 @@ class Mesh:
     @property
     def cp_rank(self) -> int:
         """Place of this rank among those that share its sequence."""
-        return self.rank % self.degrees.cp_size
+        return self.rank // self.degrees.tp_size % self.degrees.cp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that hold slices of the same matrices and parts of the same rows."""
+        return self.degrees.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place of this rank among those that slice its matrices."""
+        return self.rank % self.degrees.tp_size
+
+    @property
+    def row_part(self) -> RowPart:
+        """Which of its cp rank's rows this rank holds between layers, and has the labels of."""
+        return RowPart(self.tp_rank, self.tp_size)
+
+    @property
+    def cp_topology(self) -> Topology:
+        """Where the ranks of this rank's cp group lie: of a node's ranks every tp_size-th belongs to it."""
+        nodes, local_ranks = self.topology.nodes, self.topology.local_ranks
+        return Topology(nodes, local_ranks // self.tp_size).group(self.cp_size)
 
     @property
     def cp_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -99,39 +135,37 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which of the `dp_size` groups this rank belongs to."""
-        return self.rank // self.degrees.cp_size
+        return self.rank // self.degrees.sequence_ranks
 
 
 def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
-    """The size of every axis for `world_size` ranks; `cp_size` null takes the ranks that data parallelism leaves.
+    """The size of every axis for `world_size` ranks; `cp_size` null takes the ranks that the other axes leave.
 
     Raises ConfigError with every problem.
     """
-    given = {
-        "parallel.dp_replicate_size": parallel.dp_replicate_size,
-        "parallel.dp_shard_size": parallel.dp_shard_size,
-        "parallel.cp_size": 1 if parallel.cp_size is None else parallel.cp_size,
+    sizes = {
+        "dp_replicate_size": parallel.dp_replicate_size,
+        "dp_shard_size": parallel.dp_shard_size,
+        "cp_size": parallel.cp_size,
+        "tp_size": parallel.tp_size,
     }
-    problems = [f"{name}: got {size}; a degree must be at least 1" for name, size in given.items() if size < 1]
+    given = {name: size for name, size in sizes.items() if size is not None}
+    problems = [f"parallel.{name}: got {size}; a degree must be at least 1" for name, size in given.items() if size < 1]
     if problems:
         raise ConfigError(problems)
-    data_ranks = parallel.dp_replicate_size * parallel.dp_shard_size
-    if parallel.cp_size is None:
-        if world_size % data_ranks:
-            raise ConfigError(
-                f"parallel: dp_replicate_size {parallel.dp_replicate_size} x dp_shard_size {parallel.dp_shard_size} "
-                f"= {data_ranks} does not divide {world_size} ranks; choose degrees that divide {world_size}, "
-                "or change the number of ranks"
-            )
-        return Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, world_size // data_ranks)
-    degrees = Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, parallel.cp_size)
-    if degrees.world_size != world_size:
+    fixed = math.prod(given.values())
+    product = " x ".join(f"{name} {size}" for name, size in given.items()) + f" = {fixed}"
+    if parallel.cp_size is None and world_size % fixed:
         raise ConfigError(
-            f"parallel: dp_replicate_size {degrees.dp_replicate_size} x dp_shard_size {degrees.dp_shard_size} "
-            f"x cp_size {degrees.cp_size} = {degrees.world_size}, but {world_size} ranks were started; "
-            f"start {degrees.world_size} ranks or leave parallel.cp_size=null"
+            f"parallel: {product} does not divide {world_size} ranks; choose degrees that divide {world_size}, "
+            "or change the number of ranks"
         )
-    return degrees
+    if parallel.cp_size is not None and fixed != world_size:
+        raise ConfigError(
+            f"parallel: {product}, but {world_size} ranks were started; start {fixed} ranks or leave "
+            "parallel.cp_size=null"
+        )
+    return Degrees(**{**given, "cp_size": parallel.cp_size or world_size // fixed})
 
 
 def resolve_topology(cluster: ClusterConfig, world_size: int, local_world_size: int) -> Topology:
@@ -208,16 +242,34 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
         problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
+    _check_tp_fits_a_node(degrees, topology)
     device = choose_device(cluster, placement)
-    sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size)
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-    shard_size = degrees.dp_shard_size * degrees.cp_size
-    if degrees.dp_replicate_size == 1:
-        fsdp_mesh = init_device_mesh(device.type, (shard_size,), mesh_dim_names=("fsdp",))
-    else:
-        hsdp_sizes = (degrees.dp_replicate_size, shard_size)
-        fsdp_mesh = init_device_mesh(device.type, hsdp_sizes, mesh_dim_names=("dp_replicate", "fsdp"))
-    return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh)
+    sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size, degrees.tp_size)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+    fsdp_mesh, tp_mesh = _parameter_meshes(degrees, device)
+    return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh, tp_mesh)
+
+
+def _check_tp_fits_a_node(degrees: Degrees, topology: Topology) -> None:
+    """Raises ConfigError where a tensor-parallel group would span nodes: it talks four times per layer and pass."""
+    if topology.local_ranks % degrees.tp_size == 0:
+        return
+    legal = ", ".join(str(n) for n in range(1, topology.local_ranks + 1) if topology.local_ranks % n == 0)
+    raise ConfigError(
+        f"parallel.tp_size: got {degrees.tp_size}, which does not divide the {topology.local_ranks} ranks of a node, "
+        f"and tensor parallelism stays inside a node; legal values: {legal}"
+    )
+
+
+def _parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(mesh that shards and replicates parameters, mesh that slices them), of one root: FSDP2 demands it."""
+    axes = {"fsdp": degrees.dp_shard_size * degrees.cp_size}
+    if degrees.dp_replicate_size > 1:
+        axes = {"dp_replicate": degrees.dp_replicate_size, **axes}
+    if degrees.tp_size == 1:
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)), None
+    root = init_device_mesh(device.type, (*axes.values(), degrees.tp_size), mesh_dim_names=(*axes, "tp"))
+    return root[tuple(axes)], root["tp"]
 
 
 def _common_local_world_size(placement: Placement) -> int:

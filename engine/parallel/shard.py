@@ -3,6 +3,9 @@
     tokens   t0 t1 t2 t3 t4 pad pad pad     labels   t1 t2 t3 t4 t5 -100 -100 -100
     zigzag, cp_size=2      rank 0: t0 t1 | pad pad      rank 1: t2 t3 | t4 pad
 
+Labels are the only rows that the ranks of one tensor-parallel group divide among themselves here: every rank needs all
+tokens for its slice of the vocabulary and all positions for its heads, but a label must count on one rank only.
+
 Labels were shifted by the data loader, before sharding, so the label of a block's last token is never lost.
 """
 
@@ -22,8 +25,23 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class RowPart:
+    """Part `index` of `count` equal, consecutive parts of a sequence's rows."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, rows: int) -> slice:
+        """The rows of this part of `rows` in all; raises ValueError unless they divide evenly."""
+        if rows % self.count:
+            raise ValueError(f"{rows} rows cannot be divided among {self.count} ranks; pad them to a multiple")
+        size = rows // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+@dataclass(frozen=True)
 class LocalBatch:
-    """tokens and labels [B, T] int64, positions [T] int64 (global), on this rank's device."""
+    """tokens [B, T], labels [B, T / tp_size], positions [T] (global), all int64 and on this rank's device."""
 
     tokens: Tensor
     labels: Tensor
@@ -31,9 +49,18 @@ class LocalBatch:
 
 
 def shard_batch(
-    tokens: IntArray, labels: IntArray, *, layout: Layout, cp_rank: int, device: torch.device
+    tokens: IntArray,
+    labels: IntArray,
+    *,
+    layout: Layout,
+    cp_rank: int,
+    device: torch.device,
+    label_part: RowPart = RowPart(),
 ) -> LocalBatch:
-    """The rows of `cp_rank` of whole sequences [B, N]; positions beyond N get token 0 and label -100."""
+    """The rows of `cp_rank` of whole sequences [B, N]; positions beyond N get token 0 and label -100.
+
+    Of the labels only those of `label_part` of these rows.
+    """
     padding = layout.seq_len - tokens.shape[1]
     if padding < 0 or tokens.shape != labels.shape:
         raise ValueError(f"tokens {tokens.shape} and labels {labels.shape} do not fit a layout of {layout.seq_len}")
@@ -42,6 +69,6 @@ def shard_batch(
     own_labels = np.pad(labels, ((0, 0), (0, padding)), constant_values=IGNORE_INDEX)[:, positions]
     return LocalBatch(
         tokens=torch.from_numpy(own_tokens).to(device, non_blocking=True),
-        labels=torch.from_numpy(own_labels).to(device, non_blocking=True),
+        labels=torch.from_numpy(own_labels[:, label_part.of(len(positions))]).to(device, non_blocking=True),
         positions=torch.from_numpy(positions).to(device, non_blocking=True),
     )

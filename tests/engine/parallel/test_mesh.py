@@ -19,15 +19,23 @@ from engine.parallel.mesh import (
     resolve_degrees,
     resolve_topology,
 )
+from engine.parallel.shard import RowPart
 
 
 def test_cp_takes_the_ranks_that_data_parallelism_leaves() -> None:
     assert resolve_degrees(ParallelConfig(dp_shard_size=2), 8) == Degrees(1, 2, 4)
 
 
+def test_cp_takes_the_ranks_that_tensor_parallelism_leaves() -> None:
+    assert resolve_degrees(ParallelConfig(tp_size=8), 8) == Degrees(1, 1, 1, 8)
+    assert resolve_degrees(ParallelConfig(tp_size=4), 8) == Degrees(1, 1, 2, 4)
+
+
 def test_degrees_that_do_not_multiply_to_the_world_size_are_refused_with_the_product() -> None:
     with pytest.raises(ConfigError, match=r"= 4, but 6 ranks were started; start 4 ranks"):
         resolve_degrees(ParallelConfig(cp_size=2, dp_shard_size=2), 6)
+    with pytest.raises(ConfigError, match=r"cp_size 2 x tp_size 2 = 4, but 6 ranks were started"):
+        resolve_degrees(ParallelConfig(cp_size=2, tp_size=2), 6)
 
 
 def test_data_parallel_degrees_that_do_not_divide_are_refused() -> None:
@@ -37,13 +45,18 @@ def test_data_parallel_degrees_that_do_not_divide_are_refused() -> None:
 
 def test_every_degree_below_one_is_listed() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_degrees(ParallelConfig(cp_size=0, dp_shard_size=-1, dp_replicate_size=0), 4)
-    assert len(caught.value.problems) == 3
+        resolve_degrees(ParallelConfig(cp_size=0, dp_shard_size=-1, dp_replicate_size=0, tp_size=0), 4)
+    assert len(caught.value.problems) == 4
 
 
 def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
     assert Degrees(2, 1, 2).cp_groups() == ((0, 1), (2, 3))
     assert Degrees(1, 1, 3).cp_groups() == ((0, 1, 2),)
+
+
+def test_cp_groups_are_strided_by_the_tp_ranks_between_them() -> None:
+    assert Degrees(1, 2, 2, 2).cp_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert Degrees(1, 1, 1, 2).cp_groups() == ((0,), (1,))
 
 
 def test_topology_follows_the_processes_or_the_configuration() -> None:
@@ -68,6 +81,10 @@ def test_gloo_trains_on_the_cpu() -> None:
 def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, Any]:
     mesh = build_mesh(parallel, cluster)
     return {
+        "tp": (mesh.tp_rank, mesh.tp_size, mesh.row_part),
+        "tp_mesh": mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
+        "cp_topology": mesh.cp_topology,
+        "own_group": next(group for group in mesh.cp_groups if mesh.rank in group),
         "cp": (mesh.cp_rank, mesh.cp_size),
         "dp": (mesh.dp_rank, mesh.dp_size),
         "groups": mesh.cp_groups,
@@ -92,7 +109,8 @@ def test_four_ranks_as_two_replicas_of_two_context_parallel_ranks(ranks: Pools) 
     assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [fact["cp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert facts[3]["groups"] == ((0, 1), (2, 3))
-    assert facts[0]["names"] == ("dp_replicate", "dp_shard", "cp")
+    assert facts[0]["names"] == ("dp_replicate", "dp_shard", "cp", "tp")
+    assert facts[0]["tp_mesh"] is None
     assert facts[0]["fsdp"] == [[0, 1], [2, 3]]
     assert facts[0]["topology"] == Topology(2, 2)
 
@@ -106,3 +124,28 @@ def test_parameters_are_sharded_over_dp_and_cp_together(ranks: Pools) -> None:
 def test_all_problems_of_a_mesh_are_listed_at_once_on_every_rank(ranks: Pools) -> None:
     problems = ranks(2).run(problems_of_mesh, ParallelConfig(cp_size=3), ClusterConfig(topology_nodes=5))
     assert [len(found) for found in problems] == [2, 2]
+
+
+def test_four_ranks_as_two_context_parallel_pairs_of_two_tensor_parallel_ranks(ranks: Pools) -> None:
+    facts = ranks(4).run(mesh_facts, ParallelConfig(tp_size=2), ClusterConfig(topology_nodes=2))
+    assert [fact["tp"] for fact in facts] == [(r, 2, RowPart(r, 2)) for r in (0, 1, 0, 1)]
+    assert [fact["tp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [fact["cp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [fact["own_group"] for fact in facts] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [fact["cp_mesh"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [fact["fsdp"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [fact["dp"] for fact in facts] == [(0, 1)] * 4
+    assert facts[0]["cp_topology"] == Topology(2, 1)  # each of the two nodes has one rank of a cp group
+
+
+def test_data_parallel_ranks_do_not_count_tensor_parallel_ones(ranks: Pools) -> None:
+    facts = ranks(4).run(mesh_facts, ParallelConfig(tp_size=2, dp_replicate_size=2), ClusterConfig())
+    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert facts[1]["fsdp"] == [[1], [3]]
+    assert facts[0]["cp_topology"] == Topology(1, 1)
+
+
+def test_tensor_parallelism_across_nodes_is_refused_with_the_legal_values(ranks: Pools) -> None:
+    (problem,) = ranks(4).run(problems_of_mesh, ParallelConfig(tp_size=4), ClusterConfig(topology_nodes=2))[0]
+    assert "does not divide the 2 ranks of a node" in problem
+    assert "legal values: 1, 2" in problem

@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.layout import build_layout
 from engine.loss.options import IGNORE_INDEX
-from engine.parallel.shard import LocalBatch, shard_batch
+from engine.parallel.shard import LocalBatch, RowPart, shard_batch
 
 CPU = torch.device("cpu")
 
@@ -36,6 +36,21 @@ def test_padding_has_no_label() -> None:
     counts = [int((part.labels != IGNORE_INDEX).sum()) for part in parts]
     assert counts == [2, 3]  # rank 0 holds positions 0 1 | 6 7, rank 1 holds 2 3 | 4 5
     assert parts[0].tokens.tolist() == [[1, 1, 0, 0]]
+
+
+def test_labels_are_divided_among_tensor_parallel_ranks_and_tokens_are_not() -> None:
+    tokens = np.arange(8, dtype=np.int64)[None].repeat(2, axis=0)
+    layout = build_layout("zigzag", 8, 2)  # rank 0 holds positions 0 1 | 6 7
+    place = {"layout": layout, "cp_rank": 0, "device": CPU}
+    parts = [shard_batch(tokens, tokens + 1, **place, label_part=RowPart(i, 2)) for i in range(2)]  # type: ignore[arg-type]
+    assert [part.labels.tolist() for part in parts] == [[[1, 2]] * 2, [[7, 8]] * 2]
+    assert all(part.tokens.tolist() == [[0, 1, 6, 7]] * 2 for part in parts)
+    assert all(part.positions.tolist() == [0, 1, 6, 7] for part in parts)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 rows cannot be divided among 4 ranks"):
+        RowPart(0, 4).of(10)
 
 
 def test_a_batch_longer_than_the_layout_is_refused() -> None:

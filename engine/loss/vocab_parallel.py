@@ -1,0 +1,167 @@
+"""LM head and cross entropy in one over ranks that hold slices of the vocabulary: no rank has a whole row of logits.
+
+Every rank has its own rows of `hidden` and all d columns of its slice of the weight. The ranks walk chunks together:
+
+    gather the chunk's rows from all ranks     hidden [C, d]
+    local logits                               [C, V / t]
+    gather three numbers per row and rank      maximum, sum of exponentials, logit of the label: lse is exact
+    both gradients from the local logits       of the weight's slice; of hidden, summed by a reduce-scatter
+
+so gradients are made in the forward pass, as in engine.loss.fused. torch's loss_parallel wants the logits of all rows
+at once as a DTensor, keeps them for backward, and knows no z-loss. Sent per rank, with T the rows of all ranks:
+2 (t - 1) / t T d numbers in the dtype of hidden, 3 (t - 1) T in fp32, and the labels once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.loss.fused import add_weight_gradient
+from engine.loss.options import LossOptions, check_shapes
+from engine.parallel.collectives import all_gather_first, reduce_scatter_first
+from engine.row_blocks import accumulate_dtype, row_blocks, scaled
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """The ranks that share the vocabulary, and how many rows of the weight each of them has, in order of rank."""
+
+    group: dist.ProcessGroup
+    rows: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of slices."""
+        return self.group.size()
+
+    @property
+    def first_row(self) -> int:
+        """Token id of this rank's first row."""
+        return self.group.rank() * self.rows
+
+
+def vocabulary_parallel_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions, vocabulary: VocabularySlice
+) -> Tensor:
+    """Sum over THIS rank's counted rows of -log softmax(hidden @ weight.T)[label] + z_loss * lse**2; fp32 scalar.
+
+    hidden [R, d] and labels [R] int64 (global ids): own rows, as many on every rank; weight [V / t, d]: own slice. All
+    ranks of the group must call, run the backward and scale the loss alike: gradients are those of the sum over ranks.
+    """
+    check_shapes(hidden, weight, labels)
+    if not torch.is_grad_enabled():
+        walk = _Walk(weight.detach().to(hidden.dtype), options, vocabulary)
+        return walk.run(hidden, labels).to(accumulate_dtype(hidden.dtype))
+    loss: Tensor = _VocabularyParallel.apply(hidden, weight, labels, options, vocabulary)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, vocabulary: VocabularySlice
+    ) -> Tensor:
+        """The loss sum of own rows; both gradients of all rows' sum are saved."""
+        wide = accumulate_dtype(hidden.dtype)
+        walk = _Walk(
+            weight.detach().to(hidden.dtype),
+            options,
+            vocabulary,
+            dhidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
+            dweight=torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None,
+        )
+        loss = walk.run(hidden.detach(), labels)
+        ctx.save_for_backward(walk.dhidden, walk.dweight)
+        ctx.weight_dtype = weight.dtype
+        return loss.to(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        """The saved gradients times `dloss`, as new tensors: a retained graph may come here again."""
+        dhidden, dweight = ctx.saved_tensors
+        return (
+            None if dhidden is None else scaled(dhidden, dloss, dhidden.dtype),
+            None if dweight is None else scaled(dweight, dloss, ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+@dataclass
+class _Walk:
+    """One pass over the chunks: weight [V / t, d] in the compute dtype, and the gradients that are wanted."""
+
+    weight: Tensor
+    options: LossOptions
+    vocabulary: VocabularySlice
+    dhidden: Tensor | None = None  # [R, d], own rows
+    dweight: Tensor | None = None  # [V / t, d] fp32
+
+    def run(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The loss sum of own rows, float64 scalar; fills the gradients."""
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        own_rows = max(1, self.options.chunk_tokens // self.vocabulary.ranks)
+        chunk_rows = min(own_rows, hidden.shape[0]) * self.vocabulary.ranks
+        buffer = torch.empty(chunk_rows, self.weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+        scratch: Tensor | None = None
+        all_labels = all_gather_first(labels, self.vocabulary.group).view(self.vocabulary.ranks, -1)
+        for start in range(0, hidden.shape[0], own_rows):
+            own = slice(start, min(start + own_rows, hidden.shape[0]))
+            chunk = all_gather_first(hidden[own], self.vocabulary.group)
+            chunk_labels = all_labels[:, own].flatten()
+            logits = torch.mm(chunk, self.weight.t(), out=buffer[: chunk.shape[0]])
+            lse, losses = self._losses(logits, chunk_labels)
+            rows = losses.shape[0] // self.vocabulary.ranks
+            total += losses[self.vocabulary.group.rank() * rows :][:rows].sum(dtype=torch.float64)
+            if self.dhidden is None and self.dweight is None:
+                continue
+            self._overwrite_with_gradient(logits, chunk_labels, lse)
+            if self.dhidden is not None:
+                partial = torch.mm(logits, self.weight)
+                reduce_scatter_first(partial, self.vocabulary.group, out=self.dhidden[own])
+            if self.dweight is not None:
+                scratch = add_weight_gradient(self.dweight, logits, chunk, scratch)
+        return total
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(lse [C], loss [C], 0 where no label counts), fp32, over the whole vocabulary: one small all-gather."""
+        wide = accumulate_dtype(logits.dtype)
+        own = torch.empty(3, logits.shape[0], dtype=wide, device=logits.device)  # maximum, sum, logit of the label
+        for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
+            values = logits[rows].to(wide)
+            index, is_here = self._local_index(labels[rows])
+            own[0, rows] = values.amax(dim=-1)
+            own[1, rows] = (values - own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
+            own[2, rows] = values.gather(1, index).squeeze(1).masked_fill_(~is_here, 0.0)
+        maximum, sums, picked = all_gather_first(own, self.vocabulary.group).view(-1, *own.shape).unbind(1)
+        top = maximum.amax(dim=0)
+        lse = top + (sums * (maximum - top).exp_()).sum(dim=0).log_()
+        losses = lse - picked.sum(dim=0)
+        if self.options.z_loss:
+            losses = losses + self.options.z_loss * lse.square()
+        return lse, losses.masked_fill_(labels == self.options.ignore_index, 0.0)
+
+    def _overwrite_with_gradient(self, logits: Tensor, labels: Tensor, lse: Tensor) -> None:
+        """Turns local logits [C, V / t] into the gradient of the loss sum with respect to them."""
+        for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
+            index, is_here = self._local_index(labels[rows])
+            counted = labels[rows] != self.options.ignore_index
+            gradient = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
+            # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax.
+            gradient.mul_(((1.0 + 2.0 * self.options.z_loss * lse[rows]) * counted).unsqueeze(1))
+            gradient.scatter_add_(1, index, -is_here.to(lse.dtype).unsqueeze(1))
+            logits[rows].copy_(gradient)
+
+    def _local_index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(row of this rank's slice [C, 1], 0 where it has none, whether it has the label's row [C])."""
+        index = labels - self.vocabulary.first_row
+        is_here = (index >= 0) & (index < self.vocabulary.rows) & (labels != self.options.ignore_index)
+        return index.masked_fill_(~is_here, 0).unsqueeze(1), is_here

@@ -1,0 +1,33 @@
+"""The two collectives of tensor parallelism, under the name that this version of torch gives them.
+
+torch 2.13 renamed them and warns of the older names, which 2.11 has only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_first(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[t * n, ...]: the tensors [n, ...] of the group's t ranks, in order of rank; a new tensor. All must call."""
+    gathered = torch.empty(group.size() * own.shape[0], *own.shape[1:], dtype=own.dtype, device=own.device)
+    _all_gather(gathered, own.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter_first(values: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
+    """[n, ...]: this rank's part of the sum over the group's t ranks of `values` [t * n, ...]; `out` or a new tensor.
+
+    Summed in the dtype of `values`. All ranks of the group must call.
+    """
+    if out is None:
+        out = torch.empty(values.shape[0] // group.size(), *values.shape[1:], dtype=values.dtype, device=values.device)
+    _reduce_scatter(out, values.contiguous(), group=group)
+    return out
