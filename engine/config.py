@@ -318,6 +318,10 @@ class ClusterConfig:
     backend: Literal["auto", "nccl", "gloo"] = field(
         default="auto", metadata=note("transport of torch.distributed; auto: nccl with GPUs, else gloo")
     )
+    ranks_share_device: bool = field(
+        default=False,
+        metadata=note("backend gloo: let several ranks use each GPU, for tests; messages go through host memory"),
+    )
     threads_per_rank: int | None = field(
         default=None, metadata=note("CPU threads of one rank; null: cores / local ranks", "threads", at_least=1)
     )

@@ -22,7 +22,7 @@ from engine.attention.plan import LinkBytes
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.topology import Topology
-from engine.attention.transport import DistributedTransport, LocalTransport
+from engine.attention.transport import LocalTransport, MeteredTransport
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
 
@@ -95,11 +95,11 @@ class ParallelAttention:
     def traffic(self) -> LinkBytes:
         """Bytes sent and copied by this rank since the last `reset_traffic`."""
         transport = self.group.transport
-        return transport.sent if isinstance(transport, (DistributedTransport, LocalTransport)) else LinkBytes()
+        return transport.sent if isinstance(transport, MeteredTransport) else LinkBytes()
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
-        if isinstance(self.group.transport, (DistributedTransport, LocalTransport)):
+        if isinstance(self.group.transport, MeteredTransport):
             self.group.transport.reset()
 
 
@@ -110,7 +110,14 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention
     kernel = choose_kernel(
         config.attention.kernel, mesh.device, getattr(torch, config.train.compute_dtype), config.model.head_dim
     )
-    transport = open_transport(mesh.cp_groups, mesh.rank, topology, timeout=CP_TIMEOUT)
+    transport = open_transport(
+        mesh.cp_groups,
+        mesh.rank,
+        topology,
+        mesh.device,
+        timeout=CP_TIMEOUT,
+        shares_device=config.cluster.ranks_share_device,
+    )
     group = AttentionGroup(mesh.cp_rank, topology, transport, kernel)
     return ParallelAttention(config, group, method)
 

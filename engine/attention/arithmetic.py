@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.attention.buffers import Lease, allocate_tensor, compute_place
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.merge import backward_stats, merge_tile, surrogate_out
@@ -66,18 +67,21 @@ class TensorArithmetic:
     end.
     """
 
-    def __init__(self, shape: AttentionShape, kernel: TileKernel, *, poisoned: bool = False) -> None:
+    def __init__(
+        self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, poisoned: bool = False
+    ) -> None:
         self.shape = shape
         self.kernel = kernel
+        self._lease = lease
         self._poisoned = poisoned
 
     def allocate(self, slot: Slot) -> Fields:
         """Uninitialised buffers of a slot (poisoned on request); host slots in pinned memory for a GPU."""
-        on_cuda = self.shape.device.type == "cuda"
-        where = torch.device("cpu") if slot.where == "host" else self.shape.device
+        place = compute_place(self.shape.device, slot.where)
+        # Inputs and outputs outlive the run, and so the lease.
+        empty = allocate_tensor if self._lease is None or slot.pin is not None else self._lease.empty
         fields = {
-            name: torch.empty(slot.rows, *tail, dtype=dtype, device=where, pin_memory=slot.where == "host" and on_cuda)
-            for name, (tail, dtype) in self._field_shapes(slot).items()
+            name: empty((slot.rows, *tail), dtype, place) for name, (tail, dtype) in self._field_shapes(slot).items()
         }
         return {name: poison(tensor) for name, tensor in fields.items()} if self._poisoned else fields
 
@@ -112,6 +116,11 @@ class TensorArithmetic:
                 target.add_(source)
             else:
                 target.copy_(source)
+
+    def release(self) -> None:
+        """Give back the buffers that are neither input nor output."""
+        if self._lease is not None:
+            self._lease.close()
 
     def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """Tensors that travel, in fixed order."""

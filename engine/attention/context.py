@@ -1,28 +1,37 @@
-"""Attention over sequences that a group of ranks shares: the group's channels, opened once, and contexts made from them.
+"""Attention over sequences that a group of ranks shares: its channels, opened once, and contexts made from them.
 
-    group = open_group(...)                         collective, once: process groups, one per channel
-    context = build_context(group, layers, ...)     plans of this rank for one length, layout and masks; no messages
-    out = context(q, k, v)                          differentiable; every rank of the group calls it
+group = open_group(...)                         collective, once: process groups, one per channel
+context = build_context(group, layers, ...)     plans of this rank for one length, layout and masks; no messages
+out = context(q, k, v)                          differentiable; every rank of the group calls it
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
+from engine.attention.buffers import BufferPool
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention
 from engine.attention.layout import Layout
 from engine.attention.methods import Blocks, divide_sequence, plan_method
-from engine.attention.plan import HOST_CHANNELS, Channel
-from engine.attention.runtime import AttentionRuntime, run_attention
+from engine.attention.plan import Channel
+from engine.attention.runtime import AttentionRuntime, PlannedAttention, run_attention
+from engine.attention.staging import StagedTransport
+from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.topology import Topology
-from engine.attention.transport import DistributedTransport, LocalTransport, Transport, make_channel_groups
+from engine.attention.transport import (
+    DistributedTransport,
+    GroupMessenger,
+    LocalTransport,
+    Meter,
+    Transport,
+    make_channel_groups,
+)
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -35,18 +44,32 @@ class AttentionGroup:
     topology: Topology
     transport: Transport
     kernel: TileKernel
+    pool: BufferPool = field(default_factory=BufferPool)  # of all layers: they run in turn
 
 
 def open_transport(
-    cp_groups: Sequence[Sequence[int]], world_rank: int, topology: Topology, *, timeout: timedelta
+    cp_groups: Sequence[Sequence[int]],
+    world_rank: int,
+    topology: Topology,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    shares_device: bool = False,
 ) -> Transport:
-    """Channels of the group of `world_rank`. Collective: every rank of the world calls it with the same groups."""
+    """Channels of the group of `world_rank`. Collective: every rank of the world calls it with the same groups.
+
+    `shares_device`: several ranks use one GPU, which NCCL refuses; messages then go through host memory and gloo.
+    """
     own = next(ranks for ranks in cp_groups if world_rank in ranks)
+    rank, on_cpu = list(own).index(world_rank), device.type == "cpu"
     if len(own) == 1:
-        return LocalTransport()
-    channels = [channel for channel in Channel if channel not in HOST_CHANNELS]
-    groups = make_channel_groups(cp_groups, world_rank, channels, timeout)
-    return DistributedTransport(groups, own, topology, list(own).index(world_rank))
+        return LocalTransport() if on_cpu else StreamTransport(CudaStreams(device), None, Meter(topology, 0))
+    messages_on = torch.device("cpu") if shares_device else device
+    groups = make_channel_groups(cp_groups, world_rank, tuple(Channel), timeout, messages_on)
+    if on_cpu:
+        return DistributedTransport(groups, own, topology, rank)
+    kind = StagedTransport if shares_device else StreamTransport
+    return kind(CudaStreams(device), GroupMessenger(groups, own), Meter(topology, rank))
 
 
 @dataclass(frozen=True)
@@ -67,13 +90,18 @@ class AttentionContext:
         """Which positions every rank holds."""
         return self.blocks.home
 
+    @property
+    def runtime(self) -> AttentionRuntime:
+        """Plans of the first layer."""
+        return self.runtimes[0]
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the first layer."""
         return run_attention(q, k, v, self.runtimes[0])
 
     def functions(self, num_layers: int) -> list[AttentionFn]:
         """Attention of every layer of a model."""
-        turn = [functools.partial(run_attention, runtime=runtime) for runtime in self.runtimes]
+        turn = [PlannedAttention(runtime) for runtime in self.runtimes]
         return [turn[index % len(turn)] for index in range(num_layers)]
 
 
@@ -90,5 +118,6 @@ def build_context(group: AttentionGroup, layers: Sequence[LayerAttention], padde
                 group.kernel,
                 group.transport,
                 getattr(torch, layer.method.gradient_wire_dtype),
+                pool=group.pool,
             )
     return AttentionContext(group, blocks, tuple(layers), tuple(runtimes[layer] for layer in layers))

@@ -83,6 +83,9 @@ class CountingArithmetic:
             _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
             target["count"] += source["count"]
 
+    def release(self) -> None:
+        """Records are made for one run."""
+
     def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """Whole records travel."""
         names = PAYLOAD.get(slot.kind, ("owner", "count"))

@@ -35,6 +35,9 @@ class Arithmetic(Protocol):
     def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """The tensors of some rows of a slot that travel, in a fixed order."""
 
+    def release(self) -> None:
+        """Nothing will touch the buffers of `allocate` any more but those of pinned slots."""
+
 
 class Execution:
     """One run of one rank's plan over its buffers."""
@@ -50,9 +53,12 @@ class Execution:
         ]
 
     def run(self) -> None:
-        """Run all steps."""
+        """Run all steps; afterwards pinned slots remain, the other buffers may serve the next run."""
         for _ in self.steps():
             pass
+        slots = zip(self._plan.slots, self.slots, strict=True)
+        self.slots = [fields if slot.pin else {} for slot, fields in slots]
+        self._arithmetic.release()
 
     def steps(self) -> Iterator[int]:
         """Run step by step; yields the step's index after its posts, after its waits were asked for, and at its end."""

@@ -1,6 +1,16 @@
-"""Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward."""
+"""Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward.
+
+On a GPU each is one pass of a Triton kernel (`engine.attention.fused`; torch's CUDA builds bring Triton along, and
+torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
+their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
+Adding gradients to accumulators needs nothing of the kind: `add_` of a narrower tensor is one pass.
+"""
 
 from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,6 +25,10 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     may be narrower. out += sigmoid(block_lse - lse) * (block_out - out); lse = logaddexp(lse, block_lse).
     Tiles have no empty rows, so block_lse is finite.
     """
+    fused = _fused(out)
+    if fused is not None:
+        fused.merge_tile(out, lse, block_out, block_lse)
+        return
     for start in range(0, out.shape[0], ROWS_PER_PASS):
         rows = slice(start, start + ROWS_PER_PASS)
         weight = torch.sigmoid(block_lse[rows] - lse[rows]).unsqueeze(-1)
@@ -28,6 +42,9 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     `dout * scale` has the same rowsum with dout as `out` itself, so it stands in for `out` in a library kernel's
     backward and `out` need not travel.
     """
+    fused = _fused(dout)
+    if fused is not None:
+        return fused.backward_stats(dout, out, lse)  # type: ignore[no-any-return]
     stats = torch.empty(*lse.shape, 2, dtype=lse.dtype, device=lse.device)
     stats[..., 0] = lse
     for start in range(0, dout.shape[0], ROWS_PER_PASS):
@@ -41,4 +58,27 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 def surrogate_out(dout: Tensor, stats: Tensor) -> Tensor:
     """[n, H, D] in dout's dtype: dout * scale, the stand-in for `out` (see `backward_stats`)."""
-    return (dout * stats[..., 1:]).to(dout.dtype)
+    fused = _fused(dout)
+    if fused is not None:
+        return fused.surrogate_out(dout, stats)  # type: ignore[no-any-return]
+    if dout.dtype == stats.dtype:
+        return dout * stats[..., 1:]
+    result = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    for start in range(0, dout.shape[0], ROWS_PER_PASS):
+        rows = slice(start, start + ROWS_PER_PASS)
+        result[rows] = dout[rows] * stats[rows, :, 1:]
+    return result
+
+
+def _fused(tensor: Tensor) -> ModuleType | None:
+    """The Triton kernels, if they can work on this tensor."""
+    if tensor.device.type != "cuda" or not _triton_is_installed():
+        return None
+    from engine.attention import fused
+
+    return fused
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

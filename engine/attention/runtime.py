@@ -1,14 +1,16 @@
-"""Running a rank's two plans on tensors, and the autograd function around them; no state outside the autograd context."""
+"""Running a rank's two plans on tensors, and the autograd function around them; all state is in its context."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
+from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
 from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
@@ -20,8 +22,8 @@ from engine.attention.transport import Transport
 class SavedAttention:
     """What backward needs, as the forward plan left it: of the own rows or, after a head exchange, of the ring's.
 
-    q, k, v, out in the compute dtype; lse [T, H] in fp32 (float64). k and v are those that backward starts from: after a
-    reversed ring the last block held.
+    q, k, v, out in the compute dtype; lse [T, H] in fp32 (float64). k and v are those that backward starts from: after
+    a reversed ring the last block held.
     """
 
     q: Tensor
@@ -41,17 +43,35 @@ class AttentionRuntime:
     transport: Transport
     wire_gradient_dtype: torch.dtype = torch.float32
     poisoned: bool = False  # fill buffers with NaN first (tests)
+    pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
 
-    def arithmetic(self, q: Tensor, num_kv_heads: int) -> TensorArithmetic:
-        """Arithmetic for q [T, H, D], all heads, and so many kv heads."""
+    @property
+    def on_host(self) -> bool:
+        """Whether the plans read their inputs from host memory and leave their results there."""
+        return self.forward.slots[self.forward.pinned("q")].where == "host"
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory for an input of the plans that `device` computes: its own, or (pinned) of the host."""
+        if not self.on_host:
+            return torch.empty(*shape, dtype=dtype, device=device)
+        return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def stored(self, x: Tensor) -> Tensor:
+        """x where the plans want it, contiguous; a copy only if it must move."""
+        if not self.on_host or x.device.type == "cpu":
+            return x.contiguous()
+        return self.empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+
+    def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
+        """Arithmetic for q [T, H, D], all heads, and so many kv heads, on `device` (None: where q lies)."""
         wire = torch.float64 if q.dtype == torch.float64 else self.wire_gradient_dtype
-        shape = AttentionShape(q.shape[1], num_kv_heads, q.shape[2], q.dtype, q.device, wire)
-        return TensorArithmetic(shape, self.kernel, poisoned=self.poisoned)
+        shape = AttentionShape(q.shape[1], num_kv_heads, q.shape[2], q.dtype, device or q.device, wire)
+        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease(), poisoned=self.poisoned)
 
-    def forward_execution(self, q: Tensor, k: Tensor, v: Tensor) -> Execution:
-        """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run."""
+    def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
+        """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
         pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return Execution(self.forward, self.arithmetic(q, k.shape[1]), self.transport, pinned)
+        return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, pinned)
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, D], what to save) after the forward pass ran."""
@@ -68,20 +88,35 @@ class AttentionRuntime:
         out = acc["out"].to(q.dtype)
         return out, SavedAttention(query, kv["k"], kv["v"], out, acc["lse"])
 
-    def backward_execution(self, saved: SavedAttention, dout: Tensor, num_kv_heads: int | None = None) -> Execution:
-        """The backward pass, not yet run; dout [T, H, D] of the own rows; `num_kv_heads` of all parts of the heads."""
+    def backward_execution(
+        self,
+        saved: SavedAttention,
+        dout: Tensor,
+        num_kv_heads: int | None = None,
+        *,
+        stats: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Execution:
+        """The backward pass, not yet run; dout [T, H, D] of the own rows.
+
+        num_kv_heads   of all parts of the heads
+        stats          `backward_stats` [T, H, 2], if the caller has them; not asked for after a head exchange
+        device         computes; None: where dout lies
+        """
         pins = self.backward.pins
         kv = {"k": saved.k, "v": saved.v}
         pinned: dict[str, Fields] = {name: kv for name in ("kv", "kv_last", "ring_kv") if name in pins}
+        ring_dout = dout
         if "dout" in pins:
             pinned["dout"] = {"dout": dout}
             pinned["saved"] = {"out": saved.out, "lse": saved.lse}
-            stats = torch.empty(*saved.lse.shape, 2, dtype=saved.lse.dtype, device=dout.device)
-            ring_dout = torch.empty_like(saved.q)
-        else:
-            stats, ring_dout = backward_stats(dout, saved.out, saved.lse), dout
+            stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
+            ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
+        elif stats is None:
+            stats = backward_stats(dout, saved.out, saved.lse)
         pinned["qx"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "stats": stats}
-        return Execution(self.backward, self.arithmetic(dout, num_kv_heads or saved.k.shape[1]), self.transport, pinned)
+        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
+        return Execution(self.backward, arithmetic, self.transport, pinned)
 
 
 class _Attention(torch.autograd.Function):
@@ -89,20 +124,33 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
-        execution = runtime.forward_execution(q, k, v)
+        device, num_kv_heads = q.device, k.shape[1]
+        q, k, v = (runtime.stored(x) for x in (q, k, v))
+        execution = runtime.forward_execution(q, k, v, device)
         execution.run()
         out, saved = runtime.collect(execution, q, k, v)
         ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse)
-        ctx.runtime, ctx.num_kv_heads = runtime, k.shape[1]
-        return out
+        ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
+        return out.to(device, non_blocking=True)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        saved = SavedAttention(*ctx.saved_tensors)
-        execution = ctx.runtime.backward_execution(saved, grad_outputs[0].contiguous(), ctx.num_kv_heads)
+        saved, (dout,), runtime = SavedAttention(*ctx.saved_tensors), grad_outputs, ctx.runtime
+        execution = runtime.backward_execution(saved, runtime.stored(dout), ctx.num_kv_heads, device=dout.device)
         execution.run()
-        dkv = execution.pinned("dkv")["dkv"].to(saved.k.dtype)
-        return execution.pinned("dq")["dq"].to(saved.q.dtype), dkv[:, 0], dkv[:, 1], None
+        dq, dkv = (execution.pinned(name)[name].to(dout.device, dout.dtype) for name in ("dq", "dkv"))
+        return dq, dkv[:, 0], dkv[:, 1], None
+
+
+@dataclass(frozen=True)
+class PlannedAttention:
+    """An AttentionFn whose runtime a layer may use directly, to run its own work chunk by chunk around the plans."""
+
+    runtime: AttentionRuntime
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `run_attention`."""
+        return run_attention(q, k, v, self.runtime)
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:

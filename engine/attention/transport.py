@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -53,76 +53,145 @@ class Transport(Protocol):
         """
 
 
-class LocalTransport:
-    """For a group of one rank: copies between host and device memory, and nobody to send to.
+@runtime_checkable
+class MeteredTransport(Transport, Protocol):
+    """A transport that counts what this rank sends and copies."""
 
-    On a CPU both memories are one, and a copy is made at once.
-    """
+    @property
+    def sent(self) -> LinkBytes:
+        """Bytes since the last `reset`."""
 
-    def __init__(self) -> None:
+    def reset(self) -> None:
+        """Start counting from zero."""
+
+
+class Meter:
+    """Counts the bytes that one rank sends, by kind of link, and copies between host and device."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self._topology = topology
+        self._rank = rank
         self._sent = LinkBytes()
 
     @property
     def sent(self) -> LinkBytes:
-        """Bytes moved since the last `reset`."""
+        """Bytes since the last `reset`."""
         return self._sent
 
     def reset(self) -> None:
         """Start counting from zero."""
         self._sent = LinkBytes()
 
+    def count(self, parcel: Parcel) -> None:
+        """Add one end of a message; the receiving end counts nothing."""
+        sent, size = self._sent, parcel.num_bytes
+        if parcel.op in ("load", "store"):
+            self._sent = replace(sent, host_bytes=sent.host_bytes + size)
+        elif parcel.op == "send" and self._topology.same_node(self._rank, parcel.peer):
+            self._sent = replace(sent, intra_bytes=sent.intra_bytes + size)
+        elif parcel.op == "send":
+            self._sent = replace(sent, inter_bytes=sent.inter_bytes + size)
+
+
+class LocalTransport:
+    """For a group of one rank on a CPU, where host and device memory are one: a copy is made at once, and there is
+    nobody to send to.
+    """
+
+    def __init__(self) -> None:
+        self._meter = Meter(Topology(1, 1), 0)
+
+    @property
+    def sent(self) -> LinkBytes:
+        """Bytes moved since the last `reset`."""
+        return self._meter.sent
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self._meter.reset()
+
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Copy."""
         for parcel in parcels:
             assert parcel.channel in HOST_CHANNELS, parcel
-            for source, target in zip(parcel.tensors, parcel.into, strict=True):
-                target.copy_(source)
-            self._sent = replace(self._sent, host_bytes=self._sent.host_bytes + parcel.num_bytes)
+            _copy(parcel)
+            self._meter.count(parcel)
 
     def wait(self, messages: Sequence[int]) -> None:
         """Nothing is left to wait for."""
 
 
-class DistributedTransport:
-    """torch.distributed point-to-point, one process group per channel; counts the bytes it sends.
+class Messenger(Protocol):
+    """Starts the messages of one channel."""
 
-    `groups` come from `make_channel_groups`; `ranks` are the group's global ranks in ring order. Every rank of the
-    group must execute plans in the same order.
+    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> Sequence[Sequence[Pending]]:
+        """For every parcel what to wait for; all of them belong to one step and start together."""
+
+
+class Pending(Protocol):
+    """A transfer that was started."""
+
+    def wait(self) -> object:
+        """Return when its tensors may be used (under NCCL: when what the current stream is given next will see it)."""
+
+
+class GroupMessenger:
+    """torch.distributed point-to-point, one process group per channel.
+
+    `groups` come from `make_channel_groups`; `ranks` are the group's global ranks in ring order.
+    """
+
+    def __init__(self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int]) -> None:
+        self._groups = dict(groups)
+        self._ranks = tuple(ranks)
+
+    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[dist.Work]]:
+        """One batch; NCCL returns one work for all of it, gloo one per tensor."""
+        group = self._groups[channel]
+        ops = []
+        for parcel in parcels:
+            call = dist.isend if parcel.op == "send" else dist.irecv
+            ops += [dist.P2POp(call, tensor, self._ranks[parcel.peer], group) for tensor in parcel.tensors]
+        works = dist.batch_isend_irecv(ops)
+        if len(works) != len(ops):
+            return [works for _ in parcels]
+        each = iter(works)
+        return [[next(each) for _ in parcel.tensors] for parcel in parcels]
+
+
+class DistributedTransport:
+    """torch.distributed point-to-point in the memory where the tensors lie; waiting is up to the process group's works.
+
+    For CPUs. Every rank of the group must execute plans in the same order.
     """
 
     def __init__(
         self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], topology: Topology, rank: int
     ) -> None:
-        self._groups = dict(groups)
-        self._ranks = tuple(ranks)
-        self._topology = topology
-        self._rank = rank
+        self._messenger = GroupMessenger(groups, ranks)
+        self._meter = Meter(topology, rank)
         self._works: dict[int, list[dist.Work]] = {}
-        self._host = LocalTransport()
-        self._sent = LinkBytes()
 
     @property
     def sent(self) -> LinkBytes:
         """Bytes sent, and copied between host and device, since the last `reset`."""
-        return replace(self._sent, host_bytes=self._host.sent.host_bytes)
+        return self._meter.sent
 
     def reset(self) -> None:
         """Start counting from zero."""
-        self._sent = LinkBytes()
-        self._host.reset()
+        self._meter.reset()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
-        """Start the messages, those of one channel in one batch."""
-        by_channel: defaultdict[Channel, list[Parcel]] = defaultdict(list)
-        for parcel in parcels:
-            by_channel[parcel.channel].append(parcel)
-            if parcel.op == "send":
-                self._count(parcel)
-        for channel, members in by_channel.items():
+        """Start the messages, those of one channel in one batch; copies are made at once."""
+        for channel, members in by_channel(parcels).items():
+            for parcel in members:
+                self._meter.count(parcel)
             if channel in HOST_CHANNELS:
-                self._host.post(members)
-            else:
-                self._post_channel(self._groups[channel], members)
+                for parcel in members:
+                    _copy(parcel)
+                continue
+            for parcel, works in zip(members, self._messenger.start(channel, members), strict=True):
+                self._works[parcel.message] = works
 
     def wait(self, messages: Sequence[int]) -> None:
         """Wait for each message's tensors."""
@@ -130,41 +199,69 @@ class DistributedTransport:
             for work in self._works.pop(message, ()):  # a copy on this rank has none
                 work.wait()
 
-    def _post_channel(self, group: dist.ProcessGroup, parcels: Sequence[Parcel]) -> None:
-        ops = []
-        for parcel in parcels:
-            call = dist.isend if parcel.op == "send" else dist.irecv
-            ops += [dist.P2POp(call, tensor, self._ranks[parcel.peer], group) for tensor in parcel.tensors]
-        works = dist.batch_isend_irecv(ops)
-        if len(works) != len(ops):  # NCCL coalesces a batch into one work
-            for parcel in parcels:
-                self._works[parcel.message] = list(works)
-            return
-        for parcel in parcels:
-            self._works[parcel.message] = [works.pop(0) for _ in parcel.tensors]
 
-    def _count(self, parcel: Parcel) -> None:
-        size = parcel.num_bytes
-        same = self._topology.same_node(self._rank, parcel.peer)
-        self._sent = LinkBytes(self._sent.intra_bytes + size * same, self._sent.inter_bytes + size * (not same))
+def _copy(parcel: Parcel) -> None:
+    for source, target in zip(parcel.tensors, parcel.into, strict=True):
+        target.copy_(source)
+
+
+def by_channel(parcels: Sequence[Parcel]) -> dict[Channel, list[Parcel]]:
+    """The parcels of every channel, in the given order; channels in the order of their definition.
+
+    All ranks then start their batches in the same order, by step and channel. Where a device runs the batches of
+    several channels one after the other (few hardware queues, all multiprocessors taken), another order could leave
+    two ranks waiting for each other.
+    """
+    found: defaultdict[Channel, list[Parcel]] = defaultdict(list)
+    for parcel in parcels:
+        found[parcel.channel].append(parcel)
+    return {channel: found[channel] for channel in Channel if channel in found}
 
 
 def make_channel_groups(
-    cp_groups: Sequence[Sequence[int]], rank: int, channels: Sequence[Channel], timeout: timedelta
+    cp_groups: Sequence[Sequence[int]],
+    rank: int,
+    channels: Sequence[Channel],
+    timeout: timedelta,
+    device: torch.device | None = None,
 ) -> dict[Channel, dist.ProcessGroup]:
-    """Process groups of this rank, one per channel. Collective: every rank of the world calls it, with the same lists.
+    """Process groups of this rank, one per channel that leaves the rank. Collective: every rank of the world calls it,
+    with the same lists. `device`: a GPU for NCCL groups, a CPU for gloo; None takes the default group's backend.
 
     `timeout` must be given: a new group does not inherit the default group's and would wait 30 minutes for a dead
     peer.
     """
+    backend = None if device is None else "nccl" if device.type == "cuda" else "gloo"
     own: dict[Channel, dist.ProcessGroup] = {}
     for ranks in cp_groups:
         for channel in channels:
-            group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"cp_{channel}")
+            if channel in HOST_CHANNELS:
+                continue
+            group = dist.new_group(
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                pg_options=_nccl_options(timeout) if backend == "nccl" else None,
+                group_desc=f"cp_{channel}",
+            )
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 own[channel] = group
+    if backend == "nccl":
+        # A group's first call sets up its communicator and must be made by all its ranks; the first batch of a plan
+        # need not be.
+        for group in own.values():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     return own
+
+
+def _nccl_options(timeout: timedelta) -> Any:
+    """Options of one group (torch writes into them); high priority, lest a transfer's few thread blocks queue behind
+    those of a tile.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns when it differs from the group's
+    return options
 
 
 @dataclass

@@ -37,7 +37,9 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections and RoPE around an attention function; kv heads are never expanded."""
+    """What surrounds attention: q, k and v with RoPE before it, the output projection after; kv heads are never
+    expanded.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,15 +50,17 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
-        """[B, T, d] from x [B, T, d]; cos, sin [T, D / 2]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D] from x [B, T, d]; cos, sin [T, D / 2]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q = apply_rope(self.q_proj(x).view(heads), cos, sin)
         k = apply_rope(self.k_proj(x).view(heads), cos, sin)
-        v = self.v_proj(x).view(heads)
-        out = attention(q, k, v)
-        projected: Tensor = self.o_proj(out.reshape(*x.shape[:2], -1))
-        return projected
+        return q, k, self.v_proj(x).view(heads)
+
+    def combine(self, out: Tensor) -> Tensor:
+        """[B, T, d] from what attention gave for every head, out [B, T, H, D]."""
+        combined: Tensor = self.o_proj(out.flatten(2))
+        return combined
 
 
 class MLP(nn.Module):
@@ -75,7 +79,10 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention, then MLP, each added to the residual stream."""
+    """Pre-norm block: attention, then MLP, each added to the residual stream.
+
+    Its two halves work row by row; only attention between them mixes rows.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,10 +93,18 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
         """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions."""
+        return self.finish(hidden, attention(*self.project(hidden, cos, sin)))
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D] of some rows, from hidden [B, T, d]; cos, sin [T, D / 2]."""
+        q, k, v = self.self_attn(self.input_layernorm(hidden), cos, sin)
+        return q, k, v
+
+    def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The layer's output [B, T, d] of some rows, from hidden [B, T, d] and attention's out [B, T, H, D]."""
         # Added in place to the branch's own output, which no backward needs: one buffer per branch less.
-        branch: Tensor = self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        hidden = branch.add_(hidden)
-        branch = self.mlp(self.post_attention_layernorm(hidden))
+        hidden = self.self_attn.combine(out).add_(hidden)
+        branch: Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return branch.add_(hidden)
 
 

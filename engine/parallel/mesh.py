@@ -198,8 +198,10 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 
 def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
-    """The device of this rank: its GPU under NCCL, the CPU under gloo; raises ConfigError when GPUs are too few."""
+    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU; raises ConfigError when GPUs are too few."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if cluster.backend == "gloo" and cluster.ranks_share_device and gpus:
+        return torch.device("cuda", placement.local_rank % gpus)
     if cluster.backend == "gloo" or (cluster.backend == "auto" and gpus == 0):
         return torch.device("cpu")
     if placement.local_world_size > gpus:
@@ -217,7 +219,8 @@ def start_process_group(device: torch.device, placement: Placement) -> bool:
     """
     if dist.is_initialized():
         return False
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    alone = device.type == "cuda" and placement.local_world_size <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if alone else "gloo"  # NCCL refuses ranks that share a GPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if placement.world_size > 1 or "MASTER_ADDR" in os.environ:

@@ -32,7 +32,6 @@ class Capabilities:
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    any_band: bool  # False: full and causal tiles only
     max_head_dim: int
 
 

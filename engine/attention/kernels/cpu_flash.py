@@ -23,7 +23,6 @@ class CpuFlashKernel:
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-        any_band=True,
         max_head_dim=1 << 16,
     )
 

@@ -17,7 +17,6 @@ class ReferenceKernel:
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-        any_band=True,
         max_head_dim=1 << 16,
     )
 

@@ -1,0 +1,157 @@
+"""Transfers that run beside compute on a GPU: one stream per channel, ordered by events, the host never waits.
+
+    compute stream   ... tiles of step s-1, pre(s) |R| tiles of step s ............... |wait D| after(s) ...
+    channel stream                                 '-> |wait R| sends and receives |D|-'
+
+At `post` the compute stream records R: every local op and tile that wrote what is sent, and every one that read what
+will be overwritten, lies before it. Each channel stream used waits for R, runs all transfers of the channel and step
+as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a slot may be
+written, sent, received into and read by the plan's rules alone (`engine.attention.validate`), and a store followed by
+a load of the same host rows is ordered because the plan waits for the store first and R of the load comes after.
+
+What torch adds below: ProcessGroupNCCL runs a batch of sends and receives of a group on a stream of its own, which
+first waits for the stream that is current at the call; `Work.wait()` makes the current stream, not the host, wait for
+its end (unless TORCH_NCCL_BLOCKING_WAIT is set). Both are done under the channel stream here, so D follows the
+transfer whichever stream carries it. For messages the own stream is therefore not what makes them overlap: the
+process group per channel does (one group runs its batches in order), and calls from the compute stream would be
+ordered the same. It gives messages and host copies one rule, in terms of public promises alone; copies between host
+and device overlap only because of it.
+
+Memory: tensors in flight belong to buffers that live until the plan's end, by which the compute stream has waited for
+every transfer; memory freed then goes back to the stream that it was allocated on, the compute stream, and is written
+only after those waits. So no `record_stream` is needed. If a run breaks off, its tensors stay referenced here until
+`settle` has made the compute stream wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.attention.transport import Messenger, Meter, Parcel, by_channel
+
+Event = TypeVar("Event")
+
+
+class StreamOps(Protocol[Event]):
+    """Streams of one rank: one per channel, and the compute stream (None), on which plans run.
+
+    There is no way to make the host wait.
+    """
+
+    def record(self, stream: Channel | None) -> Event:
+        """The point that `stream` has been given work up to."""
+
+    def hold(self, stream: Channel | None, event: Event) -> None:
+        """What `stream` is given from now on starts after `event`."""
+
+    def under(self, stream: Channel) -> AbstractContextManager[object]:
+        """Work that the body starts goes to `stream`."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between host and device on the stream whose body this is."""
+
+
+class CudaStreams:
+    """StreamOps of one GPU; the compute stream is the one that is current when it is asked for.
+
+    Channel streams have high priority, so that a transfer's few thread blocks are not queued behind those of a tile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[Channel, torch.cuda.Stream] = {
+            channel: torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for channel in Channel
+        }
+
+    def record(self, stream: Channel | None) -> torch.cuda.Event:
+        """See StreamOps."""
+        event: torch.cuda.Event = self._stream(stream).record_event()
+        return event
+
+    def hold(self, stream: Channel | None, event: torch.cuda.Event) -> None:
+        """See StreamOps."""
+        self._stream(stream).wait_event(event)
+
+    def under(self, stream: Channel) -> AbstractContextManager[object]:
+        """See StreamOps."""
+        return torch.cuda.stream(self._streams[stream])
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """See StreamOps; host memory is pinned (else torch would make the host wait)."""
+        target.copy_(source, non_blocking=True)
+
+    def finish(self, event: torch.cuda.Event) -> None:
+        """See `engine.attention.staging.BlockingStreamOps`."""
+        event.synchronize()
+
+    def _stream(self, stream: Channel | None) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if stream is None else self._streams[stream]
+
+
+class StreamTransport(Generic[Event]):
+    """Messages by `messenger` and copies between host and device, each channel on its own stream.
+
+    See the module's text for the order that it keeps. `messenger` is None for a group of one rank.
+    """
+
+    def __init__(self, streams: StreamOps[Event], messenger: Messenger | None, meter: Meter) -> None:
+        self._streams = streams
+        self._messenger = messenger
+        self._meter = meter
+        self._done: dict[int, Event] = {}
+        self._held: dict[int, tuple[Tensor, ...]] = {}  # tensors in flight
+
+    @property
+    def sent(self) -> LinkBytes:
+        """Bytes sent, and copied between host and device, since the last `reset`."""
+        return self._meter.sent
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self._meter.reset()
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Start the transfers after what the compute stream has been given so far."""
+        if any(parcel.message in self._done for parcel in parcels):
+            self.settle()  # an earlier run broke off: the numbers begin anew
+        for parcel in parcels:
+            self._meter.count(parcel)
+            self._held[parcel.message] = (*parcel.tensors, *parcel.into)
+        ready = self._streams.record(None)
+        for channel, members in by_channel(parcels).items():
+            self._streams.hold(channel, ready)
+            with self._streams.under(channel):
+                self._start(channel, members)
+            done = self._streams.record(channel)
+            self._done.update({parcel.message: done for parcel in members})
+
+    def wait(self, messages: Sequence[int]) -> None:
+        """Hold the compute stream until the messages' batches are done."""
+        events = {id(event): event for event in (self._done.pop(message) for message in messages)}
+        for event in events.values():  # messages of one batch share theirs
+            self._streams.hold(None, event)
+        for message in messages:
+            del self._held[message]
+
+    def settle(self) -> None:
+        """After a run that broke off: hold the compute stream until its transfers are done, and forget them."""
+        self.wait(tuple(self._done))
+        self._held.clear()
+
+    def _start(self, channel: Channel, parcels: Sequence[Parcel]) -> None:
+        if channel in HOST_CHANNELS:
+            for parcel in parcels:
+                for source, target in zip(parcel.tensors, parcel.into, strict=True):
+                    self._streams.copy(source, target)
+            return
+        assert self._messenger is not None, (channel, parcels)
+        for works in self._messenger.start(channel, parcels):
+            for work in works:
+                work.wait()  # the channel stream waits, not the host

@@ -1,0 +1,167 @@
+"""The buffer pool: nothing is allocated once it knows what is needed, open leases share nothing, all can be dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.attention.arithmetic import AttentionShape, TensorArithmetic
+from engine.attention.buffers import BufferPool, Place, allocate_bytes, compute_place
+from engine.attention.executor import Execution, Fields
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.layout import build_layout
+from engine.attention.mask import Mask, Visibility
+from engine.attention.plan import Slot
+from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.transport import Hub, HubTransport
+
+CPU = Place(torch.device("cpu"))
+HOST = Place(torch.device("cpu"), stream=1)  # another place in the same memory
+SHAPES = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32])), max_size=6)
+
+
+class Counting:
+    """An allocator that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.bytes = 0
+
+    def __call__(self, place: Place, size: int) -> Tensor:
+        self.calls += 1
+        self.bytes += size
+        return allocate_bytes(place, size)
+
+
+def fill(pool: BufferPool, shapes, place: Place = CPU) -> None:
+    with pool.lease() as lease:
+        for rows, dtype in shapes:
+            lease.empty((rows, 2, 8), dtype, place).zero_()
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=4))
+def test_repeated_runs_of_any_shapes_stop_allocating_after_two_rounds(runs) -> None:
+    allocate = Counting()
+    pool = BufferPool(allocate=allocate)
+    for _ in range(2):
+        for shapes in runs:
+            fill(pool, shapes)
+    before = allocate.calls
+    for shapes in runs:
+        fill(pool, shapes)
+    # The first round sees every size, the second allocates blocks of the largest; the last of them stays.
+    assert allocate.calls == before
+
+
+@given(st.lists(st.tuples(st.booleans(), SHAPES), min_size=1, max_size=5), st.integers(1, 3))
+def test_buffers_of_open_leases_are_disjoint_aligned_and_of_the_right_kind(runs, max_idle: int) -> None:
+    pool = BufferPool(max_idle)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    leases = []
+    for number, (close, shapes) in enumerate(runs):
+        lease = pool.lease()
+        taken[number] = []
+        for rows, dtype in shapes:
+            tensor = lease.empty((rows, 3), dtype, CPU)
+            assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((rows, 3), dtype, True)
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+            assert all(stop <= other or end <= start for spans in taken.values() for other, end in spans)
+            taken[number].append((start, stop))
+            leases.append(tensor)  # keeps memory that the pool dropped from being handed out by the allocator
+        if close:
+            lease.close()
+            taken[number] = []
+        else:
+            leases.append(lease)
+
+
+def test_places_do_not_share_blocks() -> None:
+    pool = BufferPool()
+    fill(pool, [(8, torch.float32)], CPU)
+    fill(pool, [(8, torch.float32)], HOST)
+    assert pool.idle_bytes == 2 * 8 * 2 * 8 * 4
+
+
+def test_memory_first_used_in_an_evaluation_serves_training() -> None:
+    pool = BufferPool()
+    with torch.inference_mode():
+        fill(pool, [(8, torch.float32)])
+    with pool.lease() as lease:
+        lease.empty((8, 2, 8), torch.float32, CPU).add_(torch.ones(8, 2, 8, requires_grad=True).detach())
+
+
+def break_off(pool: BufferPool) -> None:
+    with pool.lease() as lease:
+        lease.empty((64, 8), torch.float32, CPU)
+        raise ValueError("broke off")
+
+
+def test_an_error_in_the_body_leaves_its_memory_to_nobody() -> None:
+    pool = BufferPool()
+    with pytest.raises(ValueError, match="broke off"):
+        break_off(pool)
+    assert pool.idle_bytes == 0
+
+
+def test_release_drops_everything_and_idle_blocks_are_bounded() -> None:
+    pool = BufferPool(max_idle=2)
+    leases = [pool.lease() for _ in range(5)]
+    for lease in leases:
+        lease.empty((64, 8), torch.float32, CPU)
+    for lease in leases:
+        lease.close()
+    assert pool.idle_bytes == 2 * 64 * 8 * 4
+    pool.release()
+    assert pool.idle_bytes == 0
+
+
+class PooledArithmetic(TensorArithmetic):
+    """Buffers that are neither input nor output come from a lease."""
+
+    def __init__(self, shape: AttentionShape, lease) -> None:
+        super().__init__(shape, ReferenceKernel())
+        self._lease = lease
+
+    def allocate(self, slot: Slot) -> Fields:
+        if slot.pin is not None:
+            return super().allocate(slot)
+        place = compute_place(self.shape.device, slot.where)
+        kinds = self._field_shapes(slot)
+        return {name: self._lease.empty((slot.rows, *tail), dtype, place) for name, (tail, dtype) in kinds.items()}
+
+
+class SlotAllocations(TorchDispatchMode):
+    """Counts aten::empty calls, the way slots are allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.empty.memory_format
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_sets_up_its_runs_without_allocating_in_the_steady_state() -> None:
+    ring = Ring(3)
+    layout = build_layout("zigzag", 24, 3)
+    visibility = Visibility(Mask(24), layout)
+    plans = [plan.ranks[1] for plan in (plan_forward(visibility, ring), plan_backward(visibility, ring, "q"))]
+    shape = AttentionShape(4, 2, 8, torch.float32, torch.device("cpu"))
+    pool = BufferPool()
+    counts = []
+    for _ in range(4):
+        with SlotAllocations() as allocations:
+            for plan in plans:
+                with pool.lease() as lease:
+                    transport = HubTransport(Hub(3, late=True), 1)
+                    Execution(plan, PooledArithmetic(shape, lease), transport, {})
+        counts.append(allocations.count)
+    pins = sum(
+        len(TensorArithmetic(shape, ReferenceKernel())._field_shapes(s)) for p in plans for s in p.slots if s.pin
+    )
+    assert counts[0] > counts[-1] == counts[-2] == pins

@@ -1,0 +1,340 @@
+"""Transfers on their own streams: no order that the events allow gives a race, a wrong number or a deadlock."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from datetime import timedelta
+from typing import Literal
+
+import pytest
+import torch
+from attention_oracle import causal, gather, oracle, random_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_machine import DeadlockError, DeferredArithmetic, Machine, MachineStreams, Network
+from torch import Tensor
+
+from engine.attention.allocate import Home, PlanBuilder, Rows, Value
+from engine.attention.arithmetic import AttentionShape, TensorArithmetic
+from engine.attention.buffers import BufferPool, compute_place
+from engine.attention.executor import Execution, Fields
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.layout import build_layout
+from engine.attention.mask import Mask, Visibility
+from engine.attention.merge import backward_stats
+from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Slot, Tile
+from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.streams import CudaStreams, StreamTransport
+from engine.attention.topology import Topology
+from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups, poison
+
+HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4
+SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
+RINGS = [Ring(1), Ring(2), Ring(3), Ring(1, 3), Ring(2, 2), Ring(2, 2, 1), Ring(3, 2), Ring(2, 3)]
+
+
+class PooledArithmetic(TensorArithmetic):
+    """Buffers that are no input or output come from a pool, as one lease."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__(SHAPE, ReferenceKernel(), poisoned=True)
+        self.lease = pool.lease()
+
+    def allocate(self, slot: Slot) -> Fields:
+        if slot.pin is not None:
+            return super().allocate(slot)
+        place = compute_place(SHAPE.device, slot.where)
+        shapes = {name: ((slot.rows, *tail), dtype) for name, (tail, dtype) in self._field_shapes(slot).items()}
+        return {name: poison(self.lease.empty(*given, place)) for name, given in shapes.items()}
+
+
+class Group:
+    """All ranks of a group on one machine; `streams` makes each rank's StreamOps."""
+
+    def __init__(self, size: int, streams=MachineStreams, *, one_queue: bool = False) -> None:
+        self.machine = Machine()
+        network = Network(self.machine, one_queue=one_queue)
+        self.pools = [BufferPool() for _ in range(size)]
+        self.transports = [
+            StreamTransport(streams(self.machine, rank), network.messenger(rank), Meter(Topology(1, size), rank))
+            for rank in range(size)
+        ]
+
+    def start(self, plan: AttentionPlan, inputs: list[dict[str, Fields]]) -> list[Execution]:
+        """Give all ranks' work to the streams, one rank after the other: no host waits for another."""
+        executions = []
+        for rank, pinned in enumerate(inputs):
+            pooled = PooledArithmetic(self.pools[rank])
+            arithmetic = DeferredArithmetic(pooled, self.machine, rank)
+            execution = Execution(plan.ranks[rank], arithmetic, self.transports[rank], pinned)
+            execution.run()
+            pooled.lease.close()  # the next run reuses the memory, ordered by the streams alone
+            executions.append(execution)
+        return executions
+
+
+class Case:
+    """A ring, a mask and a layout with random inputs and what dense attention says."""
+
+    def __init__(self, ring: Ring, layout_name: Literal["contiguous", "zigzag", "striped"], rows: int, seed: int = 0):
+        self.ring = ring
+        self.layout = build_layout(layout_name, rows, ring.size)
+        self.visibility = Visibility(Mask(rows), self.layout)
+        self.index = [torch.from_numpy(self.layout.positions(rank)) for rank in range(ring.size)]
+        self.data = random_inputs(rows, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+        self.want = oracle(self.data, causal(rows))
+
+    def forward_inputs(self) -> list[dict[str, Fields]]:
+        x = self.data
+        return [{"q": {"q": x.q[i]}, "kv": {"k": x.k[i], "v": x.v[i]}} for i in self.index]
+
+    def backward_inputs(self) -> list[dict[str, Fields]]:
+        result: list[dict[str, Fields]] = []
+        for i in self.index:
+            dout, out, lse = self.data.dout[i], self.want["out"][i], self.want["lse"][i]
+            query = {"q": self.data.q[i], "dout": dout, "out": out, "stats": backward_stats(dout, out, lse)}
+            result.append({"qx": query, "kv": {"k": self.data.k[i], "v": self.data.v[i]}})
+        return result
+
+    def check_forward(self, executions: list[Execution]) -> None:
+        for name in ("out", "lse"):
+            self.check(name, [execution.pinned("acc")[name] for execution in executions])
+
+    def check_backward(self, executions: list[Execution]) -> None:
+        self.check("dq", [execution.pinned("dq")["dq"] for execution in executions])
+        for part, name in enumerate(("dk", "dv")):
+            self.check(name, [execution.pinned("dkv")["dkv"][:, part] for execution in executions])
+
+    def check(self, name: str, parts: list[Tensor]) -> None:
+        assert ((gather(self.index, parts) - self.want[name]).abs() < 1e-10).all(), name
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ring = draw(st.sampled_from(RINGS))
+    rows = draw(st.integers(2 * ring.size, 4 * ring.size + 3))
+    return Case(ring, draw(st.sampled_from(["contiguous", "zigzag", "striped"])), rows)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.sampled_from(["forward", "kv", "q"]), st.booleans(), st.integers(0, 1 << 30))
+def test_every_plan_is_free_of_races_and_right_in_any_order_of_the_streams(
+    case: Case, direction: Literal["forward", "kv", "q"], one_queue: bool, seed: int
+) -> None:
+    group = Group(case.ring.size, one_queue=one_queue)
+    if direction == "forward":
+        executions = group.start(plan_forward(case.visibility, case.ring), case.forward_inputs())
+    else:
+        executions = group.start(plan_backward(case.visibility, case.ring, direction), case.backward_inputs())
+    assert group.machine.races() == []
+    group.machine.run(seed)
+    check = case.check_forward if direction == "forward" else case.check_backward
+    check(executions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ring", [Ring(3), Ring(2, 2)], ids=str)
+def test_runs_that_follow_each_other_share_buffers_without_a_race(ring: Ring, seed: int) -> None:
+    first, second = Case(ring, "zigzag", 13, seed=1), Case(ring, "zigzag", 13, seed=2)
+    group = Group(ring.size)
+    forward, backward = plan_forward(first.visibility, ring), plan_backward(first.visibility, ring, "q")
+    for _ in range(2):  # pools know their size after the first runs
+        done = [group.start(forward, first.forward_inputs()), group.start(backward, second.backward_inputs())]
+    assert all(pool.idle_bytes > 0 for pool in group.pools)
+    done += [group.start(backward, first.backward_inputs()), group.start(forward, second.forward_inputs())]
+    assert group.machine.races() == []
+    group.machine.run(seed)
+    first.check_forward(done[0])
+    second.check_backward(done[1])
+    first.check_backward(done[2])
+    second.check_forward(done[3])
+
+
+class Forgetful(MachineStreams):
+    """Leaves out the waits of one kind of stream: those of channels for compute, or of compute for channels."""
+
+    forgets = "channel"
+
+    def hold(self, stream: Channel | None, event) -> None:
+        if (stream is None) != (self.forgets == "compute"):
+            super().hold(stream, event)
+
+
+class ForgetfulCompute(Forgetful):
+    forgets = "compute"
+
+
+class TooEarly(MachineStreams):
+    """Records the end of a batch before the channel waited for it: work given to NCCL is not work of the channel."""
+
+    @contextlib.contextmanager
+    def under(self, stream: Channel):
+        self._early = None
+        with super().under(stream):
+            self._early = self._machine.record((self._rank, stream))
+            yield
+
+    def record(self, stream: Channel | None):
+        return super().record(stream) if stream is None else self._early
+
+
+@pytest.mark.parametrize("streams", [Forgetful, ForgetfulCompute, TooEarly])
+@pytest.mark.parametrize("ring", [Ring(3), Ring(2, 2)], ids=str)
+def test_a_missing_wait_is_found_as_a_race_and_as_wrong_numbers(ring: Ring, streams: type[MachineStreams]) -> None:
+    case = Case(ring, "zigzag", 13)
+    plan = plan_backward(case.visibility, ring, "kv")  # computes what it sends, and receives what it adds
+    for seed in range(20):
+        group = Group(ring.size, streams)
+        executions = group.start(plan, case.backward_inputs())
+        assert group.machine.races()
+        group.machine.run(seed)
+        try:
+            case.check_backward(executions)
+        except AssertionError:
+            return
+    pytest.fail("20 random orders all gave the right numbers")
+
+
+def exchange_on_two_channels(machine: Machine, starts) -> None:
+    """Two ranks exchange a tensor on two channels, each listing them in another order."""
+    network = Network(machine, one_queue=True)
+    channels = [Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER]
+    for rank, order in enumerate((channels, channels[::-1])):
+        ends = [
+            Parcel(2 * channels.index(channel) + (op == "send") ^ rank, op, channel, 1 - rank, (torch.zeros(1),))
+            for channel in order
+            for op in ("send", "recv")
+        ]
+        starts(MachineStreams(machine, rank), network.messenger(rank), ends)
+
+
+def test_channels_in_different_orders_deadlock_on_one_queue_unless_the_transport_sorts_them() -> None:
+    def as_listed(streams, messenger, ends) -> None:
+        for pair in (ends[:2], ends[2:]):
+            with streams.under(pair[0].channel):
+                messenger.start(pair[0].channel, pair)
+
+    def by_transport(streams, messenger, ends) -> None:
+        StreamTransport(streams, messenger, Meter(Topology(1, 2), 0)).post(ends)
+
+    machine = Machine()
+    exchange_on_two_channels(machine, as_listed)
+    with pytest.raises(DeadlockError, match=r"[xg]\.in"):
+        machine.run(0)
+    machine = Machine()
+    exchange_on_two_channels(machine, by_transport)
+    machine.run(0)
+
+
+def chunk_plan(chunks: int, rows: int, rng: random.Random) -> AttentionPlan:
+    """Forward on one rank: kv chunks go to host memory at random times, come back later and are attended once."""
+    builder = PlanBuilder("forward", 1)
+    q = builder.value(0, Kind.Q, Rows(0, rows), pin="q")
+    acc = builder.value(0, Kind.ACC, Rows(0, rows), pin="acc")
+    builder.op(0, "pre", 0, LocalOp("init", acc.view()))
+    loads = []
+    source = builder.value(0, Kind.KV, Rows(0, chunks * rows), pin="kv")
+    for step in range(chunks):
+        part = Rows(step * rows, (step + 1) * rows)
+        host = builder.value(0, Home(Kind.KV, None, "host"), part)
+        stored = step + rng.randint(0, 1)
+        builder.move(step, stored, source, host, part)
+        loads.append((host, part, stored + 1))
+    last = 0
+    for host, part, earliest in sorted(loads, key=lambda load: (load[2], rng.random())):
+        arrived: Value = builder.value(0, Kind.KV, part)
+        post = max(earliest, last + rng.randint(0, 1))
+        last = post + rng.randint(0, 2)
+        builder.move(post, last, host, arrived, part)
+        builder.tile(last + 1, 0, Tile(q.view(), arrived.view(), acc.view()))
+    return builder.build()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_copies_between_host_and_device_are_ordered_by_the_plans_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    chunks, rows = rng.randint(1, 5), 3
+    plan = chunk_plan(chunks, rows, rng)
+    plan.validate()
+    data = random_inputs(chunks * rows, HEADS, KV_HEADS, HEAD_DIM)
+    group = Group(1)
+    [execution] = group.start(plan, [{"q": {"q": data.q[:rows].clone()}, "kv": {"k": data.k, "v": data.v}}])
+    assert group.machine.races() == []
+    group.machine.run(seed)
+    scores = torch.einsum("ihd,jhd->hij", data.q[:rows], data.k.expand(-1, HEADS, -1)) / HEAD_DIM**0.5
+    want = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), data.v.expand(-1, HEADS, -1))
+    torch.testing.assert_close(execution.pinned("acc")["out"], want, rtol=0, atol=1e-12)
+
+
+def test_a_run_that_broke_off_leaves_nothing_in_flight_unordered() -> None:
+    group = Group(2)
+    channel, tensors = Channel.PAYLOAD_INNER, [torch.zeros(3), torch.zeros(3)]
+    for rank, op in enumerate(("send", "recv")):
+        group.transports[rank].post([Parcel(0, op, channel, 1 - rank, (tensors[rank],))])  # and never waits
+        group.transports[rank].settle()
+        after = group.machine.enqueue((rank, None), "reuse", [], lambda: None)
+        assert all(op.before(after) for op in group.machine.ops[:-1] if op.stream[0] == rank)
+
+
+@contextlib.contextmanager
+def host_waits_are_errors():
+    """torch raises when an operation makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def delay() -> None:
+    """Keeps the compute stream busy, so that transfers that do not wait for it come too early."""
+    torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_on_the_gpu_wait_for_compute_and_compute_for_them() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = StreamTransport(CudaStreams(device), None, Meter(Topology(1, 1), 0))
+    source, target = torch.zeros(1 << 22, device=device), torch.zeros(1 << 22, device=device)
+    host = torch.empty(1 << 22, pin_memory=True)
+    torch.cuda.synchronize()
+    with host_waits_are_errors():
+        for value in (1.0, 2.0):
+            delay()
+            source.fill_(value)
+            transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), (host,))])
+            transport.wait([0])
+            source.fill_(-1.0)
+            transport.post([Parcel(1, "load", Channel.TO_DEVICE, 0, (host,), (target,))])
+            delay()
+            transport.wait([1])
+            seen = target.clone()
+    assert bool((seen == 2.0).all())
+
+
+def messages_to_itself() -> bool:
+    """One rank's NCCL groups: what was sent is what compute had written, whatever the channel."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    groups = make_channel_groups([(0,)], 0, tuple(Channel), timedelta(seconds=60), device)
+    transport = StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))
+    source, target = torch.zeros(1 << 22, device=device), torch.zeros(1 << 22, device=device)
+    right = True
+    for value, channel in enumerate(groups, start=1):
+        torch.cuda.synchronize()
+        delay()
+        source.fill_(float(value))
+        ends = [Parcel(0, "send", channel, 0, (source,)), Parcel(1, "recv", channel, 0, (target,))]
+        transport.post(ends)
+        transport.wait([0, 1])
+        source.fill_(-1.0)
+        right = right and bool((target == float(value)).all())
+    return right
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_messages_wait_for_compute_and_compute_for_them(ranks) -> None:
+    assert ranks(1).run(messages_to_itself) == [True]
