@@ -101,6 +101,10 @@ class AttentionConfig:
     backward_order: BackwardOrder | None = field(
         default=None, metadata=note("reversed: the backward ring starts from the last block held (kv only)")
     )
+    tail_steps: int | None = field(
+        default=None,
+        metadata=note("tiles of the own node kept for the end of the backward ring, to hide its last hop", at_least=0),
+    )
     gradient_wire_dtype: Dtype | None = field(
         default=None, metadata=note("number format of partial gradients while they travel")
     )

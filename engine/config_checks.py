@@ -287,6 +287,7 @@ METHOD_SETTINGS = (
     "kv_transport",
     "backward_circulates",
     "backward_order",
+    "tail_steps",
     "chunk_tokens",
     "chunk_store",
     "prefetch_chunks",

@@ -96,7 +96,7 @@ class PlanBuilder:
         self._keep = frozenset(self.ranks)
         self._values: dict[int, list[Value]] = {rank: [] for rank in self.ranks}
         self._drafts: dict[int, defaultdict[int, _Draft]] = {rank: defaultdict(_Draft) for rank in self.ranks}
-        self._messages = 0
+        self._messages: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
         """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it only
@@ -132,8 +132,9 @@ class PlanBuilder:
         assert post <= wait, (post, wait)
         assert (src.rank != dst.rank, src.kind, src.heads) == (True, dst.kind, dst.heads), (src, dst)
         assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src_rows, dst_rows)
-        number = self._messages
-        self._messages += 1
+        if src.rank not in self._keep and dst.rank not in self._keep:
+            return
+        number = self._number(src.rank, dst.rank)
         self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(src_rows)))
         self._end(post, wait, dst, Transfer(number, "recv", channel, src.rank, dst.view(dst_rows)))
 
@@ -144,9 +145,16 @@ class PlanBuilder:
         assert {src.where, dst.where} == {"device", "host"}, (src, dst)
         op: Literal["load", "store"] = "load" if src.where == "host" else "store"
         channel = Channel.TO_DEVICE if op == "load" else Channel.TO_HOST
-        number = self._messages
-        self._messages += 1
+        number = self._number(src.rank, dst.rank)
         self._end(post, wait, dst, Transfer(number, op, channel, dst.rank, dst.view(rows), src.view(rows)))
+
+    def _number(self, src: int, dst: int) -> int:
+        """A number of its own for every message; one that depends on earlier messages of the same two ranks only, so
+        that both agree although each plans without what does not touch it.
+        """
+        before = self._messages[src, dst]
+        self._messages[src, dst] += 1
+        return (before * self.size + src) * self.size + dst
 
     def _end(self, post: int, wait: int, value: Value, transfer: Transfer) -> None:
         if value.rank in self._keep:
@@ -203,6 +211,10 @@ class Lane:
         """As PlanBuilder.move."""
         outside = [replace(value, rank=self._members[value.rank]) for value in (src, dst)]
         self._builder.move(self._at(post), self._at(wait), outside[0], outside[1], rows)
+
+    def reach(self, step: int) -> None:
+        """Count `step` as used, for planners that skip what touches no planned rank."""
+        self._at(step)
 
     def _at(self, step: int) -> int:
         self.last_step = max(self.last_step, self._first_step + step)

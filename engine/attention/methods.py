@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from engine.attention.mask import Mask, Visibility
 from engine.attention.plan import AttentionPlan
 from engine.attention.planners.chunks import Chunking, plan_chunked_backward, plan_chunked_forward
 from engine.attention.planners.exchange import Attend, Exchange, plan_exchanged_backward, plan_exchanged_forward
+from engine.attention.planners.gather import gather, plan_gather_backward, plan_gather_forward
 from engine.attention.planners.ring import (
     Operands,
     Ring,
@@ -56,9 +58,9 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
     return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
 
 
-def padded_length(seq_len: int, cp_size: int) -> int:
-    """seq_len rounded up so that every rank gets two equal chunks."""
-    multiple = 2 * cp_size if cp_size > 1 else 1
+def padded_length(seq_len: int, cp_size: int, tp_size: int = 1) -> int:
+    """seq_len rounded up so that every rank gets two equal chunks, which its tp ranks can divide."""
+    multiple = math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * tp_size)
     return -(-seq_len // multiple) * multiple
 
 
@@ -81,20 +83,26 @@ def plan_method(method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int |
     only = None if rank is None else (rank,)
     if method.chunk_tokens is not None:
         return _plan_chunked(method, visibility, blocks, only)
-    if blocks.grid.heads == 1:
-        circulates = method.backward_circulates
+    if blocks.grid.heads > 1:
+        return _plan_exchanged(method, visibility, blocks, only)
+    forward, backward = (_ring(method, mask, backward=backward) for backward in (False, True))
+    if method.kv_transport == "all_gather":
         return PlanPair(
-            plan_forward(visibility, _ring(method, backward=False), only),
-            plan_backward(visibility, _ring(method, backward=True), circulates, only),
+            plan_gather_forward(visibility, forward, only), plan_gather_backward(visibility, backward, only)
         )
-    return _plan_exchanged(method, visibility, blocks, only)
+    return PlanPair(
+        plan_forward(visibility, forward, only),
+        plan_backward(visibility, backward, method.backward_circulates, only),
+    )
 
 
 def _plan_exchanged(
     method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
 ) -> PlanPair:
     narrow = method.gradient_wire_dtype != "float32"
-    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow)
+    ring = _ring(method, visibility.mask, backward=False)
+    last_homes = tuple(map(ring.last_home, range(ring.size))) if ring.keeps_last else ()
+    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, last_homes=last_homes)
     return PlanPair(
         plan_exchanged_forward(exchange, _attend(method, visibility, backward=False), only),
         plan_exchanged_backward(exchange, _attend(method, visibility, backward=True), only),
@@ -116,19 +124,30 @@ def _plan_chunked(
 
 
 def _attend(method: AttentionMethod, visibility: Visibility, *, backward: bool) -> Attend:
-    ring = _ring(method, backward=backward)
+    ring = _ring(method, visibility.mask, backward=backward)
 
     def attend(lane: Lane, operands: Operands) -> None:
-        circulate(visibility, ring, method.backward_circulates if backward else "kv", lane, operands)
+        if method.kv_transport == "all_gather":
+            gather(visibility, ring, lane, operands)
+        else:
+            circulate(visibility, ring, method.backward_circulates if backward else "kv", lane, operands)
 
     return attend
 
 
-def _ring(method: AttentionMethod, *, backward: bool) -> Ring:
+def _ring(method: AttentionMethod, mask: Mask, *, backward: bool) -> Ring:
     circulates = method.backward_circulates if backward else "kv"
+    reverses = method.backward_order == "reversed"
+    gathers = method.kv_transport == "all_gather"
     return Ring(
         method.ring_inner_size,
         method.ring_outer_size,
-        direction=preferred_direction(circulates, method.ring_outer_size, backward=backward),
+        # A reversed backward turns the forward ring around by itself.
+        direction=preferred_direction(circulates, method.ring_outer_size, backward=backward and not reverses),
         narrow_gradients=method.gradient_wire_dtype != "float32",
+        backward_order=method.backward_order,
+        # Behind a window no step waits for the last hop, and a tail would add one.
+        tail_steps=0 if mask.window is not None or gathers else min(method.tail_steps, method.ring_inner_size),
+        # One batch of NCCL is one event: posted all at once, the first block would be there with the last.
+        prefetch_steps=method.ring_inner_size if gathers else None,
     )

@@ -48,6 +48,7 @@ class Preset:
     backward_circulates: Literal["kv", "q", "auto"] = "kv"
     backward_order: BackwardOrder = "same"
     kv_transport: KvTransport = "p2p"
+    tail_steps: int = 0
     chunked: bool = False
 
 
@@ -55,9 +56,15 @@ PRESETS: dict[PresetName, Preset] = {
     "single": Preset("contiguous", "alone", "one rank holds the whole sequence"),
     "ring": Preset("zigzag", "ring", "RingAttention with zigzag balance: K,V and dK,dV circulate"),
     "striped": Preset("striped", "ring", "Striped Attention: token i on rank i mod P, K,V circulate"),
-    "burst": Preset("zigzag", "double_ring", "BurstAttention: double ring along the nodes, Q/dQ/dO may circulate", "auto"),
+    "burst": Preset(
+        "zigzag",
+        "double_ring",
+        "BurstAttention: double ring along the nodes, Q/dQ/dO may circulate",
+        "auto",
+        tail_steps=2,
+    ),
     "burst_ulysses": Preset(
-        "zigzag", "heads_and_ring", "BurstAttention between nodes, heads divided inside them", "auto"
+        "zigzag", "heads_and_ring", "BurstAttention between nodes, heads divided inside them", "auto", tail_steps=2
     ),
     "ulysses": Preset("contiguous", "heads", "DeepSpeed-Ulysses: an all-to-all turns rows into heads"),
     "loongtrain": Preset("zigzag", "heads_and_double_ring", "LoongTrain 2D-Attention: heads x double ring"),
@@ -109,6 +116,7 @@ class AttentionMethod:
     kv_transport: KvTransport = "p2p"
     backward_order: BackwardOrder = "same"
     kv_replicated: bool = False  # more ranks divide the heads than there are kv heads
+    tail_steps: int = 0
     chunk_tokens: int | None = None
     chunk_store: ChunkStore = "device"
     prefetch_chunks: int = 1
@@ -171,7 +179,7 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
     chunked = preset.chunked or attention.chunk_tokens is not None
     return AttentionMethod(
         preset=attention.preset,
-        layout=attention.layout or preset.layout,
+        layout=attention.layout or _default_layout(attention, preset),
         ring_inner_size=degrees.inner,
         ring_outer_size=degrees.outer,
         backward_circulates=circulates,
@@ -182,10 +190,26 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         kv_transport=attention.kv_transport or preset.kv_transport,
         backward_order=attention.backward_order or preset.backward_order,
         kv_replicated=replicas > 1,
+        tail_steps=_tail_steps(attention, preset, degrees),
         chunk_tokens=(attention.chunk_tokens or DEFAULT_CHUNK_TOKENS) if chunked else None,
         chunk_store=attention.chunk_store or ("host" if chunked else "device"),
         prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
     )
+
+
+def _default_layout(attention: AttentionConfig, preset: Preset) -> LayoutName:
+    """The preset's, but contiguous where every layer has a window: only neighbours then see each other's keys."""
+    windowed = set(attention.mask_layers or (attention.mask,)) == {"window"}
+    return "contiguous" if windowed and preset.layout == "zigzag" else preset.layout
+
+
+def _tail_steps(attention: AttentionConfig, preset: Preset, degrees: Degrees) -> int:
+    """Own-node tiles that wait for the end of the backward ring, to hide its last hop; one level needs only one."""
+    if degrees.inner * degrees.outer == 1:
+        return 0
+    if attention.tail_steps is not None:
+        return attention.tail_steps
+    return min(preset.tail_steps, 2 if min(degrees.inner, degrees.outer) > 1 else 1)
 
 
 def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
@@ -224,9 +248,7 @@ def heads_problem(heads: int, model: ModelConfig) -> str | None:
     if model.num_heads % heads:
         return f"{heads} ranks cannot divide {model.num_heads} query heads evenly"
     if model.num_kv_heads % heads and heads % model.num_kv_heads:
-        return (
-            f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of each"
-        )
+        return f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of each"
     return None
 
 
@@ -318,6 +340,8 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
         problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
     if order == "reversed" and transport == "all_gather":
         problems.append("attention.backward_order=reversed turns a ring around; kv_transport=all_gather has none")
+    if order == "reversed" and attention.tail_steps:
+        problems.append("attention.tail_steps hides a hop that backward_order=reversed does not have; leave it null")
     if order == "reversed" and circulating & {"q", "auto"}:
         problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
     return problems

@@ -6,7 +6,7 @@ one that one's heads of its own piece; afterwards they hold all rows of the bloc
     heads=2: piece 0 on rank a, piece 1 on rank b          a: rows of both pieces, heads 0
                                               exchange ->  b: rows of both pieces, heads 1
 
-With chunks every chunk of the block lies in such pieces, and is exchanged by itself (`engine.attention.planners.chunks`).
+With chunks every chunk of the block lies in such pieces, and is exchanged by itself (see `planners.chunks`).
 
 An all-to-all made of messages: pieces and parts of heads may be unequal, key and value heads that several ranks need
 (more ranks than kv heads) are sent to each, and their gradients are summed at home. What arrives lies where the ring
@@ -36,13 +36,17 @@ Where = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who exchanges: `rows[i]` tokens in the block of ring member i, in `chunks`; kv heads may be `replicated`."""
+    """Who exchanges: `rows[i]` tokens in the block of ring member i, in `chunks`; kv heads may be `replicated`.
+
+    last_homes   for a reversed ring: whose block ring member i holds last (kept as kv_last); else empty
+    """
 
     grid: Grid
     rows: tuple[int, ...]
     replicated: bool = False
     narrow_gradients: bool = False
     chunks: int = 1
+    last_homes: tuple[int, ...] = ()
 
     def chunk(self, ring_index: int, chunk: int) -> Rows:
         """Rows of one chunk of a ring member's block."""
@@ -139,9 +143,7 @@ class HeadGroup:
             self.builder.message(*span, Channel.HEADS, packed, arrived, packed.rows)
             self.op(*copied, "copy", target, (arrived, arrived.rows))
 
-    def scatter(
-        self, span: Span, sources: Sequence[Value], homes: Sequence[Value], op: OpName, chunk: int = 0
-    ) -> None:
+    def scatter(self, span: Span, sources: Sequence[Value], homes: Sequence[Value], op: OpName, chunk: int = 0) -> None:
         """Pieces of a chunk go home, where `op` (copy or add) puts their heads in place after the wait."""
         for head, target, piece in self._pieces(chunk):
             home, source = (homes[target], self.home_chunk(target, chunk)), (sources[head], piece)
@@ -163,13 +165,15 @@ class HeadGroup:
 
 
 def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[int] | None = None) -> AttentionPlan:
-    """Forward plan. Pins q, kv, out (all heads, own piece) and ring_q, ring_kv, saved (part of the heads, whole block)."""
+    """Forward plan. Pins q, kv, out (all heads, own piece); ring_q, ring_kv, saved (part of the heads, whole block)."""
     work = _Exchanged(exchange, PlanBuilder("forward", exchange.grid.size, only))
-    query, kv, sums = work.blocks(Kind.Q, "ring_q"), work.blocks(Kind.KV, "ring_kv"), work.blocks(Kind.ACC)
+    keeps_last = bool(exchange.last_homes)
+    query, sums = work.blocks(Kind.Q, "ring_q"), work.blocks(Kind.ACC)
+    kv = work.blocks(Kind.KV, None if keeps_last else "ring_kv")
     for group, ring_q, ring_kv in zip(work.groups, query, kv, strict=True):
         group.gather(Span(0, 0), group.homes(Kind.Q, "q"), ring_q)
         group.gather(Span(0, 0), group.homes(Kind.KV, "kv"), ring_kv)
-    last = work.attend(attend, query, kv, sums)
+    last = work.attend(attend, query, kv, sums, kv_last=work.last_blocks() if keeps_last else None)
     for group, acc, saved in zip(work.groups, sums, work.blocks(Kind.SAVED, "saved"), strict=True):
         group.each(last, "copy", saved, acc)
         out = group.block(Kind.OUT)
@@ -179,9 +183,10 @@ def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[
 
 
 def plan_exchanged_backward(exchange: Exchange, attend: Attend, only: Collection[int] | None = None) -> AttentionPlan:
-    """Backward plan. Pins dout, dq, dkv (all heads, own piece) and qx, ring_kv, saved (part of the heads, whole block)."""
+    """Backward plan. Pins dout, dq, dkv (all heads, own piece); qx, ring_kv, saved (part of the heads, whole block)."""
     work = _Exchanged(exchange, PlanBuilder("backward", exchange.grid.size, only))
-    query, kv = work.blocks(Kind.QX, "qx"), work.blocks(Kind.KV, "ring_kv")
+    query = work.blocks(Kind.QX, "qx")
+    kv = work.last_blocks() if exchange.last_homes else work.blocks(Kind.KV, "ring_kv")
     for group, ring_q, saved in zip(work.groups, query, work.blocks(Kind.SAVED, "saved"), strict=True):
         group.gather(Span(0, 0), group.homes(Kind.DOUT, "dout"), ring_q, copied=(0, "after"))
         group.each(1, "stats", ring_q, saved)
@@ -222,6 +227,7 @@ class _Exchanged:
 
     def __init__(self, exchange: Exchange, builder: PlanBuilder) -> None:
         self.builder = builder
+        self.exchange = exchange
         self.grid = exchange.grid
         self.groups = [HeadGroup(exchange, builder, index) for index in range(self.grid.ring_size)]
 
@@ -229,14 +235,28 @@ class _Exchanged:
         """One value per [ring index][head], of the whole block and part of the heads."""
         return [group.block(kind, pin=pin) for group in self.groups]
 
-    def attend(self, attend: Attend, *operands: list[list[Value]]) -> int:
+    def last_blocks(self) -> list[list[Value]]:
+        """K,V of the block that every ring member holds last, for a reversed backward."""
+        exchange = self.exchange
+        return [
+            group.parts(Kind.KV, Rows(0, exchange.rows[home]), pin="kv_last")
+            for group, home in zip(self.groups, exchange.last_homes, strict=True)
+        ]
+
+    def attend(self, attend: Attend, *operands: list[list[Value]], kv_last: list[list[Value]] | None = None) -> int:
         """Attention of every ring from step 1 on, over query, kv, sums and in backward kv_sums; first step after it."""
         last = 1
         for head in range(self.grid.heads):
             # Inside a ring a value's rank is its index in the ring.
-            rings = [[replace(values[head], rank=i) for i, values in enumerate(blocks)] for blocks in operands]
+            rings = [_ring_of(blocks, head) for blocks in operands]
             query, kv, sums, *kv_sums = rings
+            held = _ring_of(kv_last, head) if kv_last else []
             lane = Lane(self.builder, self.grid.ring(head), first_step=1, heads=HeadPart(head, self.grid.heads))
-            attend(lane, Operands(query, kv, sums, kv_sums[0] if kv_sums else []))
+            attend(lane, Operands(query, kv, sums, kv_sums[0] if kv_sums else [], held))
             last = max(last, lane.last_step)
         return last + 1
+
+
+def _ring_of(blocks: list[list[Value]], head: int) -> list[Value]:
+    """One part of the heads of every block, each with its index in the ring as rank."""
+    return [replace(values[head], rank=index) for index, values in enumerate(blocks)]

@@ -5,7 +5,9 @@ moves up to a quarter fewer bytes than with +1) block (m, k) is visited at cycle
 k + d*i), at step o * inner + i:
 
     inner=3, outer=2, block of rank (0,0), d=+1     step 0     1     2     3     4     5
-                                                    (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
+    backward_order="same"                           (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
+    "same", tail_steps=2 (5': half of the own tile) (0,0) (0,1) (1,0) (1,1) (1,2) (0,2) 6: (0,0)'
+    "reversed" (d=-1 in backward)                   (1,2) (1,1) (1,0) (0,2) (0,1) (0,0)
 
 Payload (K,V, or Q,dO,lse,scale): inner hops one step before their reader, hidden behind a tile; the block with which a
 cycle starts goes to the next ring at the cycle's first step and has the whole cycle to arrive.
@@ -15,22 +17,30 @@ rank of the same index (the relay), where sums gather before one last inner hop.
 travels. Hops per block: payload outer*(inner-1) + outer-1; gradients the same + 1 inner (2 levels), or inner-1 (one
 level).
 
+Tail: the last gradients' way home has no tile to hide behind, one outer and one inner hop long. `tail_steps` keeps work
+of the own node for it. Reversed: forward leaves the last block it held, which backward starts from instead of the own
+one; blocks come home with their gradients: one inner hop fewer, nothing without a tile to hide behind. Forward
+then carries all rows that anybody needs to the end, and backward carries them home, where "same" sends on less and
+less.
+
 Only rows that somebody needs are sent, and only visits with something to compute are made.
 Sources: Liu et al. 2023 (Ring Attention), Brandon et al. 2023 (striped), Gu et al. 2024 (LoongTrain's double ring),
-Sun et al. 2024 (BurstAttention: circulating Q in backward).
+Sun et al. 2024 (BurstAttention: circulating Q in backward); the reversed order is that of Megatron-LM.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.attention.allocate import Lane, PlanBuilder, Rows, Value
 from engine.attention.mask import Band, Visibility
 from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
+from engine.attention.planners.rows import NeededRows, bands_between, halves, hull
+from engine.errors import PlanError
 
 Circulates = Literal["kv", "q"]
 
@@ -40,10 +50,15 @@ class Ring:
     """Shape and habits of the circulation.
 
     inner, outer           ranks per ring, number of rings
-    direction              +1 towards higher ranks, -1 towards lower ones
+    direction              +1 towards higher ranks, -1 towards lower ones; a reversed backward goes the other way, so
+                           that it takes the same Ring as its forward
     narrow_gradients       gradients travel in the wire's dtype instead of fp32 (sums are fp32 all the same)
     whole_blocks           send whole blocks to everybody, needed or not (the published schedules; for comparison)
     own_gradient_travels   the home tile's gradient takes part in the circulation (the published schedules)
+    backward_order         "reversed": forward keeps the last block (`kv_last`), a kv backward starts from it
+    tail_steps             0 to inner: tiles that backward keeps for its end, half of the own one and those of
+                           tail_steps - 1 node mates; no more than 1 helps one level. Not for the reversed order
+    prefetch_steps         gathered K,V only: steps from the post of a block to its wait; None: all posted at step 0
     """
 
     inner: int
@@ -52,17 +67,31 @@ class Ring:
     narrow_gradients: bool = False
     whole_blocks: bool = False
     own_gradient_travels: bool = False
+    backward_order: Literal["same", "reversed"] = "same"
+    tail_steps: int = 0
+    prefetch_steps: int | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks, and of steps that have tiles."""
         return self.inner * self.outer
 
+    @property
+    def keeps_last(self) -> bool:
+        """Whether forward leaves its last block for backward; a ring of one rank holds its own only."""
+        return self.backward_order == "reversed" and self.size > 1
+
     def visitor(self, home: int, cycle: int, index: int) -> int:
         """Rank that works on the block of `home` at inner step `index` of `cycle`."""
         node, local = divmod(home, self.inner)
         node = (node + self.direction * cycle) % self.outer
         return node * self.inner + (local + self.direction * index) % self.inner
+
+    def last_home(self, rank: int) -> int:
+        """Home of the block that `rank` holds last in forward."""
+        node, local = divmod(rank, self.inner)
+        node = (node + self.direction) % self.outer
+        return node * self.inner + (local + self.direction) % self.inner
 
 
 def preferred_direction(circulates: Circulates, outer: int, *, backward: bool) -> Literal[-1, 1]:
@@ -73,38 +102,24 @@ def preferred_direction(circulates: Circulates, outer: int, *, backward: bool) -
     return 1 if backward and circulates == "kv" and outer == 1 else -1
 
 
-@dataclass(frozen=True)
-class _Visit:
-    """One block at one rank at one step; `rows` of the block are needed there."""
-
-    cycle: int
-    index: int
-    rank: int
-    step: int
-    bands: tuple[Band, ...]
-    rows: Rows | None
-
-    @property
-    def is_home(self) -> bool:
-        return self.cycle == 0 and self.index == 0
-
-
 def plan_forward(visibility: Visibility, ring: Ring, only: Collection[int] | None = None) -> AttentionPlan:
-    """Forward plan: K,V circulate, (out, lse) stay. Pins q, kv, acc on every rank of `only` (None: all)."""
+    """Forward plan: K,V circulate, (out, lse) stay. Pins q, kv, acc on every rank of `only` (None: all), and kv_last
+    for a reversed backward.
+    """
     builder = PlanBuilder("forward", ring.size, only)
-    circulate(visibility, ring, "kv", builder, _pinned_operands(visibility, builder))
+    circulate(visibility, ring, "kv", builder, pinned_operands(visibility, ring, builder))
     return builder.build()
 
 
 def plan_backward(
     visibility: Visibility, ring: Ring, circulates: Circulates, only: Collection[int] | None = None
 ) -> AttentionPlan:
-    """Backward plan. Pins qx, kv, dq, dkv on every rank of `only` (None: all).
+    """Backward plan. Pins qx, kv (kv_last for the reversed order), dq, dkv on every rank of `only` (None: all).
 
     kv: K,V and dK,dV circulate; q: Q, dO, lse, scale and dQ circulate while K,V,dK,dV stay.
     """
     builder = PlanBuilder("backward", ring.size, only)
-    circulate(visibility, ring, circulates, builder, _pinned_operands(visibility, builder))
+    circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder))
     return builder.build()
 
 
@@ -112,12 +127,16 @@ def plan_backward(
 class Operands:
     """What a circulation works on, one value per ring rank: query (Q; backward QX), kv, sums (ACC; backward DQ) and in
     backward kv_sums (DKV). It initialises the sums.
+
+    Where `ring.keeps_last`, forward writes kv_last, and backward is given the same as its `kv`: that of rank r has the
+    rows of the block of `ring.last_home(r)`. Backward then never touches a rank's own K and V.
     """
 
     query: list[Value]
     kv: list[Value]
     sums: list[Value]
     kv_sums: list[Value]
+    kv_last: list[Value] = field(default_factory=list)
 
 
 def circulate(
@@ -127,19 +146,53 @@ def circulate(
     _Circulation(visibility, ring, circulates, builder, operands).emit()
 
 
-def _pinned_operands(visibility: Visibility, builder: PlanBuilder) -> Operands:
+def initialise_sums(builder: PlanBuilder | Lane, operands: Operands) -> None:
+    """Zero all accumulators before the first tile."""
+    for value in (*operands.sums, *operands.kv_sums):
+        if value.rows.stop:
+            builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+
+
+def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder) -> Operands:
+    """Inputs and outputs of a plan that is nothing but one circulation, pinned under their names."""
     layout = visibility.layout
 
-    def pinned(kind: Kind) -> list[Value]:
-        return [builder.value(r, kind, Rows(0, layout.rows(r)), pin=kind.value) for r in range(layout.size)]
+    def pinned(kind: Kind, *, last: bool = False) -> list[Value]:
+        homes = [ring.last_home(rank) if last else rank for rank in range(layout.size)]
+        pin = "kv_last" if last else kind.value
+        return [builder.value(rank, kind, Rows(0, layout.rows(home)), pin) for rank, home in enumerate(homes)]
 
-    if builder.direction == "forward":
-        return Operands(pinned(Kind.Q), pinned(Kind.KV), pinned(Kind.ACC), [])
-    return Operands(pinned(Kind.QX), pinned(Kind.KV), pinned(Kind.DQ), pinned(Kind.DKV))
+    if builder.direction == "backward":
+        kv = pinned(Kind.KV, last=ring.keeps_last)
+        return Operands(pinned(Kind.QX), kv, pinned(Kind.DQ), pinned(Kind.DKV))
+    kv_last = pinned(Kind.KV, last=True) if ring.keeps_last else []
+    return Operands(pinned(Kind.Q), pinned(Kind.KV), pinned(Kind.ACC), [], kv_last)
+
+
+class _Visit(NamedTuple):
+    """One block at one rank at one step; `rows` of the block are needed there."""
+
+    cycle: int
+    inner_step: int
+    rank: int
+    step: int
+    rows: Rows | None
+    is_home: bool
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """One block's way around the ring, and the values it makes on planned ranks, by step."""
+
+    home: int
+    visits: list[_Visit]
+    held: dict[int, Value] = field(default_factory=dict)  # the block
+    summed: dict[int, Rows] = field(default_factory=dict)  # rows of the gradient sum of each visit that adds to one
+    sums: dict[int, Value] = field(default_factory=dict)
 
 
 class _Circulation:
-    """Emits one pass; all methods write into the builder."""
+    """Emits one pass; all methods write into the builder. What touches no planned rank is skipped."""
 
     def __init__(
         self,
@@ -154,97 +207,130 @@ class _Circulation:
         self.ring = ring
         self.circulates = circulates
         self.builder = builder
+        self.kept = frozenset(builder.ranks)
         self.backward = builder.direction == "backward"
+        self.reversed = self.backward and ring.keeps_last
+        if self.reversed and circulates == "q":
+            raise PlanError("ring: a reversed backward starts from the last kv held; got q circulation; circulate kv")
+        self.tail = min(ring.tail_steps, ring.inner) if self.backward and not self.reversed else 0
+        self.operands = operands
         self.query, self.kv = operands.query, operands.kv
         self.sums, self.kv_sums = operands.sums, operands.kv_sums
         self.payload = self.kv if circulates == "kv" else self.query
         self.gradient_kind = Kind.DKV if circulates == "kv" else Kind.DQ
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}
         self.wire_kind = narrow[self.gradient_kind] if ring.narrow_gradients else self.gradient_kind
+        self.needed = NeededRows(visibility, circulates)
+        self.order = self._order()
+        self.first_step = {cycle: step for step, (cycle, index) in enumerate(self.order) if index == 0}
 
     def emit(self) -> None:
         """Emit every block's journey."""
-        for accumulators in (self.sums, self.kv_sums):
-            for value in accumulators:
-                if value.rows.stop:
-                    self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+        initialise_sums(self.builder, self.operands)
         for home in range(self.ring.size):
-            visits = self._visits(home)
-            held = self._send_payload(home, visits)
-            sums = self._compute(home, visits, held)
+            journey = _Journey(home, self._visits(home))
+            self._send_payload(journey)
+            self._compute(journey)
             if self.backward:
-                self._return_gradients(home, visits, sums)
+                self._return_gradients(journey)
+        if isinstance(self.builder, Lane):  # the same for all members, whatever they have to do
+            self.builder.reach(self.ring.size - 1 + 2 * self.backward)
+
+    def _order(self) -> list[tuple[int, int]]:
+        """(cycle, inner step) of every step: the own node first, but for what is kept for the tail."""
+        inner, late = self.ring.inner, max(0, self.tail - 1)
+        remote = [(cycle, index) for cycle in range(1, self.ring.outer) for index in range(inner)]
+        own = [(0, index) for index in range(inner)]
+        return [*own[: inner - late], *remote, *own[inner - late :]]
+
+    def _rank(self, home: int, cycle: int, index: int) -> int:
+        """Rank at which a block is: backward may go back from where forward ended."""
+        if self.reversed:
+            return self.ring.visitor(home, -1 - cycle, -1 - index)
+        return self.ring.visitor(home, cycle, index)
 
     def _visits(self, home: int) -> list[_Visit]:
-        visits = []
-        for step in range(self.ring.size):
-            cycle, index = divmod(step, self.ring.inner)
-            rank = self.ring.visitor(home, cycle, index)
-            pair = (rank, home) if self.circulates == "kv" else (home, rank)
-            bands = self.visibility.bands(*pair)
-            visits.append(_Visit(cycle, index, rank, step, bands, self._needed_rows(home, bands)))
-        return visits
-
-    def _needed_rows(self, home: int, bands: tuple[Band, ...]) -> Rows | None:
+        rows = Rows(0, self.visibility.layout.rows(home))
+        needed = self.needed.of(home)
         if self.ring.whole_blocks:
-            return Rows(0, self.visibility.layout.rows(home)) if self.visibility.layout.rows(home) else None
-        return _hull(self._payload_rows(band) for band in bands)
-
-    def _payload_rows(self, band: Band) -> Rows:
-        return Rows(band.k_start, band.k_stop) if self.circulates == "kv" else Rows(band.q_start, band.q_stop)
+            needed = [rows if rows.stop else None] * self.ring.size
+        visits = []
+        for step, (cycle, index) in enumerate(self.order):
+            rank = self._rank(home, cycle, index)
+            visits.append(_Visit(cycle, index, rank, step, needed[rank], rank == home))
+        if self.ring.keeps_last and not self.backward:
+            visits[-1] = visits[-1]._replace(rows=hull(needed))
+        return visits
 
     # ---- payload ------------------------------------------------------------------------------------------------
 
-    def _send_payload(self, home: int, visits: list[_Visit]) -> dict[int, Value]:
-        """Messages that bring the block to all who need it; value held at each step that computes."""
-        held = {0: self.payload[home]}
-        entry, entry_cycle = self.payload[home], 0
-        for cycle in range(self.ring.outer):
-            readers = [v for v in visits if v.cycle == cycle and v.rows and not v.is_home]
-            later = _hull(v.rows for v in visits if v.cycle >= cycle and v.rows and not v.is_home)
-            if not readers or later is None:
-                continue
-            if cycle > entry_cycle:
-                post = (cycle - 1) * self.ring.inner
-                wait = cycle * self.ring.inner - 1
-                arrived = self.builder.value(self.ring.visitor(home, cycle, 0), entry.kind, later)
-                self.builder.message(post, wait, Channel.PAYLOAD_OUTER, entry, arrived, later)
-                entry, entry_cycle = arrived, cycle
-                held[cycle * self.ring.inner] = arrived
-            self._send_inside(entry, [v for v in readers if v.index > 0], held)
-        return held
+    def _send_payload(self, journey: _Journey) -> None:
+        """Messages that bring the block to all who need it."""
+        start = entry = journey.visits[0]
+        journey.held[start.step] = self.payload[start.rank]
+        cycles = _by_cycle(visit for visit in journey.visits[1:] if visit.rows)
+        later = _from_here_on([hull(visit.rows for visit in readers) for readers in cycles.values()])
+        for (cycle, readers), rows in zip(cycles.items(), later, strict=True):
+            if cycle > entry.cycle:
+                before, entry = entry, journey.visits[self.first_step[cycle]]
+                wait = entry.step - 1
+                post = self.first_step[cycle - 1]
+                self._pass_on(journey, (post, wait, Channel.PAYLOAD_OUTER), before, entry, rows)
+            inside = [visit for visit in readers if visit.inner_step > 0]
+            before = entry
+            for reader, rows in zip(inside, _from_here_on([visit.rows for visit in inside]), strict=True):
+                step = reader.step - 1
+                self._pass_on(journey, (step, step, Channel.PAYLOAD_INNER), before, reader, rows)
+                before = reader
 
-    def _send_inside(self, entry: Value, readers: list[_Visit], held: dict[int, Value]) -> None:
-        needed: list[Rows] = []  # by the reader and all behind it, last reader first
-        for reader in reversed(readers):
-            assert reader.rows is not None
-            needed.append(reader.rows.hull(needed[-1] if needed else None))
-        holder = entry
-        for reader, rows in zip(readers, reversed(needed), strict=True):
-            arrived = self.builder.value(reader.rank, entry.kind, rows)
-            self.builder.message(reader.step - 1, reader.step - 1, Channel.PAYLOAD_INNER, holder, arrived, rows)
-            held[reader.step] = holder = arrived
+    def _pass_on(
+        self, journey: _Journey, when: tuple[int, int, Channel], before: _Visit, after: _Visit, rows: Rows
+    ) -> None:
+        """Send rows of the block from one visit to another."""
+        if before.rank not in self.kept and after.rank not in self.kept:
+            return
+        kind = self.payload[before.rank].kind
+        if before.step not in journey.held:  # on a rank that is not planned
+            whole = Rows(0, self.visibility.layout.rows(journey.home))
+            journey.held[before.step] = self.builder.value(before.rank, kind, whole)
+        stays = self.ring.keeps_last and not self.backward and after.step == self.ring.size - 1
+        arrived = self.operands.kv_last[after.rank] if stays else self.builder.value(after.rank, kind, rows)
+        self.builder.message(*when, journey.held[before.step], arrived, rows)
+        journey.held[after.step] = arrived
 
     # ---- tiles --------------------------------------------------------------------------------------------------
 
-    def _compute(self, home: int, visits: list[_Visit], held: dict[int, Value]) -> dict[int, Value]:
-        """Tiles of all visits; the gradient sum that each visit contributes to, by step (backward only)."""
-        sums: dict[int, Value] = {}
-        gathered: Rows | None = None
-        for visit in visits:
-            if visit.index == 0:
-                gathered = None
+    def _compute(self, journey: _Journey) -> None:
+        """Tiles of all visits, and in backward the gradient sums that they add to."""
+        gathered: dict[int, Rows] = {}  # by cycle
+        for visit in journey.visits:
             if visit.rows is None:
                 continue
-            stays = visit.is_home and not self.ring.own_gradient_travels
+            stays = visit.is_home and (self.reversed or not self.ring.own_gradient_travels)
             if self.backward and not stays:
-                gathered = visit.rows.hull(gathered)
-                sums[visit.step] = self.builder.value(visit.rank, self.gradient_kind, gathered)
-                self.builder.op(visit.step, "pre", visit.rank, LocalOp("init", sums[visit.step].view()))
-            if visit.rank in self.builder.ranks:
-                for band in visit.bands:
-                    self._tile(visit, band, held[visit.step], sums.get(visit.step))
-        return sums
+                gathered[visit.cycle] = journey.summed[visit.step] = visit.rows.hull(gathered.get(visit.cycle))
+            if visit.rank in self.kept:
+                self._compute_visit(journey, visit)
+
+    def _compute_visit(self, journey: _Journey, visit: _Visit) -> None:
+        travelling = None
+        if visit.step in journey.summed:
+            travelling = self._sum(journey, visit)
+            self.builder.op(visit.step, "pre", visit.rank, LocalOp("init", travelling.view()))
+        pair = (visit.rank, journey.home) if self.circulates == "kv" else (journey.home, visit.rank)
+        now: Sequence[Band] = bands_between(self.visibility, *pair, self.kept)
+        if visit.is_home and self.tail:
+            now, last = halves(now)
+            for band in last:
+                self._tile(visit._replace(step=self.ring.size), band, journey.held[visit.step], None)
+        for band in now:
+            self._tile(visit, band, journey.held[visit.step], travelling)
+
+    def _sum(self, journey: _Journey, visit: _Visit) -> Value:
+        """The gradient sum that a visit adds to."""
+        if visit.step not in journey.sums:
+            journey.sums[visit.step] = self.builder.value(visit.rank, self.gradient_kind, journey.summed[visit.step])
+        return journey.sums[visit.step]
 
     def _tile(self, visit: _Visit, band: Band, payload: Value, travelling: Value | None) -> None:
         rank = visit.rank
@@ -266,30 +352,32 @@ class _Circulation:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def _return_gradients(self, home: int, visits: list[_Visit], sums: dict[int, Value]) -> None:
-        target = (self.kv_sums if self.circulates == "kv" else self.sums)[home]
+    def _return_gradients(self, journey: _Journey) -> None:
+        target = (self.kv_sums if self.circulates == "kv" else self.sums)[journey.home]
+        home_cycle = self.ring.outer - 1 if self.reversed else 0
+        deadline = self.ring.size - (self.tail > 1)
         arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
-        for cycle in range(self.ring.outer):
-            chain = [v for v in visits if v.cycle == cycle and v.step in sums]
-            if not chain:
-                continue
-            self._sum_along(chain, sums)
+        for cycle, chain in _by_cycle(v for v in journey.visits if v.step in journey.summed).items():
+            self._sum_along(journey, chain)
             last = chain[-1]
-            tail = sums[last.step]
-            if cycle == 0:
-                self._send_home(last.step + 1, Channel.GRADIENT_INNER, tail, target)
+            post = last.step + 1
+            tail = self._sum(journey, last)
+            if cycle == home_cycle:
+                self._send_home(post, tail, target)
             else:
-                post = last.step + 1
-                wait = max(post, min(post + self.ring.inner - 1, self.ring.size))
-                arrivals[self.ring.visitor(home, 0, last.index)].append((post, wait, tail))
+                wait = max(post, min(post + self.ring.inner - 1, deadline))
+                arrivals[self._rank(journey.home, home_cycle, last.inner_step)].append((post, wait, tail))
         for relay, tails in arrivals.items():
             self._gather(relay, tails, target)
 
-    def _sum_along(self, chain: list[_Visit], sums: dict[int, Value]) -> None:
+    def _sum_along(self, journey: _Journey, chain: list[_Visit]) -> None:
         """Add each visit's sum to the next one's, one step late so that the hop hides behind the tile."""
         for before, after in pairwise(chain):
-            received = self._hop(after.step, after.step, Channel.GRADIENT_INNER, sums[before.step], after.rank)
-            self._add(after.step, sums[after.step], received)
+            if before.rank in self.kept or after.rank in self.kept:
+                source, target = self._sum(journey, before), self._sum(journey, after)
+                self._add(
+                    after.step, target, self._hop(after.step, after.step, Channel.GRADIENT_INNER, source, after.rank)
+                )
 
     def _gather(self, relay: int, tails: list[tuple[int, int, Value]], target: Value) -> None:
         """Bring the sums of far cycles to the home node's rank `relay`, then home."""
@@ -301,20 +389,20 @@ class _Circulation:
             post, done, tail = tails[0]
             total = self._hop(post, done, Channel.GRADIENT_OUTER, tail, relay)
         else:
-            rows = _hull(tail.rows for _, _, tail in tails)
+            rows = hull(tail.rows for _, _, tail in tails)
             assert rows is not None
             total = self.builder.value(relay, self.gradient_kind, rows)
             self.builder.op(tails[0][1], "after", relay, LocalOp("init", total.view()))
             for post, wait, tail in tails:
                 self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             done = max(wait for _, wait, _ in tails)
-        self._send_home(done + 1, Channel.GRADIENT_INNER, total, target)
+        self._send_home(done + 1, total, target)
 
-    def _send_home(self, step: int, channel: Channel, total: Value, target: Value) -> None:
+    def _send_home(self, step: int, total: Value, target: Value) -> None:
         if total.rank == target.rank:  # a ring of one rank whose own gradient was asked to travel
             self._add(step, target, total)
             return
-        self._add(step, target, self._hop(step, step, channel, total, target.rank))
+        self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, total, target.rank))
 
     def _hop(self, post: int, wait: int, channel: Channel, src: Value, to: int) -> Value:
         """Value that arrives on rank `to`; cast to the wire's dtype first where that is narrower."""
@@ -330,8 +418,18 @@ class _Circulation:
         self.builder.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
 
 
-def _hull(rows: Iterable[Rows | None]) -> Rows | None:
-    total: Rows | None = None
-    for item in rows:
-        total = item.hull(total) if item else total
-    return total
+def _by_cycle(visits: Iterable[_Visit]) -> dict[int, list[_Visit]]:
+    """Visits of every cycle that has some, in order."""
+    cycles: defaultdict[int, list[_Visit]] = defaultdict(list)
+    for visit in visits:
+        cycles[visit.cycle].append(visit)
+    return dict(sorted(cycles.items()))
+
+
+def _from_here_on(rows: list[Rows | None]) -> Iterator[Rows]:
+    """For every entry the hull of it and all behind it; the last one is not None."""
+    needed: list[Rows] = []
+    for item in reversed(rows):
+        assert item is not None
+        needed.append(item.hull(needed[-1] if needed else None))
+    return reversed(needed)

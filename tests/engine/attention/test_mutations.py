@@ -13,7 +13,6 @@ import torch
 from attention_oracle import causal, gather, oracle, random_inputs
 from plan_mutations import mutants
 
-from engine.attention.api import AttentionRuntime, SavedAttention
 from engine.attention.counting import prove_plan
 from engine.attention.executor import lockstep
 from engine.attention.kernels.reference import ReferenceKernel
@@ -21,6 +20,7 @@ from engine.attention.layout import Layout, build_layout
 from engine.attention.mask import Mask, Visibility
 from engine.attention.plan import AttentionPlan
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.transport import Hub
 
 MUTANTS_PER_PLAN = 100

@@ -71,6 +71,7 @@ def ring_cases(draw: st.DrawFn) -> tuple[Visibility, Ring]:
         narrow_gradients=draw(st.booleans()),
         whole_blocks=draw(st.booleans()),
         own_gradient_travels=draw(st.booleans()),
+        tail_steps=draw(st.integers(0, inner)),
     )
     return Visibility(mask, layout), ring
 
