@@ -202,7 +202,7 @@ def step_cost(config: RunConfig, dp_size: int, peak: Peak, attention: ParallelAt
 
 
 def visible_pairs(config: RunConfig, attention: ParallelAttention) -> int:
-    """Visible pairs of one sequence, mean over the layers, before documents hide some (they differ from batch to batch)."""
+    """Visible pairs of one sequence, mean over the layers, before a batch's documents hide some."""
     turn = attention.context().layers
     pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
     return round(sum(pairs) / len(pairs))

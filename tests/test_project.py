@@ -92,7 +92,7 @@ def test_make_targets_exist(document: Path) -> None:
 def test_readme_names_every_verb_and_preset() -> None:
     verbs = {words.split()[1] for words in table_column("README.md", "verb")}
     assert verbs == {verb.name for verb in VERBS}
-    assert table_column("README.md", "`attention=`") == set(PRESETS)
+    assert table_column("README.md", "`attention=`") == {*PRESETS, "auto"}
 
 
 def test_documents_name_every_option_of_every_group() -> None:
@@ -108,7 +108,7 @@ def test_documents_name_every_option_of_every_group() -> None:
 
 def test_readme_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    script = tmp_path / "ring.py"
+    script = tmp_path / "attention.py"
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

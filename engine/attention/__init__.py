@@ -1,1 +1,25 @@
-"""Distributed attention as data: masks, layouts, plans, one executor for every method."""
+"""Distributed attention as data: masks, layouts, plans, one executor for every method.
+
+For other people's models (docs/library.md):
+
+    from engine.attention import ContextParallel, Mask, attention
+
+The three names load torch or numpy when they are first used, so planning modules of this package stay free of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.attention.library import ContextParallel, SequenceContext, attention
+    from engine.attention.mask import Mask
+
+__all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{'mask' if name == 'Mask' else 'library'}"), name)

@@ -174,8 +174,9 @@ class PlanBuilder:
 
 
 class Lane:
-    """The builder as one ring inside a larger group sees it: members numbered from 0, steps from `first_step`, values of
-    some heads.
+    """The builder as one ring inside a larger group sees it.
+
+    Members are numbered from 0, steps from `first_step`; values are of some of the heads.
     """
 
     def __init__(

@@ -148,7 +148,10 @@ class TensorArithmetic:
     def _field_shapes(self, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         shape, num_heads, num_kv_heads = self.shape, self.shape.num_heads, self.shape.num_kv_heads
         if slot.heads is not None:
-            (q_first, q_last), (k_first, k_last) = slot.heads.queries(num_heads), slot.heads.keys(num_heads, num_kv_heads)
+            (q_first, q_last), (k_first, k_last) = (
+                slot.heads.queries(num_heads),
+                slot.heads.keys(num_heads, num_kv_heads),
+            )
             num_heads, num_kv_heads = q_last - q_first, k_last - k_first
         wide = shape.accumulator_dtype
         gradient = {

@@ -62,10 +62,12 @@ def open_transport(
     """
     own = next(ranks for ranks in cp_groups if world_rank in ranks)
     rank, on_cpu = list(own).index(world_rank), device.type == "cpu"
+    messages_on = torch.device("cpu") if shares_device else device
+    # A rank alone takes part too: torch counts groups on every rank, and counts that differ hang the next new_group.
+    shared = [ranks for ranks in cp_groups if len(ranks) > 1]
+    groups = make_channel_groups(shared, world_rank, tuple(Channel), timeout, messages_on)
     if len(own) == 1:
         return LocalTransport() if on_cpu else StreamTransport(CudaStreams(device), None, Meter(topology, 0))
-    messages_on = torch.device("cpu") if shares_device else device
-    groups = make_channel_groups(cp_groups, world_rank, tuple(Channel), timeout, messages_on)
     if on_cpu:
         return DistributedTransport(groups, own, topology, rank)
     kind = StagedTransport if shares_device else StreamTransport

@@ -33,7 +33,7 @@ UNOWNED = -2  # initialised, nothing added yet; poisoned rows read as -1
 
 
 class CountingArithmetic:
-    """Arithmetic on records: positions for payload, (owner, count per position) for sums; every one per part of the heads.
+    """Arithmetic on records: positions for payload, (owner, count per position) for sums; all per part of the heads.
 
     Shapes: payload field [rows, parts]; owner [rows, parts], count [rows, parts, seq_len]; parts is 1 for a slot of one
     part of the heads.

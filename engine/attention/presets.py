@@ -218,8 +218,8 @@ def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
     width = method.ring_inner_size * (method.head_parallel_size if method.placement != "context_first" else 1)
     if topology.nodes > 1 and method.ring_outer_size > 1 and topology.local_ranks % width:
         found.append(
-            f"attention: inner ring {method.ring_inner_size} with {method.head_parallel_size} ranks per head group does "
-            f"not divide the {topology.local_ranks} ranks of a node, so inner hops cross nodes"
+            f"attention: inner ring {method.ring_inner_size} with {method.head_parallel_size} ranks per head group "
+            f"does not divide the {topology.local_ranks} ranks of a node, so inner hops cross nodes"
         )
     return found
 
@@ -248,7 +248,9 @@ def heads_problem(heads: int, model: ModelConfig) -> str | None:
     if model.num_heads % heads:
         return f"{heads} ranks cannot divide {model.num_heads} query heads evenly"
     if model.num_kv_heads % heads and heads % model.num_kv_heads:
-        return f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of each"
+        return (
+            f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of each"
+        )
     return None
 
 

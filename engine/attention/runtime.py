@@ -136,9 +136,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         saved, (dout,), runtime = SavedAttention(*ctx.saved_tensors), grad_outputs, ctx.runtime
-        execution = runtime.backward_execution(saved, runtime.stored(dout), ctx.num_kv_heads, device=dout.device)
+        device, stats = dout.device, None
+        if runtime.on_host and "dout" not in runtime.backward.pins:
+            # Formed on the device: the host must not read what is still being copied there.
+            out, lse = (x.to(device, non_blocking=True) for x in (saved.out, saved.lse))
+            stats = runtime.stored(backward_stats(dout, out, lse))
+        execution = runtime.backward_execution(
+            saved, runtime.stored(dout), ctx.num_kv_heads, stats=stats, device=device
+        )
         execution.run()
-        dq, dkv = (execution.pinned(name)[name].to(dout.device, dout.dtype) for name in ("dq", "dkv"))
+        # Cast on the device, for the same reason.
+        dq, dkv = (execution.pinned(n)[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dkv"))
         return dq, dkv[:, 0], dkv[:, 1], None
 
 

@@ -198,7 +198,10 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 
 def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
-    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU; raises ConfigError when GPUs are too few."""
+    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU.
+
+    Raises ConfigError when GPUs are too few.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cluster.backend == "gloo" and cluster.ranks_share_device and gpus:
         return torch.device("cuda", placement.local_rank % gpus)

@@ -75,6 +75,7 @@ class _Work:
         self.visits: list[_Visit] = []
         self.last_step = 0
         self._bands: dict[tuple[int, int], dict[tuple[int, int], list[Band]]] = {}
+        self._seers: dict[tuple[int, int], dict[int, list[int]]] = {}
 
     def bands(self, member: int, home: int) -> dict[tuple[int, int], list[Band]]:
         """What queries of a member see of the keys of `home`, by (query chunk, key chunk)."""
@@ -147,8 +148,13 @@ class _Work:
 
     def seers(self, member: int, home: int, chunk: int) -> list[int]:
         """Query chunks of a member that see a key chunk, in turn from either end."""
-        found = sorted(i for i, j in self.bands(member, home) if j == chunk)
-        return found[::-1] if chunk % 2 else found
+        key = member, home
+        if key not in self._seers:
+            by_chunk: defaultdict[int, list[int]] = defaultdict(list)
+            for i, j in sorted(self.bands(member, home)):
+                by_chunk[j].append(i)
+            self._seers[key] = {j: found[::-1] if j % 2 else found for j, found in by_chunk.items()}
+        return self._seers[key].get(chunk, [])
 
     def travel(self, home: int, chunk: int, spans: list[Span], kv: list[Value], sums: list[Value]) -> None:
         """One trip of a key chunk: messages, visits and in backward the sums that come home."""
@@ -171,8 +177,8 @@ class _Work:
         needed: dict[int, Rows] = {}
         later: Rows | None = None
         for stop in reversed(stops):
-            pairs = self.bands(self.visitor(home, stop), home)
-            bands = [band for (_, j), found in pairs.items() if j == chunk for band in found]
+            member = self.visitor(home, stop)
+            bands = [band for i in self.seers(member, home, chunk) for band in self.bands(member, home)[i, chunk]]
             own = hull(Rows(band.k_start, band.k_stop) for band in bands)
             assert own is not None
             needed[stop] = later = own.hull(later)

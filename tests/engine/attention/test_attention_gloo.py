@@ -13,7 +13,6 @@ from attention_oracle import causal, errors, gather, oracle, random_inputs
 
 from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.attention.arithmetic import AttentionShape
-from engine.attention.layout import build_layout
 from engine.attention.mask import Mask
 from engine.attention.methods import plan_method
 from engine.attention.plan import LinkBytes
@@ -30,6 +29,14 @@ CASES = [
     (4, {"preset": "burst", "backward_circulates": "q"}, 2),
     (4, {"preset": "burst", "backward_circulates": "kv"}, 2),
     (4, {"preset": "ring", "layout": "contiguous"}, 1),
+    (2, {"preset": "ulysses"}, 1),
+    (4, {"preset": "ulysses"}, 1),  # replicates the kv heads of GQA
+    (4, {"preset": "burst_ulysses"}, 2),
+    (4, {"preset": "loongtrain", "backward_circulates": "q", "gradient_wire_dtype": "float32"}, 2),
+    (4, {"preset": "usp", "head_parallel_size": 2, "placement": "context_first"}, 1),
+    (4, {"preset": "megatron_cp"}, 1),
+    (4, {"preset": "megatron_allgather"}, 2),
+    (4, {"preset": "megatron_hierarchical"}, 2),
 ]
 
 
@@ -63,7 +70,12 @@ def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int)
     layer.reset_traffic()
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), local_rows(layer, inputs.dout))
     values = {"out": out.detach()[0], "dq": dq[0], "dk": dk[0], "dv": dv[0]}
-    return {"values": values, "counted": (forward, layer.traffic()), "planned": planned_bytes(layer, seq_len, kv_heads)}
+    return {
+        "values": values,
+        "positions": layer.layout.positions(layer.cp_rank),
+        "counted": (forward, layer.traffic()),
+        "planned": planned_bytes(layer, seq_len, kv_heads),
+    }
 
 
 def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
@@ -85,10 +97,7 @@ def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
 ):
     seq_len = 8 * size + 3  # does not divide: the tail is padding
     replies = ranks(size).run(run_rank, seq_len, kv_heads, attention, nodes)
-    layout_name = attention.get("layout") or ("striped" if attention["preset"] == "striped" else "zigzag")
-    padded = -(-seq_len // (2 * size)) * 2 * size if size > 1 else seq_len
-    layout = build_layout(layout_name, padded, size)
-    index = [torch.from_numpy(layout.positions(rank)) for rank in range(size)]
+    index = [torch.from_numpy(reply["positions"]) for reply in replies]
     inputs = random_inputs(seq_len, HEADS, kv_heads, HEAD_DIM)
     want = oracle(inputs, causal(seq_len))
     got = {

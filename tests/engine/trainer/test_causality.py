@@ -27,6 +27,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "striped on 4": (4, {"preset": "striped"}),
     "burst 2x2": (4, {"preset": "burst", "ring_inner_size": 2, "ring_outer_size": 2}),
     "burst 2x2 striped": (4, {"preset": "burst", "ring_inner_size": 2, "ring_outer_size": 2, "layout": "striped"}),
+    "ulysses": (4, {"preset": "ulysses"}),
+    "usp of 2 x 2": (4, {"preset": "usp", "head_parallel_size": 2}),
+    "loongtrain striped": (4, {"preset": "loongtrain", "head_parallel_size": 2, "layout": "striped"}),
+    "megatron_cp": (4, {"preset": "megatron_cp"}),
+    "megatron_allgather": (4, {"preset": "megatron_allgather"}),
+    "burst balanced": (4, {"preset": "burst", "layout": "balanced"}),
     "single": (1, {"preset": "single"}),
 }
 
