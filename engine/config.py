@@ -87,7 +87,7 @@ class AttentionConfig:
     )
     placement: Placement | None = field(
         default=None,
-        metadata=note("which ranks are neighbours: those that divide heads, those of a ring, or inner ring, heads, outer"),
+        metadata=note("which ranks are neighbours: those that share heads, a ring, or an inner ring and then heads"),
     )
     kv_transport: KvTransport | None = field(
         default=None, metadata=note("keys and values hop from rank to rank, or go to everybody at once")
@@ -287,7 +287,7 @@ class MachineConfig:
     """Speeds that predictions use; null: those of the named machine."""
 
     name: Literal["auto", "a100", "h100", "h200", "cpu"] = field(
-        default="auto", metadata=note("known machine; auto: by the device, cpu with backend gloo and h100 without a GPU")
+        default="auto", metadata=note("known machine; auto: by the device, else cpu with backend gloo, else h100")
     )
     forward_flops_per_s: float | None = field(
         default=None, metadata=note("attention forward on large tiles, per rank", "FLOP/s", above=0)
@@ -304,9 +304,7 @@ class MachineConfig:
     host_bytes_per_s: float | None = field(
         default=None, metadata=note("between device and host memory, one direction", "bytes/s", above=0)
     )
-    shared_nic: bool | None = field(
-        default=None, metadata=note("all ranks of a node share one link to other nodes")
-    )
+    shared_nic: bool | None = field(default=None, metadata=note("all ranks of a node share one link to other nodes"))
 
 
 @dataclass(frozen=True)

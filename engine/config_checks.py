@@ -269,8 +269,8 @@ def _masks(config: RunConfig) -> Iterator[Problem]:
     if attention.layout in ("per_document", "balanced") and config.parallel.tp_size > 1:
         yield Problem(
             ("attention.layout", "parallel.tp_size"),
-            f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks cannot "
-            "divide; choose another layout or set parallel.tp_size=1",
+            f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks "
+            "cannot divide; choose another layout or set parallel.tp_size=1",
         )
     if attention.layout == "per_document" and not attention.documents:
         yield Problem(

@@ -18,7 +18,7 @@ BAD_OVERRIDES = [
     ("train.wheels=4", "train.wheels: no such setting", "train has seq_len, steps,"),
     ("exp=tinny", "exp has no option 'tinny'", "did you mean exp=tiny?"),
     ("model=llama3b", "model has no option 'llama3b'", "did you mean model=llama"),
-    ("attention=ulyses", "attention has no option 'ulyses'", "Options: burst, ring, single, striped"),
+    ("attention=ulyses", "attention has no option 'ulyses'", "did you mean attention=ulysses? Options: "),
     ("modle=tiny", "modle: no such setting", "did you mean model?"),
     ("model=null", "model is a group of files", "takes the name of one"),
     ("train={steps:4}", "train is a group of files", "train.NAME=VALUE"),
@@ -40,7 +40,7 @@ BAD_OVERRIDES = [
     ("data.paths=corpus", "data.paths: expected a list", "put it in brackets: data.paths=[corpus]"),
     ("optimizer=5", "optimizer: expected a table of settings, got the number 5", ""),
     ("optimizer.schedule=cosin", "'cosin' is not a legal value; legal: cosine, constant, wsd", "did you mean cosine?"),
-    ("attention.layout=zig", "legal: contiguous, zigzag, striped, null", "did you mean zigzag?"),
+    ("attention.layout=zig", "legal: contiguous, zigzag, striped, ", "did you mean zigzag?"),
     ("optimizer.learning_rate=0", "optimizer.learning_rate: got 0.0", "expected more than 0"),
     ("optimizer.learning_rate=nan", "optimizer.learning_rate: got nan", "expected more than 0"),
     ("optimizer.beta2=1", "optimizer.beta2: got 1.0", "expected 0 or more, below 1"),
@@ -62,12 +62,12 @@ BAD_OVERRIDES = [
     ("parallel.dp_shard_size=3", "does not divide the 4 ranks", "choose degrees that do"),
     ("cluster.topology_nodes=3", "3 nodes cannot share 4 ranks", "a divisor of cluster.ranks_per_node=4"),
     ("attention=single", "4 ranks share it", "choose attention=burst"),
-    ("attention.ring_inner_size=3", "4 ranks share a sequence", "legal inner x outer: 1x4, 2x2, 4x1"),
+    ("attention.ring_inner_size=3", "4 ranks share a sequence", "nearest legal head x inner x outer: 1 x 4 x 1, 1 x 2 x 2"),
     ("train.steps=${oc.env:NO_SUCH_VARIABLE}", "train.steps: ", "'NO_SUCH_VARIABLE' not found"),
 ]
 
 BAD_ARGUMENTS = [
-    (["lanch"], "No such command 'lanch'", "Did you mean 'launch'?"),
+    (["lanch"], "No such command 'lanch'", "Did you mean 'launch'"),
     (["config", "--josn"], "No such option: --josn", "See `burst config --help`."),
     (
         ["config", "--config-dir", "/no/such/folder"],
