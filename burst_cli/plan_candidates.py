@@ -18,6 +18,7 @@ from engine.config_checks import known_cp_size
 from engine.errors import ConfigError
 from engine.flops import Flops, step_flops
 from engine.simulate.machine import Machine
+from engine.tiling import recomputed_by
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Candidate:
             seq_len=train.seq_len,
             visible_pairs=round(preview.visible_pairs),
             sequences=groups * train.micro_batch_size * train.grad_accum_steps,
-            activation_checkpoint=config.memory.activation_checkpoint,
+            recomputed=recomputed_by(config, preview.method),
         )
 
     def to_dict(self) -> dict[str, Any]:

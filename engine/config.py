@@ -163,7 +163,8 @@ class MemoryConfig:
     tile_tokens: int | None = field(
         default=None,
         metadata=note(
-            "run projections and MLP on so many of a rank's tokens at a time; null: attention.chunk_tokens, or whole",
+            "projections and MLP run on so many of a rank's tokens at a time; "
+            "null: attention.chunk_tokens, model.hidden_size under attention=alst, otherwise all",
             "tokens",
             at_least=1,
         ),

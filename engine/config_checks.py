@@ -18,6 +18,7 @@ from engine.config import DataConfig, ModelConfig, RunConfig
 from engine.config_reader import range_problems
 from engine.config_schema import Problem
 from engine.errors import ConfigError
+from engine.tiling import layer_tiling
 
 BYTE_VOCABULARY = 256
 _EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -304,7 +305,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     if attention.preset == "auto":  # takes a legal method, or says later why there is none
         return
     try:
-        resolve_attention(config, _topology(config, cp_size))
+        layer_tiling(config, resolve_attention(config, _topology(config, cp_size)))
     except ConfigError as error:
         keys = tuple(f"attention.{name}" for name in ("preset", *METHOD_SETTINGS))
         for text in error.problems:

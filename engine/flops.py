@@ -23,6 +23,8 @@ from typing import Literal
 
 from engine.config import ModelConfig
 
+Recomputed = Literal["none", "full", "tiles", "tiles_and_attention"]
+
 
 @dataclass(frozen=True)
 class ParameterCount:
@@ -83,20 +85,21 @@ def step_flops(
     seq_len: int,
     visible_pairs: int,
     sequences: int = 1,
-    activation_checkpoint: Literal["none", "full"] = "none",
+    recomputed: Recomputed = "none",
 ) -> Flops:
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
-    `visible_pairs` are the pairs of ONE sequence that the mask lets through. "full" activation checkpointing runs the
-    forward pass of every layer again up to its last matmul, down_proj, whose result no gradient needs (torch stops
-    there); of the head never: the loss computes its logits once.
+    `visible_pairs` are the pairs of ONE sequence that the mask lets through. What backward computes again, of every
+    layer: "full", all up to its last matmul, down_proj, whose result no gradient needs (torch stops there); "tiles",
+    all but attention; "tiles_and_attention", all. Of the head nothing: the loss computes its logits once.
     """
     forward = forward_flops(model, tokens=seq_len, pairs=visible_pairs)
     forward_full = forward_flops(model, tokens=seq_len, pairs=attention_pairs("full", seq_len))
     again = 0
-    if activation_checkpoint == "full":
-        down_proj = model.num_layers * model.hidden_size * model.ffn_hidden_size
-        again = 2 * (count_parameters(model).layer_matmuls - down_proj) * seq_len
+    if recomputed != "none":
+        skipped = model.num_layers * model.hidden_size * model.ffn_hidden_size if recomputed == "full" else 0
+        again = 2 * (count_parameters(model).layer_matmuls - skipped) * seq_len
+    if recomputed in ("full", "tiles_and_attention"):
         again += _attention_forward(model, visible_pairs)
     return Flops(
         model=3 * forward * sequences,

@@ -30,6 +30,7 @@ from engine.run.recorder import Recorder
 from engine.run.stopping import StopRequest
 from engine.run.summary import summarise
 from engine.runs import RunFolder
+from engine.tiling import recomputed_by
 from engine.train_step import TrainStep
 
 
@@ -196,7 +197,7 @@ def step_cost(config: RunConfig, dp_size: int, peak: Peak, attention: ParallelAt
         seq_len=train.seq_len,
         visible_pairs=visible_pairs(config, attention),
         sequences=sequences,
-        activation_checkpoint=config.memory.activation_checkpoint,
+        recomputed=recomputed_by(config, attention.method),
     )
     return StepCost(sequences * train.seq_len, flops, peak)
 

@@ -11,7 +11,8 @@ from engine.attention.grid import Grid
 from engine.attention.layout import Layout, build_layout, split_for_heads
 from engine.attention.mask import Mask, Visibility
 from engine.attention.plan import AttentionPlan
-from engine.attention.planners.chunks import Chunking, plan_chunked_backward, plan_chunked_forward
+from engine.attention.planners.chunk_stays import Chunking
+from engine.attention.planners.chunks import plan_chunked_backward, plan_chunked_forward
 from engine.attention.planners.exchange import Attend, Exchange, plan_exchanged_backward, plan_exchanged_forward
 from engine.attention.planners.gather import gather, plan_gather_backward, plan_gather_forward
 from engine.attention.planners.ring import (

@@ -171,12 +171,12 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
     if problems:
         raise ConfigError(problems)
     gradient_dtype: Dtype = attention.gradient_wire_dtype or "float32"
-    requested = attention.backward_circulates or preset.backward_circulates
+    chunked = preset.chunked or attention.chunk_tokens is not None
+    requested = "kv" if chunked else attention.backward_circulates or preset.backward_circulates
     replicas = max(1, degrees.heads // model.num_kv_heads)
     circulates, reason = choose_circulation(
         requested, _with_replicas(model, replicas), train.compute_dtype, gradient_dtype
     )
-    chunked = preset.chunked or attention.chunk_tokens is not None
     return AttentionMethod(
         preset=attention.preset,
         layout=attention.layout or _default_layout(attention, preset),
@@ -190,7 +190,7 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         kv_transport=attention.kv_transport or preset.kv_transport,
         backward_order=attention.backward_order or preset.backward_order,
         kv_replicated=replicas > 1,
-        tail_steps=_tail_steps(attention, preset, degrees),
+        tail_steps=0 if chunked else _tail_steps(attention, preset, degrees),
         chunk_tokens=(attention.chunk_tokens or DEFAULT_CHUNK_TOKENS) if chunked else None,
         chunk_store=attention.chunk_store or ("host" if chunked else "device"),
         prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
@@ -249,7 +249,8 @@ def heads_problem(heads: int, model: ModelConfig) -> str | None:
         return f"{heads} ranks cannot divide {model.num_heads} query heads evenly"
     if model.num_kv_heads % heads and heads % model.num_kv_heads:
         return (
-            f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of each"
+            f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of "
+            "each"
         )
     return None
 
@@ -338,6 +339,8 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
     for name, value in (("chunk_store", attention.chunk_store), ("prefetch_chunks", attention.prefetch_chunks)):
         if value is not None and not chunked:
             problems.append(f"attention.{name}={value} speaks of chunks; set attention.chunk_tokens, or leave it null")
+    if chunked:
+        problems += _chunk_problems(attention, transport, order)
     if "q" in circulating and transport == "all_gather":
         problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
     if order == "reversed" and transport == "all_gather":
@@ -347,6 +350,22 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
     if order == "reversed" and circulating & {"q", "auto"}:
         problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
     return problems
+
+
+def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: BackwardOrder) -> list[str]:
+    """Of rings, chunks have the plain one only: chunks of keys travel one after another."""
+    refused = {
+        "kv_transport=all_gather": transport == "all_gather",
+        "backward_order=reversed": order == "reversed",
+        "tail_steps": bool(attention.tail_steps),
+        "backward_circulates=q": attention.backward_circulates == "q" or "q" in attention.circulates_layers,
+    }
+    return [
+        f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it null, "
+        "or attention.chunk_tokens"
+        for name, given in refused.items()
+        if given
+    ]
 
 
 def _divisors(number: int) -> list[int]:

@@ -18,11 +18,13 @@ from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.config import RunConfig
 from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
+from engine.model.chunked import tile_layers
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
+from engine.tiling import layer_tiling
 
 
 def build_model(config: RunConfig, mesh: Mesh) -> tuple[LlamaModel, ParallelAttention]:
@@ -47,7 +49,9 @@ def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh) -> ParallelAtt
     if mesh.tp_mesh is not None:
         slice_model(model, model.layers, mesh.tp_mesh)
         model.tie_weights()
-    if config.memory.activation_checkpoint == "full":
+    if tiling := layer_tiling(config, attention.method):
+        tile_layers(model, tiling)
+    elif config.memory.activation_checkpoint == "full":
         checkpoint_layers(model)
     if config.train.compile:
         compile_layers(model, mesh.device)

@@ -62,7 +62,7 @@ BAD_OVERRIDES = [
     ("parallel.dp_shard_size=3", "does not divide the 4 ranks", "choose degrees that do"),
     ("cluster.topology_nodes=3", "3 nodes cannot share 4 ranks", "a divisor of cluster.ranks_per_node=4"),
     ("attention=single", "4 ranks share it", "choose attention=burst"),
-    ("attention.ring_inner_size=3", "4 ranks share a sequence", "nearest legal head x inner x outer: 1 x 4 x 1, 1 x 2 x 2"),
+    ("attention.ring_inner_size=3", "4 ranks share a", "nearest legal head x inner x outer: 1 x 4 x 1, 1 x 2 x 2"),
     ("train.steps=${oc.env:NO_SUCH_VARIABLE}", "train.steps: ", "'NO_SUCH_VARIABLE' not found"),
 ]
 

@@ -61,7 +61,7 @@ def test_model_flops_are_what_torch_counts(loss: str, tied: bool) -> None:
 
 
 def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
-    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, activation_checkpoint="full")
+    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, recomputed="full")
     assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
     assert flops.model == counted_flops(SHAPE, is_checkpointed=False)
 

@@ -1,0 +1,215 @@
+"""Layers that run tile by tile give the gradients of whole ones, whatever attention does between their halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_helpers import SHAPES, SMALL, build, make_tokens
+from ranks import Pools
+from tiny_training import TINY, mesh_of, whole
+from torch import Tensor
+
+from engine.attention.api import local_attention
+from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.layers import LayerAttention
+from engine.attention.mask import Mask
+from engine.attention.presets import AttentionMethod
+from engine.attention.topology import Topology
+from engine.attention.transport import LocalTransport
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.memory_tracker import LiveTensorTracker
+from engine.model.chunked import tile_layers
+from engine.model.init import init_weights
+from engine.model.llama import LlamaModel
+from engine.parallel.fsdp import shard_model
+from engine.tiling import Tiling, layer_tiling
+
+TOKENS = 29
+CAUSAL = Mask(TOKENS)
+TWO_LAYERS = {name: replace(SHAPES[name], num_layers=2) for name in ("mha", "gqa")}
+METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=7, chunk_store="host")
+UNCHUNKED = AttentionMethod("alst", "contiguous", 1, 1, "kv", "float32", "")
+
+
+def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> AttentionContext:
+    size = method.cp_size
+    topology = Topology(1, size)
+    transport = LocalTransport()
+    if size > 1:
+        transport = open_transport(
+            [list(range(size))], rank, topology, torch.device("cpu"), timeout=timedelta(seconds=30)
+        )
+    group = AttentionGroup(rank, topology, transport, ReferenceKernel())
+    return build_context(group, [LayerAttention(mask, method)], mask.seq_len)
+
+
+def gradients(model: LlamaModel, context: AttentionContext, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Gradients of a weighted sum of the hidden states, float64 and whole; weights [B, N, d]."""
+    rows = torch.from_numpy(context.layout.positions(context.group.rank))
+    hidden = model(tokens[:, rows], rows, context.functions(len(model.layers)))
+    (hidden * weights[:, rows]).sum().backward()
+    found = {name: whole(p.grad).double() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found | {"hidden": hidden.detach()}
+
+
+def weights_of(tokens: Tensor, config: ModelConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(*tokens.shape, config.hidden_size, dtype=torch.float64, generator=generator)
+
+
+def expected(config: ModelConfig, mask: Mask, batch: int) -> dict[str, Tensor]:
+    """Gradients of whole layers."""
+    tokens = make_tokens(config, batch, TOKENS)
+    return gradients(build(config, torch.float64), context_of(UNCHUNKED, mask), tokens, weights_of(tokens, config))
+
+
+def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert found.keys() == want.keys()
+    for name in want:
+        assert float((found[name] - want[name]).abs().max() / want[name].abs().max()) < tolerance, name
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa"])
+@pytest.mark.parametrize("mask", [Mask(TOKENS), Mask(TOKENS, window=4, documents=(0, 3, 11))], ids=["causal", "packed"])
+@pytest.mark.parametrize("store", ["host", "device"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_tiled_model_has_the_gradients_of_a_whole_one(shape, mask, store, keep):
+    config = TWO_LAYERS[shape]
+    want = expected(config, mask, batch=2)
+    tokens = make_tokens(config, 2, TOKENS)
+    for tile, method in (
+        (7, replace(METHOD, chunk_store=store)),
+        (5, replace(METHOD, chunk_tokens=100)),
+        (8, UNCHUNKED),
+    ):
+        model = build(config, torch.float64)
+        tile_layers(model, Tiling(tile, keep))
+        assert_equal(gradients(model, context_of(method, mask), tokens, weights_of(tokens, config)), want)
+
+
+def test_evaluation_and_a_second_micro_batch_leave_no_trace():
+    config = TWO_LAYERS["gqa"]
+    first, second = (torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    weights = weights_of(first, config)
+    model, context = build(config, torch.float64), context_of(METHOD)
+    tile_layers(model, Tiling(6, True))
+    alone = [gradients(model, context, tokens, weights) for tokens in (first, second)]
+    rows = torch.arange(TOKENS)
+    functions = context.functions(2)
+    hidden = [model(tokens, rows, functions) for tokens in (first, second)]
+    with torch.no_grad():
+        assert not model(second, rows, functions).requires_grad
+    for states in hidden:
+        (states * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, alone[0][name] + alone[1][name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_failing_layer_can_be_called_again():
+    config = TWO_LAYERS["gqa"]
+    tokens = make_tokens(config, 1, TOKENS)
+    model, context = build(config, torch.float64), context_of(METHOD)
+    tile_layers(model, Tiling(6, True))
+    want = gradients(model, context, tokens, weights_of(tokens, config))
+    with pytest.raises(RuntimeError, match="size"):
+        model(tokens[:, :20], torch.arange(20), context.functions(2))
+    assert_equal(gradients(model, context, tokens, weights_of(tokens, config)), want)
+
+
+def test_gradients_in_bf16_are_summed_over_tiles_in_fp32():
+    config = TWO_LAYERS["mha"]
+    tokens = make_tokens(config, 1, TOKENS)
+    weights = weights_of(tokens, config).bfloat16()
+    exact = expected(config, Mask(TOKENS), batch=1)
+    errors = []
+    for tile in (TOKENS, 1):
+        model = build(config, torch.bfloat16)
+        tile_layers(model, Tiling(tile, True))
+        found = gradients(model, context_of(UNCHUNKED), tokens, weights)
+        errors.append({name: float((found[name] - want).norm() / want.norm()) for name, want in exact.items()})
+    assert all(errors[1][name] < 1.3 * errors[0][name] + 1e-3 for name in exact), errors
+
+
+def gradients_of_a_group(config: ModelConfig, method: AttentionMethod, *, sharded: bool) -> dict[str, Tensor]:
+    """Gradients summed over the ranks that share the sequence, by FSDP or by an all-reduce; hidden left out."""
+    rank = dist.get_rank()
+    if sharded:
+        with torch.device("meta"):
+            model = LlamaModel(config).to(torch.float64)
+        tile_layers(model, Tiling(4, True))
+        mesh = mesh_of(replace(TINY.parallel, cp_size=method.cp_size), TINY.cluster)
+        units = [*model.layers, model.embedding, model.head]
+        shard_model(model, units, mesh, parallel=TINY.parallel, compute_dtype="float32")
+        model.to_empty(device="cpu")
+        init_weights(model, 0)
+    else:
+        model = build(config, torch.float64)
+        tile_layers(model, Tiling(4, True))
+    tokens = make_tokens(config, 1, TOKENS)
+    context = context_of(method, rank=rank)
+    found = gradients(model, context, tokens, weights_of(tokens, config))
+    del found["hidden"]
+    if not sharded:
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+    return found
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa"])
+@pytest.mark.parametrize(
+    ("sharded", "tolerance"), [(False, 1e-10), (True, 1e-5)], ids=["float64", "fsdp"]
+)  # fp32: FSDP's reduction
+def test_two_ranks_that_divide_the_heads_have_the_same_gradients(ranks: Pools, shape, sharded, tolerance):
+    config = TWO_LAYERS[shape]
+    want = expected(config, Mask(TOKENS), batch=1)
+    del want["hidden"]
+    for method in (replace(METHOD, head_parallel_size=2, chunk_tokens=4), replace(METHOD, ring_inner_size=2)):
+        for found in ranks(2).run(gradients_of_a_group, config, method, sharded=sharded):
+            assert_equal(found, want, tolerance)
+
+
+def peak_of_a_layer(tokens: int, tile: int | None) -> int:
+    """Bytes alive at most through forward and backward of one layer, beyond its input, output and parameters."""
+    config = replace(SMALL, num_layers=1, ffn_hidden_size=1000)
+    model = build(config)
+    if tile:
+        tile_layers(model, Tiling(tile, True))
+    hidden = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
+    context = local_attention(tokens)
+    angles = torch.zeros(tokens, config.head_dim // 2)
+    with LiveTensorTracker() as tracker:
+        tracker.watch([hidden, angles, *model.parameters()])
+        before = tracker.live_bytes
+        out = model.layers[0](hidden, angles, angles, context.functions(1)[0])
+        out.sum().backward()
+    return tracker.peak_bytes - before
+
+
+def test_a_tiled_mlp_holds_a_tile_of_its_channels():
+    wide = 4 * 1000 * 4  # bytes per token of the gate, up, product and their gradients, at least
+    assert peak_of_a_layer(512, None) > 512 * wide
+    assert peak_of_a_layer(512, 32) < 512 * wide / 2
+
+
+def test_what_cannot_be_tiled_is_refused():
+    config = replace(TINY, parallel=replace(TINY.parallel, tp_size=2), memory=replace(TINY.memory, tile_tokens=16))
+    with pytest.raises(ConfigError, match="tp_size"):
+        layer_tiling(config, UNCHUNKED)
+
+
+def test_layers_are_tiled_where_chunks_or_tiles_are_asked_for():
+    assert layer_tiling(TINY, replace(UNCHUNKED, preset="ulysses")) is None
+    assert layer_tiling(TINY, UNCHUNKED) == Tiling(TINY.model.hidden_size, keep_attention=False)
+    assert layer_tiling(TINY, METHOD) == Tiling(7, keep_attention=True)
+    assert layer_tiling(TINY, replace(METHOD, chunk_store="device")) == Tiling(7, keep_attention=False)
+    tiled = replace(TINY, memory=replace(TINY.memory, tile_tokens=16))
+    assert layer_tiling(tiled, UNCHUNKED) == Tiling(16, keep_attention=False)
+    assert layer_tiling(tiled, METHOD) == Tiling(16, keep_attention=True)
