@@ -14,4 +14,4 @@ out = attention(q, k, v, context)
 out.square().sum().backward()
 whole = context.gather(out)  # [1, 1000, 8, 64] in the order of positions
 dist.destroy_process_group()
-print("mean of out:", f"{whole.mean():.6f}", "rows of this rank:", context.local_len, "of", context.padded_len)
+print(f"mean of out: {whole.mean():.6f} rows of this rank: {context.local_len} of {context.padded_len}")

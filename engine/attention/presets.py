@@ -361,8 +361,8 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
         "backward_circulates=q": attention.backward_circulates == "q" or "q" in attention.circulates_layers,
     }
     return [
-        f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it null, "
-        "or attention.chunk_tokens"
+        f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it "
+        "null, or attention.chunk_tokens"
         for name, given in refused.items()
         if given
     ]

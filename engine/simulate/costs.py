@@ -41,10 +41,19 @@ def query_heads(slot: Slot, token_bytes: TokenBytes) -> int:
     return last - first
 
 
-def tile_flops(tile: Tile, slots: Sequence[Slot], token_bytes: TokenBytes, direction: Direction) -> int:
-    """FLOPs of one kernel call over all heads of its query slot."""
+def computed_pairs(tile: Tile, block_rows: float) -> float:
+    """Pairs that a kernel computes which works on square blocks: along the edge of a band half of a block is wasted."""
+    rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+    edges = (tile.low is not None) + (tile.high is not None)
+    return min(rows * keys, visible_pairs(tile) + edges * min(rows, keys) * block_rows / 2)
+
+
+def tile_flops(
+    tile: Tile, slots: Sequence[Slot], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
+) -> float:
+    """FLOPs of one kernel call over all heads of its query slot, wasted parts of blocks included."""
     heads = query_heads(slots[tile.q.slot], token_bytes)
-    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * visible_pairs(tile)
+    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile, block_rows)
 
 
 class ViewBytes:

@@ -18,6 +18,8 @@ class Machine:
     """One device with its links. Rates are per device and per direction; every link carries both directions at once.
 
     forward_flops_per_s, backward_flops_per_s   attention kernels on a large tile, in the FLOPs of `tile_flops`
+    kernel_block_rows                           side of the blocks in which a kernel works; half of one is wasted per
+                                                row along the edge of a causal tile or a band
     tile_overhead_s                             added to every tile: launch, and ramp-up of the kernel
     elementwise_bytes_per_s                     device memory, for merging and local operations
     intra, inter, host                          to a rank of the same node, to one of another node, to host memory
@@ -27,6 +29,7 @@ class Machine:
     name: str
     forward_flops_per_s: float
     backward_flops_per_s: float
+    kernel_block_rows: float
     tile_overhead_s: float
     elementwise_bytes_per_s: float
     intra_bytes_per_s: float
@@ -41,9 +44,9 @@ class Machine:
         problems = []
         for name in machine_fields():
             value = getattr(self, name)
-            is_time = name.endswith("_s") and not name.endswith("_per_s")
-            if not (value >= 0 if is_time else value > 0):
-                bound = "0 or more seconds" if is_time else "more than 0 (inf: free)"
+            may_be_0 = not name.endswith("_per_s")
+            if not (value >= 0 if may_be_0 else value > 0):
+                bound = "0 or more" if may_be_0 else "more than 0 (inf: free)"
                 problems.append(f"machine {self.name}: {name} is {value}; expected {bound}")
         if problems:
             raise ConfigError(problems)
@@ -75,6 +78,7 @@ _A100 = Machine(
     name="a100",
     forward_flops_per_s=228e12,
     backward_flops_per_s=196e12,
+    kernel_block_rows=128,
     tile_overhead_s=10e-6,
     elementwise_bytes_per_s=2.04e12,
     intra_bytes_per_s=300e9,
@@ -88,6 +92,7 @@ _H100 = Machine(
     name="h100",
     forward_flops_per_s=600e12,
     backward_flops_per_s=480e12,
+    kernel_block_rows=128,
     tile_overhead_s=10e-6,
     elementwise_bytes_per_s=3.35e12,
     intra_bytes_per_s=450e9,
@@ -102,6 +107,7 @@ _CPU = Machine(
     name="cpu",
     forward_flops_per_s=80e9,
     backward_flops_per_s=55e9,
+    kernel_block_rows=512,
     tile_overhead_s=50e-6,
     elementwise_bytes_per_s=10e9,
     intra_bytes_per_s=2e9,

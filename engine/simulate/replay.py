@@ -170,7 +170,8 @@ class _Replay:
         machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
         rate = machine.forward_flops_per_s if direction == "forward" else machine.backward_flops_per_s
         for tile in tiles:
-            seconds = tile_flops(tile, slots, self.token_bytes, direction) / rate + machine.tile_overhead_s
+            flops = tile_flops(tile, slots, self.token_bytes, direction, machine.kernel_block_rows)
+            seconds = flops / rate + machine.tile_overhead_s
             seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
             label = f"{tile.q.stop - tile.q.start} x {tile.kv.stop - tile.kv.start}"
             self._busy(rank, _tile_kind(tile), seconds, label, step)

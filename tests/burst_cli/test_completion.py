@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from burst_cli.app import main
 from burst_cli.completion import join_bash_words
+from engine.config import PresetName
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -73,6 +75,9 @@ def offered(shell: str, line: str, words: list[str]) -> list[str]:
     return [word[cut:] for word in words] if shell == "bash" else words
 
 
+ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("line", "expected"),
@@ -83,7 +88,7 @@ def offered(shell: str, line: str, words: list[str]) -> list[str]:
         ("burst data prepare exp=ti", ["exp=tiny"]),
         (
             "burst config exp=tiny attention=",
-            ["attention=burst", "attention=ring", "attention=single", "attention=striped"],
+            ATTENTION,
         ),
         ("burst config train.seq_", ["train.seq_len=", "train.seq_len=4096"]),
         ("burst config train.seq_len=", ["train.seq_len=4096"]),
@@ -198,5 +203,5 @@ def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
 
 
 def test_a_real_bash_completes_behind_the_equals_sign(tmp_path: Path) -> None:
-    screen = type_into_bash(tmp_path, "burst config exp=ti\tattention.pres\tbu\tEND")
-    assert "burst config exp=tiny attention.preset=burst END" in screen
+    screen = type_into_bash(tmp_path, "burst config exp=ti\tattention.pres\tri\tEND")
+    assert "burst config exp=tiny attention.preset=ring END" in screen

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import builtin_conf_dir, user_conf_dir
-from engine.config import RunConfig, config_fingerprint, config_from_dict
+from engine.config import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
 from engine.config_schema import walk_fields
 
 
@@ -45,7 +46,7 @@ def test_groups_lists_every_option_with_its_description(burst, tmp_path: Path) -
     assert "My own [bold] one." in result.out
     document = json.loads(burst("config", "--groups", "--json", "--config-dir", str(tmp_path)).out)
     assert set(document["groups"]) == {"exp", "model", "attention", "memory", "train", "data", "cluster"}
-    assert [option["name"] for option in document["groups"]["attention"]] == ["burst", "ring", "single", "striped"]
+    assert [option["name"] for option in document["groups"]["attention"]] == sorted(get_args(PresetName))
 
 
 def test_fields_documents_every_setting(burst) -> None:
@@ -56,7 +57,7 @@ def test_fields_documents_every_setting(burst) -> None:
         assert fields[spec.key]["doc"], spec.key
     assert fields["train.seq_len"]["unit"] == "tokens"
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
-    assert fields["attention.layout"]["legal"] == ["contiguous", "zigzag", "striped", "null"]
+    assert fields["attention.layout"]["legal"] == [*get_args(LayoutName), "null"]
 
 
 def test_search_path_names_the_users_folder_even_before_it_exists(burst, tmp_path: Path) -> None:

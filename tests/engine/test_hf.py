@@ -359,7 +359,7 @@ def test_the_example_trains_on_two_ranks() -> None:
         [*command, str(ROOT / "examples/hugging_face.py")], capture_output=True, text=True, cwd=ROOT, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d{4})", done.stdout)]
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, num_hidden_layers=2, **shape))

@@ -273,7 +273,7 @@ def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     hidden = torch.randn(1, 1000, 12, 64, generator=torch.Generator().manual_seed(0))
     q, k, v = (x.transpose(1, 2) for x in hidden.split([8, 2, 2], dim=2))
     mean = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).mean()
-    found = re.findall(r"mean of out: (\S+) rows of this rank: 500 of 1000", done.stdout)
+    found = re.findall(r"mean of out: (-?\d\.\d{6}) rows of this rank: 500 of 1000", done.stdout)
     np.testing.assert_allclose([float(x) for x in found], [float(mean)] * 2, atol=2e-6)
 
 

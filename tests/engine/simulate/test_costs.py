@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.plan import HeadPart, Kind, LocalOp, Slot, Tile, TokenBytes, View
-from engine.simulate.costs import ViewBytes, query_heads, tile_flops, visible_pairs
+from engine.simulate.costs import ViewBytes, computed_pairs, query_heads, tile_flops, visible_pairs
 
 BOUND = st.none() | st.integers(-15, 15)
 
@@ -44,3 +45,14 @@ def test_a_cast_moves_both_widths_of_the_heads_in_common() -> None:
     slots = (Slot(Kind.DQ, 10), Slot(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
     moved = ViewBytes(slots, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "low", "high"), [(8, 8, 0, None), (8, 8, 0, 3), (8, 12, None, 2), (5, 9, None, None)]
+)
+def test_blocks_waste_half_of_one_along_every_edge(rows: int, keys: int, low: int | None, high: int | None) -> None:
+    tile = Tile(View(0, 0, rows), View(1, 0, keys), View(2, 0, rows), None, low, high)
+    edges = (low is not None) + (high is not None)
+    assert computed_pairs(tile, 0) == visible_pairs(tile)
+    assert computed_pairs(tile, 1) == min(rows * keys, visible_pairs(tile) + edges * min(rows, keys) / 2)
+    assert computed_pairs(tile, 1000) == (rows * keys if edges else visible_pairs(tile))

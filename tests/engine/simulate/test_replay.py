@@ -39,6 +39,7 @@ SLOW = Machine(
     name="slow",
     forward_flops_per_s=64.0,
     backward_flops_per_s=160.0,
+    kernel_block_rows=0,
     tile_overhead_s=0.0,
     elementwise_bytes_per_s=math.inf,
     intra_bytes_per_s=8.0,
