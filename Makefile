@@ -61,7 +61,11 @@ bench: $(READY)  ## Run the benchmarks with their default sizes
 gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
 	@$(PY) scripts/require_gpu.py
 	$(PY) -m pytest -m gpu tests/engine
-	$(MAKE) bench PY=$(PY)
+	ranks=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); \
+	$(PY) -m burst_cli bench attention --backend nccl --ranks $$ranks --seq-lens 16384,65536 \
+		--heads 32 --head-dim 128 --repeats 3
+	$(PY) -m burst_cli bench loss
+	$(PY) -m benchmarks.bench_step
 
 clean:  ## Delete caches; .venv and runs/ stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

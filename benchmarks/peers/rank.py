@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.peers.methods import PEERS, PeerMethod, build_peer
 from engine.bench.attention import start_ranks, timed_pass
 from engine.bench.environment import environment
-from engine.bench.layers import build_layer, global_inputs
+from engine.bench.layers import BenchRanks, global_inputs
 from engine.bench.measure import summarise, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
 from engine.errors import ConfigError
@@ -66,9 +66,10 @@ def build(cell: AttentionCell) -> tuple[list[Contestant], dict[str, str]]:
     whole = global_inputs(cell.shape, cell.seq_len)
     reference = float64_reference(whole)
     contestants, skipped = [], {}
+    ranks = BenchRanks.open(cell)
     for name in cell.variants:
         try:
-            method = build_peer(name, cell) if name in PEERS else build_ours(name, cell)
+            method = build_peer(name, cell) if name in PEERS else build_ours(name, cell, ranks)
         except ConfigError as error:
             skipped[name] = "; ".join(error.problems)
             continue
@@ -77,14 +78,13 @@ def build(cell: AttentionCell) -> tuple[list[Contestant], dict[str, str]]:
     return contestants, skipped
 
 
-def build_ours(variant: str, cell: AttentionCell) -> PeerMethod:
+def build_ours(variant: str, cell: AttentionCell, ranks: BenchRanks) -> PeerMethod:
     """A preset of this project in the same form."""
     if cell.seq_len % (2 * cell.setup.ranks):
         raise ConfigError(
             f"{cell.seq_len} tokens are not a multiple of twice {cell.setup.ranks} ranks: peers do not pad"
         )
-    layer, _ = build_layer(cell, variant)
-    attention = layer.attention
+    attention = ranks.layer(cell, variant).attention
     return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.cp_rank)), attention)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,12 +17,12 @@ from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.layout import Layout
 from engine.attention.mask import Mask
-from engine.attention.methods import padded_length
-from engine.attention.plan import LinkBytes
+from engine.attention.methods import channels_of, padded_length
+from engine.attention.plan import Channel, LinkBytes
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.topology import Topology
-from engine.attention.transport import LocalTransport, MeteredTransport
+from engine.attention.transport import LocalTransport, MeteredTransport, Transport
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
 
@@ -103,23 +103,32 @@ class ParallelAttention:
             self.group.transport.reset()
 
 
-def build_parallel_attention(config: RunConfig, mesh: Mesh) -> ParallelAttention:
-    """The configured attention on this rank. Collective over all ranks of the world (it makes process groups)."""
+def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport | None = None) -> ParallelAttention:
+    """The configured attention on this rank. Collective over all ranks of the world (it makes process groups).
+
+    Attentions that run in turn on the same ranks may share a `transport` with all their channels (`open_channels`).
+    """
     topology = mesh.cp_topology
     config, method = settle_method(config, topology, mesh.device)
     kernel = choose_kernel(
         config.attention.kernel, mesh.device, getattr(torch, config.train.compute_dtype), config.model.head_dim
     )
-    transport = open_transport(
+    transport = transport or open_channels(config, mesh, channels_of(method))
+    group = AttentionGroup(mesh.cp_rank, topology, transport, kernel)
+    return ParallelAttention(config, group, method)
+
+
+def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = tuple(Channel)) -> Transport:
+    """Channels between the ranks that share a sequence with this one. Collective over all ranks of the world."""
+    return open_transport(
         mesh.cp_groups,
         mesh.rank,
-        topology,
+        mesh.cp_topology,
         mesh.device,
+        channels=channels,
         timeout=CP_TIMEOUT,
         shares_device=config.cluster.ranks_share_device,
     )
-    group = AttentionGroup(mesh.cp_rank, topology, transport, kernel)
-    return ParallelAttention(config, group, method)
 
 
 def settle_method(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:

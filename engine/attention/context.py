@@ -53,19 +53,21 @@ def open_transport(
     topology: Topology,
     device: torch.device,
     *,
+    channels: Sequence[Channel] = tuple(Channel),
     timeout: timedelta,
     shares_device: bool = False,
 ) -> Transport:
     """Channels of the group of `world_rank`. Collective: every rank of the world calls it with the same groups.
 
-    `shares_device`: several ranks use one GPU, which NCCL refuses; messages then go through host memory and gloo.
+    channels        those that plans will use (see `channels_of`), the same on every rank
+    shares_device   several ranks use one GPU, which NCCL refuses; messages then go through host memory and gloo
     """
     own = next(ranks for ranks in cp_groups if world_rank in ranks)
     rank, on_cpu = list(own).index(world_rank), device.type == "cpu"
     messages_on = torch.device("cpu") if shares_device else device
     # A rank alone takes part too: torch counts groups on every rank, and counts that differ hang the next new_group.
     shared = [ranks for ranks in cp_groups if len(ranks) > 1]
-    groups = make_channel_groups(shared, world_rank, tuple(Channel), timeout, messages_on)
+    groups = make_channel_groups(shared, world_rank, channels, timeout, messages_on)
     if len(own) == 1:
         return LocalTransport() if on_cpu else StreamTransport(CudaStreams(device), None, Meter(topology, 0))
     if on_cpu:

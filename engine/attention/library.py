@@ -27,7 +27,7 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.layers import LayerAttention, attention_layers, mask_options
 from engine.attention.layout import Layout
 from engine.attention.mask import Mask
-from engine.attention.methods import padded_length
+from engine.attention.methods import channels_of, padded_length
 from engine.attention.patterns import MaskKind, build_mask
 from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
 from engine.attention.runtime import run_attention
@@ -123,7 +123,9 @@ class ContextParallel:
         self.method = _resolve(self._config, self.heads, dtype, self.topology)
         kernel = choose_kernel(self._config.kernel, self.device, dtype, head_dim)
         groups = sorted({place.ranks for place in places})
-        transport = open_transport(groups, world_rank, self.topology, self.device, timeout=timeout)
+        transport = open_transport(
+            groups, world_rank, self.topology, self.device, channels=channels_of(self.method), timeout=timeout
+        )
         self._group = AttentionGroup(ranks.index(world_rank), self.topology, transport, kernel)
 
     @property

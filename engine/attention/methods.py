@@ -10,7 +10,7 @@ from engine.attention.allocate import Lane
 from engine.attention.grid import Grid
 from engine.attention.layout import Layout, build_layout, split_for_heads
 from engine.attention.mask import Mask, Visibility
-from engine.attention.plan import AttentionPlan
+from engine.attention.plan import AttentionPlan, Channel
 from engine.attention.planners.chunk_stays import Chunking
 from engine.attention.planners.chunks import plan_chunked_backward, plan_chunked_forward
 from engine.attention.planners.exchange import Attend, Exchange, plan_exchanged_backward, plan_exchanged_forward
@@ -76,6 +76,19 @@ def chunk_count(method: AttentionMethod, seq_len: int) -> int:
 def grid_of(method: AttentionMethod) -> Grid:
     """The places of a method's ranks."""
     return Grid(method.head_parallel_size, method.ring_inner_size, method.ring_outer_size, method.placement)
+
+
+def channels_of(method: AttentionMethod) -> tuple[Channel, ...]:
+    """Channels between ranks that some rank's plans may use, whatever the mask.
+
+    A channel is a communicator: on a GPU it costs memory, and under gloo a thread that wakes a hundred times a second.
+    """
+    channels = [Channel.HEADS] if method.head_parallel_size > 1 else []
+    if method.ring_inner_size > 1:
+        channels += [Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER]
+    if method.ring_outer_size > 1:
+        channels += [Channel.PAYLOAD_OUTER, Channel.GRADIENT_OUTER]
+    return tuple(channel for channel in Channel if channel in channels)
 
 
 def plan_method(method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int | None = None) -> PlanPair:

@@ -25,7 +25,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.attention.plan import LinkBytes
 from engine.bench.environment import environment
-from engine.bench.layers import BenchLayer, build_layer
+from engine.bench.layers import BenchLayer, BenchRanks
 from engine.bench.measure import slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
 from engine.errors import ConfigError
@@ -87,9 +87,10 @@ def start_ranks(cell: AttentionCell, folder: Path) -> torch.device:
 def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
     """(what can run here, the reason for what cannot); a refusal is the same on every rank."""
     contestants, skipped = [], {}
+    ranks = BenchRanks.open(cell)
     for variant in cell.variants:
         try:
-            layer, _ = build_layer(cell, variant)
+            layer = ranks.layer(cell, variant)
         except ConfigError as error:
             skipped[variant] = "; ".join(error.problems)
             continue

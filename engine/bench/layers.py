@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.api import ParallelAttention, build_parallel_attention
+from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.plan import LinkBytes, RankPlan
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.transport import Parcel
+from engine.attention.transport import Parcel, Transport
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.config_reader import to_plain
 from engine.parallel.mesh import Mesh, build_mesh
@@ -70,11 +70,26 @@ class BenchLayer:
         return BenchLayer(self.variant, self.attention.with_runtimes(change))
 
 
-def build_layer(cell: AttentionCell, variant: str) -> tuple[BenchLayer, Mesh]:
-    """A variant's attention on this rank and the mesh it lies on; collective, in the same order on every rank."""
-    config = cell.run_config(variant)
-    mesh = build_mesh(config.parallel, config.cluster)
-    return BenchLayer(variant, build_parallel_attention(config, mesh)), mesh
+@dataclass(frozen=True)
+class BenchRanks:
+    """The ranks of a cell and one set of channels, which all variants share.
+
+    Channels of their own would be threads that wake all the time, and slow down whatever is measured.
+    """
+
+    mesh: Mesh
+    transport: Transport
+
+    @classmethod
+    def open(cls, cell: AttentionCell) -> BenchRanks:
+        """Collective over all ranks."""
+        config = cell.run_config(cell.variants[0])
+        mesh = build_mesh(config.parallel, config.cluster)
+        return cls(mesh, open_channels(config, mesh))
+
+    def layer(self, cell: AttentionCell, variant: str) -> BenchLayer:
+        """A variant's attention on this rank. Raises ConfigError, on every rank alike, for what is not legal."""
+        return BenchLayer(variant, build_parallel_attention(cell.run_config(variant), self.mesh, self.transport))
 
 
 def without_compute(plan: RankPlan) -> RankPlan:

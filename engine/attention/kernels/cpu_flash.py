@@ -38,9 +38,9 @@ class CpuFlashKernel:
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
         """(dq, dk, dv) of the tile; the op forms rowsum(dout * out) itself, so `out` may be a surrogate.
 
-        For 16-bit inputs dk and dv of long tiles come back in fp32: the op sums them over blocks of queries in the inputs' dtype, so
-        long tiles are cut into calls of a few blocks whose results are summed here (half the error at 2K rows, a third
-        at 8K).
+        For 16-bit inputs dk and dv of long tiles come back in fp32: the op sums them over blocks of queries in the
+        inputs' dtype, so such tiles are cut into calls of a few blocks whose results are summed here (half the error
+        at 2K rows, a third at 8K).
         """
         wide = q.dtype in (torch.float32, torch.float64)
         if wide and (band.is_full or band.is_causal):

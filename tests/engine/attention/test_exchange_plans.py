@@ -70,6 +70,32 @@ def test_an_exchange_moves_the_bytes_of_the_published_formula(heads, kv_heads, s
     assert {link.total for link in sent.values()} == {expected + partial_sums}
 
 
+@pytest.mark.parametrize(("grid", "kv_heads"), [((2, 2, 2), 8), ((4, 2, 1), 4), ((2, 1, 4), 2), ((8, 1, 1), 8)])
+def test_two_dimensions_move_the_exchange_and_the_hops_of_the_double_ring(
+    grid: tuple[int, int, int], kv_heads: int
+) -> None:
+    """Without a mask nothing can be left out: (h-1)/h of rows, then W (w-1) inner and W-1 outer hops of K,V."""
+    heads, inner, outer = grid
+    num_heads, head_dim, rows = 8, 16, 128
+    size = heads * inner * outer
+    mask = Mask(rows, causal=False)
+    chosen = method(grid)
+    plans = plan_method(chosen, mask, divide_sequence(chosen, rows))
+    share, width = rows // size, num_heads * head_dim
+    exchange = (heads - 1) * share * (2 * width + 2 * max(kv_heads, heads) * head_dim) * 2 // heads
+    block = (
+        2 * share * heads * max(kv_heads // heads, 1) * head_dim * 2
+    )  # C of the formula: K and V of part of the heads
+    hops = {"inner": outer * (inner - 1), "outer": outer - 1}
+    tokens = TokenBytes(num_heads, kv_heads, head_dim)
+    for link in plans.forward.bytes_by_link(tokens, Topology(1, size)).values():
+        assert link.total == exchange + sum(hops.values()) * block
+    # dK, dV in fp32: one hop home inside the ring, or the last hop of a single level; sums of far cycles go straight.
+    gradient_hops = sum(hops.values()) + (inner > 1 and outer > 1)
+    for link in plans.backward.bytes_by_link(tokens, Topology(1, size)).values():
+        assert link.total == exchange + sum(hops.values()) * block + gradient_hops * 2 * block
+
+
 @pytest.mark.parametrize("placement", ["head_first", "context_first", "interleaved"])
 def test_every_rank_has_one_place(placement):
     for shape in GRIDS:

@@ -6,11 +6,12 @@ import pytest
 
 from engine.attention.counting import prove_pair
 from engine.attention.layers import attention_layers
-from engine.attention.methods import PlanPair, divide_sequence, plan_method
-from engine.attention.plan import TokenBytes
-from engine.attention.presets import resolve_attention
+from engine.attention.methods import PlanPair, channels_of, divide_sequence, plan_method
+from engine.attention.plan import HOST_CHANNELS, TokenBytes
+from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.errors import ConfigError
 
 HEADS = 8
 TOKENS = TokenBytes(HEADS, HEADS, 16)
@@ -69,3 +70,29 @@ def test_points_without_a_name_are_proven_like_the_others(axes: dict[str, object
         plan.validate()
     for late in (True, False):
         prove_pair(plans, mask, blocks, late=late)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if PRESETS[name].shape != "alone"])
+@pytest.mark.parametrize("nodes_and_ranks", [(1, 4), (2, 2), (4, 1), (2, 4), (3, 2)], ids=str)
+def test_plans_keep_to_the_channels_that_are_opened_for_them(preset: str, nodes_and_ranks: tuple[int, int]) -> None:
+    topology = Topology(*nodes_and_ranks)
+    for extra in (
+        {},
+        {"mask": "window", "window_tokens": 9},
+        {"tail_steps": 2, "backward_circulates": "q"},
+        {"chunk_tokens": 7},
+    ):
+        if "tail_steps" in extra and preset not in ("ring", "burst", "burst_ulysses", "usp", "loongtrain"):
+            continue
+        heads = {"head_parallel_size": 2} if preset in ("usp", "loongtrain") and topology.size % 2 == 0 else {}
+        try:
+            plans, _, _ = plans_of(96, topology, preset=preset, **extra, **heads)
+        except ConfigError:
+            continue
+        config = AttentionConfig(preset=preset, **extra, **heads)  # type: ignore[arg-type]
+        model = ModelConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=16)
+        run = RunConfig(model=model, attention=config, train=TrainConfig(seq_len=96))
+        opened = {*channels_of(resolve_attention(run, topology)), *HOST_CHANNELS}
+        for plan in (plans.forward, plans.backward):
+            used = {transfer.channel for rank in plan.ranks.values() for transfer in rank.transfers()}
+            assert used <= opened, (preset, extra, used - opened)
