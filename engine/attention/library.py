@@ -29,6 +29,7 @@ from engine.attention.layout import Layout
 from engine.attention.mask import Mask
 from engine.attention.methods import channels_of, padded_length
 from engine.attention.patterns import MaskKind, build_mask
+from engine.attention.plan import Channel
 from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
 from engine.attention.runtime import run_attention
 from engine.attention.topology import Topology
@@ -123,9 +124,9 @@ class ContextParallel:
         self.method = _resolve(self._config, self.heads, dtype, self.topology)
         kernel = choose_kernel(self._config.kernel, self.device, dtype, head_dim)
         groups = sorted({place.ranks for place in places})
-        transport = open_transport(
-            groups, world_rank, self.topology, self.device, channels=channels_of(self.method), timeout=timeout
-        )
+        # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
+        channels = channels_of(self.method) if len(groups) == 1 else tuple(Channel)
+        transport = open_transport(groups, world_rank, self.topology, self.device, channels=channels, timeout=timeout)
         self._group = AttentionGroup(ranks.index(world_rank), self.topology, transport, kernel)
 
     @property

@@ -25,7 +25,8 @@ from engine.config import (
 from engine.errors import ConfigError
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
-DEFAULT_CHUNK_TOKENS = 65536  # hides 16-bit transfers over PCIe 5 behind the kernels of an H100 (about 12K suffice)
+# Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.
+DEFAULT_CHUNK_TOKENS = 65536
 
 Shape = Literal["alone", "ring", "double_ring", "heads", "heads_and_ring", "heads_and_double_ring"]
 
@@ -191,7 +192,7 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         backward_order=attention.backward_order or preset.backward_order,
         kv_replicated=replicas > 1,
         tail_steps=0 if chunked else _tail_steps(attention, preset, degrees),
-        chunk_tokens=(attention.chunk_tokens or DEFAULT_CHUNK_TOKENS) if chunked else None,
+        chunk_tokens=(attention.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // degrees.heads)) if chunked else None,
         chunk_store=attention.chunk_store or ("host" if chunked else "device"),
         prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
     )
