@@ -29,8 +29,10 @@ def launch(
     Exit codes: 0 completed, 1 failed, 2 usage or configuration, 130 interrupted.
     """
     from burst_cli.compose import compose
+    from burst_cli.plan_candidates import group_topology
     from cluster.facts import probe_local_node
     from cluster.plan import build_launch_plan
+    from engine.attention.auto import check_attention
     from engine.config_checks import check_config
     from engine.runs import default_runs_dir, new_run_path
 
@@ -38,6 +40,7 @@ def launch(
     run_path = new_run_path(runs_dir or default_runs_dir(), composed.config.exp)
     plan = build_launch_plan(composed.config, probe_local_node(), run_path)
     check_config(plan.config)  # once more: the number of ranks is known only now
+    check_attention(plan.config, group_topology(plan.config))
     if dry_run:
         from burst_cli.plan_view import show_plan
 

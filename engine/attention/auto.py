@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.attention.layers import attention_layers
 from engine.attention.presets import PRESETS, AttentionMethod, legal_degrees, local_heads, resolve_attention
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
@@ -83,33 +84,56 @@ def settle_auto(config: RunConfig, topology: Topology, machine: Machine | None =
 
 
 def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[Candidate]:
-    """Every legal method once, best first."""
+    """Every legal method once, best first. Raises ConfigError as `legal_methods`."""
     small, small_topology = judged_group(config, topology)
-    found: dict[AttentionMethod, Candidate] = {}
+    found: list[Candidate] = []
     problems: list[str] = []
-    for attention in _points(config, topology):
+    for attention, method in legal_methods(config, topology):
+        judged = _fitted(attention, method, topology, small_topology)
         try:
-            method = resolve_attention(replace(config, attention=attention), topology)
-            anonymous = replace(method, preset="auto", reason="")
-            if anonymous in found:
-                continue
-            judged = _fitted(attention, method, topology, small_topology)
             preview = preview_attention(replace(small, attention=judged), small_topology, machine)
-        except ConfigError as error:
+        except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
             problems += error.problems
             continue
-        found[anonymous] = _candidate(attention, method, preview)
+        found.append(_candidate(attention, method, preview))
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
-    ordered = sorted(found.values(), key=lambda candidate: candidate.seconds)
+    ordered = sorted(found, key=lambda candidate: candidate.seconds)
     near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
     best = min(near, key=lambda candidate: candidate.buffer_bytes)
     return [best, *(candidate for candidate in ordered if candidate is not best)]
 
 
+def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[AttentionConfig, AttentionMethod]]:
+    """What `auto` chooses from, every method once; raises ConfigError with all rules violated when there is none."""
+    found: dict[AttentionMethod, tuple[AttentionConfig, AttentionMethod]] = {}
+    problems: list[str] = []
+    for attention in _points(config, topology):
+        try:
+            method = resolve_attention(replace(config, attention=attention), topology)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        found.setdefault(replace(method, preset="auto", reason=""), (attention, method))
+    if not found:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return list(found.values())
+
+
+def check_attention(config: RunConfig, topology: Topology) -> None:
+    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse, before they are started."""
+    attention = config.attention
+    if attention.preset == "auto":
+        attention, method = legal_methods(config, topology)[0]
+    else:
+        method = resolve_attention(config, topology)
+    attention_layers(attention, method, config.train.seq_len)
+
+
 def judged_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
     """The configuration and topology whose replay stands for those given."""
-    if topology.size <= MOST_RANKS_REPLAYED or config.attention.mask == "blocks":
+    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
+    if topology.size <= MOST_RANKS_REPLAYED or lists_blocks:
         return config, topology
     nodes = max(2, MOST_RANKS_REPLAYED // topology.local_ranks) if topology.nodes > 1 else 1
     smaller = Topology(nodes, min(topology.local_ranks, MOST_RANKS_REPLAYED // nodes))

@@ -16,6 +16,7 @@ may not be changed in place, and functions of our own (norm, RoPE, attention, lo
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -157,9 +158,9 @@ class _SlicedWeight(ParallelStyle):
         module.forward = partial(self.forward_of(module, device_mesh.get_group()), module)
         return module
 
+    @abstractmethod
     def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
         """The function that replaces the module's forward, called with the module first."""
-        raise NotImplementedError
 
 
 class ColumnLinear(_SlicedWeight):

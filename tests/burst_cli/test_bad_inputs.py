@@ -103,6 +103,24 @@ def test_launch_with_a_bad_override_leaves_no_run_folder(burst, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("overrides", "mistake", "remedy"),
+    [
+        (["attention.mask=vertical_slash", "attention.slash_blocks=[-1]"], "slash_blocks is (-1,)", "count from 0"),
+        (["attention=auto", "attention.layout=chunk_cyclic"], "orders tokens by chunks", "set attention.chunk_tokens"),
+        (["attention.mask=blocks", "attention.blocks_file=pairs.json"], "pairs.json", 'an object with a list "pairs"'),
+    ],
+)
+def test_masks_and_methods_are_tried_before_ranks_start(
+    burst, tmp_path: Path, monkeypatch, overrides: list[str], mistake: str, remedy: str
+) -> None:
+    (tmp_path / "pairs.json").write_text("[[0, 0]]")
+    monkeypatch.chdir(tmp_path)
+    result = burst("launch", "exp=tiny", *overrides)
+    assert_refused(result.code, result.err, mistake, remedy)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("argv", "mistake", "remedy"), BAD_ARGUMENTS, ids=[" ".join(case[0]) for case in BAD_ARGUMENTS]
 )
 def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: str, remedy: str) -> None:

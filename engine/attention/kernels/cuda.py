@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ def split_heads(q: Tensor, k: Tensor, max_elements: int = MAX_ELEMENTS) -> list[
     return [HeadSlices(slice(first * group, last * group), slice(first, last)) for first, last in starts]
 
 
-class _CudaKernel:
+class _CudaKernel(ABC):
     """A kernel that computes tiles of any size with calls of at most `max_elements` per tensor."""
 
     def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
@@ -114,11 +115,13 @@ class _CudaKernel:
             dv[:, part.keys] += result.dv
         return TileResult(dq, dk, dv)
 
+    @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """One call of the library: (out, lse) of a tile that it can take whole."""
 
+    @abstractmethod
     def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        raise NotImplementedError
+        """One call of the library: (dq, dk, dv)."""
 
 
 def _cut(part: HeadSlices, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -108,7 +108,6 @@ def test_real_operators_are_cut_at_two_to_the_31_elements(kind: type[_CudaKernel
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
 def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[_CudaKernel]) -> None:
     x = random_inputs(256, 8, 2, head_dim=64, dtype=torch.bfloat16)

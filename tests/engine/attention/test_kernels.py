@@ -108,7 +108,6 @@ def test_missing_flash_attn_package_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["aten_flash", "aten_cudnn"])
 @pytest.mark.parametrize("band", [BandSpec(), BandSpec(0, None)], ids=["full", "causal"])
 def test_cuda_kernels_equal_the_reference(name: str, band: BandSpec) -> None:

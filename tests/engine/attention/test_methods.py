@@ -11,7 +11,6 @@ from engine.attention.plan import HOST_CHANNELS, TokenBytes
 from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.errors import ConfigError
 
 HEADS = 8
 TOKENS = TokenBytes(HEADS, HEADS, 16)
@@ -85,10 +84,11 @@ def test_plans_keep_to_the_channels_that_are_opened_for_them(preset: str, nodes_
         if "tail_steps" in extra and preset not in ("ring", "burst", "burst_ulysses", "usp", "loongtrain"):
             continue
         heads = {"head_parallel_size": 2} if preset in ("usp", "loongtrain") and topology.size % 2 == 0 else {}
-        try:
-            plans, _, _ = plans_of(96, topology, preset=preset, **extra, **heads)
-        except ConfigError:
-            continue
+        if "chunk_tokens" in extra and preset in ("megatron_cp", "megatron_allgather", "megatron_hierarchical"):
+            continue  # chunks travel a plain ring
+        if topology.size == 6 and preset in ("ulysses", "fpdt", "alst"):
+            continue  # 8 heads
+        plans, _, _ = plans_of(96, topology, preset=preset, **extra, **heads)
         config = AttentionConfig(preset=preset, **extra, **heads)  # type: ignore[arg-type]
         model = ModelConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=16)
         run = RunConfig(model=model, attention=config, train=TrainConfig(seq_len=96))

@@ -115,7 +115,6 @@ def test_loads_and_stores_beside_messages_keep_to_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("circulates", ["kv", "q"])
 def test_four_ranks_share_one_gpu(ranks, circulates: str) -> None:
     replies = ranks(4).run(run_rank, 2, 2, circulates, "cuda")

@@ -293,7 +293,6 @@ def delay() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_on_the_gpu_wait_for_compute_and_compute_for_them() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     transport = StreamTransport(CudaStreams(device), None, Meter(Topology(1, 1), 0))
@@ -335,6 +334,5 @@ def messages_to_itself() -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nccl_messages_wait_for_compute_and_compute_for_them(ranks) -> None:
     assert ranks(1).run(messages_to_itself) == [True]
