@@ -21,7 +21,7 @@ from engine.config_schema import Problem, note
 from engine.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
-LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"]
+LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
 PresetName = Literal[
     "single",
     "ring",
@@ -42,9 +42,11 @@ PresetName = Literal[
 Placement = Literal["head_first", "context_first", "interleaved"]
 KvTransport = Literal["p2p", "all_gather"]
 BackwardOrder = Literal["same", "reversed"]
-ChunkStore = Literal["device", "host"]
 MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks"]
 Circulates = Literal["kv", "q", "auto"]
+CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
+Store = Literal["device", "host"]
+MomentsDtype = Literal["float32", "int8"]
 KernelName = Literal["auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "flash_attn"]
 
 
@@ -112,7 +114,7 @@ class AttentionConfig:
         default=None,
         metadata=note("run every layer in chunks of so many of a rank's tokens; null: whole", "tokens", at_least=1),
     )
-    chunk_store: ChunkStore | None = field(
+    chunk_store: Store | None = field(
         default=None, metadata=note("where chunks that are not worked on lie (needs chunk_tokens)")
     )
     prefetch_chunks: int | None = field(
@@ -155,10 +157,33 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept for the backward pass."""
+    """What is kept for the backward pass, where it lies, and the memory that there is."""
 
-    activation_checkpoint: Literal["none", "full"] = field(
-        default="full", metadata=note("full: keep the input of every layer and compute the rest again")
+    activation_checkpoint: CheckpointKind | Literal["auto"] = field(
+        default="full",
+        metadata=note(
+            "what a layer keeps for backward; none: everything, full: its input, attn_out: that and attention's "
+            "results, seq_fraction: that and attention's results of the last part of the sequence, attn_out_every: "
+            "attention's results, and the input of every few layers, auto: the fastest that fits"
+        ),
+    )
+    checkpoint_layers: tuple[CheckpointKind, ...] = field(
+        default=(), metadata=note("policies of the layers in turn, repeated; empty: activation_checkpoint for all")
+    )
+    kept_fraction: float = field(
+        default=0.5,
+        metadata=note(
+            "seq_fraction: share of the sequence, from its end, whose attention is not computed again",
+            at_least=0,
+            at_most=1,
+        ),
+    )
+    every_layers: int = field(
+        default=4, metadata=note("attn_out_every: layers per kept layer input", "layers", at_least=1)
+    )
+    activation_store: Store | None = field(
+        default=None,
+        metadata=note("where what is kept lies; null: in host memory under attention.chunk_store=host, else device"),
     )
     tile_tokens: int | None = field(
         default=None,
@@ -168,6 +193,23 @@ class MemoryConfig:
             "tokens",
             at_least=1,
         ),
+    )
+    optimizer_store: Store = field(
+        default="device", metadata=note("where master weights, gradients and moments lie; host: and are updated there")
+    )
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata=note("update a layer as soon as its gradient is complete, which then is freed (no clipping)"),
+    )
+    moments_dtype: MomentsDtype = field(
+        default="float32", metadata=note("number format of AdamW's moments; int8 needs torchao")
+    )
+    device_bytes: int | None = field(
+        default=None, metadata=note("memory of one device to plan with; null: all it has", "bytes", at_least=1)
+    )
+    host_bytes: int | None = field(
+        default=None,
+        metadata=note("host memory of one node to plan with, for all its ranks; null: all it has", "bytes", at_least=1),
     )
 
 

@@ -16,8 +16,9 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.layout import Layout
+from engine.attention.lengths import padded_length
 from engine.attention.mask import Mask
-from engine.attention.methods import channels_of, padded_length
+from engine.attention.methods import channels_of
 from engine.attention.plan import Channel, LinkBytes
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
@@ -70,10 +71,10 @@ class ParallelAttention:
 
     def context(self, documents: Iterable[int] = ()) -> AttentionContext:
         """Plans for a sequence whose documents start at these positions; () if it is one."""
-        attention, seq_len = self._config.attention, self._config.train.seq_len
-        key = tuple(int(start) for start in documents) if attention.documents else ()
+        seq_len = self._config.train.seq_len
+        key = tuple(int(start) for start in documents) if self._config.attention.documents else ()
         if key not in self._contexts:
-            layers = attention_layers(attention, self.method, seq_len, key)
+            layers = attention_layers(self._config, self.method, key)
             padded = padded_length(seq_len, self.method.cp_size, self._config.parallel.tp_size)
             self._contexts[key] = build_context(self.group, layers, padded)
             if len(self._contexts) > CONTEXTS_KEPT:

@@ -29,7 +29,7 @@ NOT_COMPARED = frozenset({"single", "megatron_tp", "fpdt", "alst"})
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal method with what it is predicted to cost, all layers and both passes of one sequence."""
+    """A legal method with what it is predicted to cost, all layers and passes of one sequence."""
 
     attention: AttentionConfig
     method: AttentionMethod
@@ -127,7 +127,7 @@ def check_attention(config: RunConfig, topology: Topology) -> None:
         attention, method = legal_methods(config, topology)[0]
     else:
         method = resolve_attention(config, topology)
-    attention_layers(attention, method, config.train.seq_len)
+    attention_layers(replace(config, attention=attention), method)
 
 
 def judged_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
@@ -190,5 +190,5 @@ def _fitted(
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:
     time = preview.time_to_dict()
     assert time is not None
-    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.passes)
+    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.every_pass)
     return Candidate(attention, method, time["seconds"], time["exposed_s"], buffers)

@@ -11,15 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.memory.host import host_empty
+
 ALIGNMENT_BYTES = 256  # of every buffer inside a block; vector loads of kernels need 16
 
 
 class Place(NamedTuple):
-    """Where bytes lie, and the stream whose order makes it safe to use them again (0 where there is one only)."""
+    """Where bytes lie, and the stream whose order makes it safe to use them again (0 where there is one only).
+
+    host   a host slot: memory of the host that serves as such, on a CPU as well
+    """
 
     device: torch.device
     pinned: bool = False
     stream: int = 0
+    host: bool = False
 
 
 def compute_place(device: torch.device, where: str = "device") -> Place:
@@ -31,18 +37,20 @@ def compute_place(device: torch.device, where: str = "device") -> Place:
     on_cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
     if where == "host":
-        return Place(torch.device("cpu"), on_cuda, stream)
+        return Place(torch.device("cpu"), on_cuda, stream, host=True)
     return Place(device, False, stream)
 
 
 def allocate_bytes(place: Place, size: int) -> Tensor:
     """Uninitialised bytes, uint8 [size]; usable in training even if an evaluation in inference mode asks for them."""
     with torch.inference_mode(False):
-        return torch.empty(size, dtype=torch.uint8, device=place.device, pin_memory=place.pinned)
+        return allocate_tensor((size,), torch.uint8, place)
 
 
 def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
     """Uninitialised tensor of its own memory."""
+    if place.host:
+        return host_empty(shape, dtype, pinned=place.pinned)
     return torch.empty(shape, dtype=dtype, device=place.device, pin_memory=place.pinned)
 
 

@@ -18,9 +18,9 @@ from engine.attention.buffers import BufferPool
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention
 from engine.attention.layout import Layout
-from engine.attention.methods import Blocks, divide_sequence, plan_method
+from engine.attention.methods import Blocks, divide_sequence, plan_method, recomputed_rows
 from engine.attention.plan import Channel
-from engine.attention.runtime import AttentionRuntime, PlannedAttention, run_attention
+from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedTransport
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.topology import Topology
@@ -104,8 +104,9 @@ class AttentionContext:
         return run_attention(q, k, v, self.runtimes[0])
 
     def functions(self, num_layers: int) -> list[AttentionFn]:
-        """Attention of every layer of a model."""
-        turn = [PlannedAttention(runtime) for runtime in self.runtimes]
+        """Attention of every layer of a model, for its forward passes one after the other."""
+        forward_pass = ForwardPass()
+        turn = [PlannedAttention(runtime, forward_pass) for runtime in self.runtimes]
         return [turn[index % len(turn)] for index in range(num_layers)]
 
 
@@ -115,7 +116,8 @@ def build_context(group: AttentionGroup, layers: Sequence[LayerAttention], padde
     runtimes: dict[LayerAttention, AttentionRuntime] = {}
     for layer in layers:
         if layer not in runtimes:
-            plans = plan_method(layer.method, layer.mask, blocks, group.rank)
+            cut = layer.recompute_before
+            plans = plan_method(layer.method, layer.mask, blocks, group.rank, recompute_before=cut)
             runtimes[layer] = AttentionRuntime(
                 plans.forward.ranks[group.rank],
                 plans.backward.ranks[group.rank],
@@ -123,5 +125,7 @@ def build_context(group: AttentionGroup, layers: Sequence[LayerAttention], padde
                 group.transport,
                 getattr(torch, layer.method.gradient_wire_dtype),
                 pool=group.pool,
+                recompute=plans.recompute.ranks[group.rank] if plans.recompute else None,
+                recomputed_rows=0 if cut is None else recomputed_rows(blocks, cut, group.rank),
             )
     return AttentionContext(group, blocks, tuple(layers), tuple(runtimes[layer] for layer in layers))

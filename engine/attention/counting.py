@@ -9,6 +9,7 @@ structural rules alone 42%).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.attention.grid import Grid
 from engine.attention.mask import Mask, Visibility
 from engine.attention.methods import Blocks, PlanPair
 from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
+from engine.attention.recompute import RecomputePlan
 from engine.attention.transport import Hub, poison
 from engine.attention.validate import INPUT_PINS
 from engine.errors import PlanError
@@ -150,39 +152,95 @@ def _claim(current: Tensor, owners: Tensor, rows: Tensor) -> None:
     current[rows] = owners[rows]
 
 
+Records = list[dict[str, Fields]]  # of every rank's pinned slots, by name
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What sums must hold: the mask, and how many first rows of every rank's ring block have one (None: all)."""
+
+    dense: Tensor  # as `dense_mask`
+    blocks: Blocks
+    asking: Mapping[int, int] | None = None
+
+    def positions(self, rank: int, slot: Slot) -> Tensor:
+        """Positions of the rows that a slot must have."""
+        positions = _positions_of(self.blocks, rank, slot)
+        return positions[: self.asking[rank]] if self.asking is not None and slot.kind == Kind.ACC else positions
+
+
 def prove_plan(plan: AttentionPlan, visibility: Visibility, *, late: bool) -> None:
     """Run a plan of one ring on records and raise PlanError unless every rank's counts equal the mask."""
     blocks = Blocks(Grid(1, plan.size, 1), visibility.layout, visibility.layout)
-    _run_on_records(plan, visibility.mask, blocks, None, late=late)
+    given = _given(plan, blocks)
+    left = _run_on_records(plan, blocks, given, late=late)
+    asking = {rank: visibility.query_rows(rank) for rank in plan.ranks}
+    dense = dense_mask(visibility.mask, visibility.layout.seq_len)
+    _check_counts(plan, _Expected(dense, blocks, asking), left, given)
 
 
 def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool) -> None:
-    """As `prove_plan` for both plans of a method; backward starts from what forward left."""
-    saved = _run_on_records(plans.forward, mask, blocks, None, late=late)
-    _run_on_records(plans.backward, mask, blocks, saved, late=late)
+    """As `prove_plan` for all plans of a method; backward starts from what forward left, or the recompute pass."""
+    expected = _Expected(dense_mask(mask, blocks.home.seq_len), blocks)
+    given = _given(plans.forward, blocks)
+    left = _run_on_records(plans.forward, blocks, given, late=late)
+    _check_counts(plans.forward, expected, left, given)
+    if plans.recompute is not None:
+        left = _prove_recompute(plans.recompute, expected, left, late=late)
+    given = [own | saved for own, saved in zip(_given(plans.backward, blocks), left, strict=True)]
+    _check_counts(plans.backward, expected, _run_on_records(plans.backward, blocks, given, late=late), given)
 
 
-def _run_on_records(
-    plan: AttentionPlan, mask: Mask, blocks: Blocks, saved: list[dict[str, Fields]] | None, *, late: bool
-) -> list[dict[str, Fields]]:
-    """Pinned records of every rank after the run, compared with the mask."""
-    arithmetic = CountingArithmetic(blocks.home.seq_len, blocks.grid.heads)
+def _prove_recompute(plan: RecomputePlan, expected: _Expected, forward: Records, *, late: bool) -> Records:
+    """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
+    given = _given(plan, expected.blocks)
+    for rank, records in enumerate(forward):
+        if "saved" in records:
+            kept_from = plan.recomputed_rows[rank]
+            kept = {name: poison(tensor.clone()) for name, tensor in records["saved"].items()}
+            for name, tensor in kept.items():
+                tensor[kept_from:] = records["saved"][name][kept_from:]
+            given[rank]["saved"] = kept
+    left = _run_on_records(plan, expected.blocks, given, late=late)
+    # `saved` is compared too, of which only a part was given.
+    _check_counts(plan, replace(expected, asking=plan.recomputed_rows), left, [{}] * plan.size)
+    for rank, (records, again) in enumerate(zip(forward, left, strict=True)):
+        for pin in ("ring_q", "ring_kv", "kv_last"):
+            if pin in records and any(not torch.equal(x, again[pin][name]) for name, x in records[pin].items()):
+                raise PlanError(f"rank {rank}: the recompute pass left another {pin} than the forward pass")
+    return left
+
+
+def _given(plan: AttentionPlan, blocks: Blocks) -> Records:
+    """Records that the caller fills before a run."""
+    return [_inputs(plan.ranks[rank], blocks, rank, _arithmetic(blocks)) for rank in range(plan.size)]
+
+
+def _arithmetic(blocks: Blocks) -> CountingArithmetic:
+    return CountingArithmetic(blocks.home.seq_len, blocks.grid.heads)
+
+
+def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late: bool) -> Records:
+    """Pinned records of every rank after the run."""
+    arithmetic = _arithmetic(blocks)
     hub = Hub(plan.size, late=late)
-    executions = []
-    for rank in range(plan.size):
-        pinned = _inputs(plan.ranks[rank], blocks, rank, arithmetic) | (saved[rank] if saved else {})
-        executions.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), pinned))
+    executions = [
+        Execution(plan.ranks[rank], arithmetic, hub.transport(rank), given[rank]) for rank in range(plan.size)
+    ]
     lockstep(executions, hub)
-    dense = dense_mask(mask, blocks.home.seq_len)
-    for rank, execution in enumerate(executions):
-        for slot, fields in zip(plan.ranks[rank].slots, execution.slots, strict=True):
-            if slot.pin is not None and slot.kind not in PAYLOAD and not (saved and slot.pin in saved[rank]):
-                expected = dense.T if slot.kind in KV_SUMS else dense
-                _compare(rank, slot, fields, _positions_of(blocks, rank, slot), expected)
     return [
         {slot.pin: fields for slot, fields in zip(plan.ranks[r].slots, e.slots, strict=True) if slot.pin is not None}
         for r, e in enumerate(executions)
     ]
+
+
+def _check_counts(plan: AttentionPlan, expected: _Expected, records: Records, given: Records) -> None:
+    """Compare all sums that a run left, but for those that it was given, with the mask."""
+    for rank, rank_plan in plan.ranks.items():
+        for slot in rank_plan.slots:
+            if slot.pin is not None and slot.kind not in PAYLOAD and slot.pin not in given[rank]:
+                dense = expected.dense.T if slot.kind in KV_SUMS else expected.dense
+                _compare(rank, slot, records[rank][slot.pin], expected.positions(rank, slot), dense)
 
 
 def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArithmetic) -> dict[str, Fields]:
@@ -212,6 +270,8 @@ def dense_mask(mask: Mask, size: int) -> Tensor:
 
 
 def _compare(rank: int, slot: Slot, records: Fields, positions: Tensor, dense: Tensor) -> None:
+    if len(records["count"]) != len(positions):
+        raise PlanError(f"rank {rank}: {slot.pin} has {len(records['count'])} rows instead of {len(positions)}")
     expected = dense[positions][:, None].expand(records["count"].shape)
     if not torch.equal(records["count"], expected):
         wrong = (records["count"] != expected).sum().item()

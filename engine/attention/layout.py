@@ -7,6 +7,7 @@
     chunk_cyclic, 2 chunks        0 1 | 4 5         2 3 | 6 7
     per_document, starts 0 and 4  0 3 | 4 7         1 2 | 5 6
     balanced                      whatever gives equal tokens and equal work under the masks
+    split_zigzag, split at 4      0 3 | 4 7         1 2 | 5 6
 
 Plain integers: a layout is made and tested without torch or a process group. Tokens, labels and positions must all be
 permuted by the same layout, labels after they were shifted.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,23 +78,37 @@ class Layout:
         """Number of tokens on `rank`."""
         return self.row_counts[rank]
 
+    def rows_before(self, rank: int, position: int) -> int:
+        """How many rows of `rank` lie before a position; they are its first rows, because rows ascend in position."""
+        segments = self.segments[rank]
+        assert all(a.last < b.start for a, b in pairwise(segments)), (self.name, rank, segments)
+        return sum(segment.rows_between(segment.start, position)[1] for segment in segments)
+
     def positions(self, rank: int) -> npt.NDArray[np.int64]:
         """Global positions [rows] of `rank`, in local order."""
         parts = [s.start + s.stride * np.arange(s.count, dtype=np.int64) for s in self.segments[rank]]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-def build_layout(name: LayoutName, seq_len: int, size: int, *, masks: Sequence[Mask] = (), chunks: int = 1) -> Layout:
+def build_layout(
+    name: LayoutName, seq_len: int, size: int, *, masks: Sequence[Mask] = (), chunks: int = 1, split_at: int = 0
+) -> Layout:
     """Layout of `seq_len` positions on `size` ranks; lengths that do not divide give unequal blocks.
 
-    masks    one per layer, repetitions welcome: per_document takes their documents, balanced their visible pairs
-    chunks   chunks per rank of chunk_cyclic: chunk i of rank p is the global sub-chunk i * size + p
+    masks      one per layer, repetitions welcome: per_document takes their documents, balanced their visible pairs
+    chunks     chunks per rank of chunk_cyclic: chunk i of rank p is the global sub-chunk i * size + p
+    split_at   border between the two zigzags of split_zigzag: causal attention is balanced, and so is that of the
+               queries before the border alone. 0 or seq_len: one zigzag
     """
     problems = []
     if seq_len < 1 or size < 1:
         problems.append(f"layout {name}: got seq_len={seq_len} on {size} ranks; both must be at least 1")
     if chunks < 1 or (chunks > 1 and name != "chunk_cyclic"):
         problems.append(f"layout {name}: got chunks={chunks}; chunk_cyclic takes 1 or more, all others exactly 1")
+    if not 0 <= split_at <= seq_len or (split_at and name != "split_zigzag"):
+        problems.append(
+            f"layout {name}: got split_at={split_at}; split_zigzag takes 0 to {seq_len} tokens, all others 0"
+        )
     if name == "balanced" and not masks:
         problems.append("layout balanced: got no mask; it is solved from the masks of the layers")
     if name == "per_document" and len({mask.documents for mask in masks}) > 1:
@@ -102,7 +118,10 @@ def build_layout(name: LayoutName, seq_len: int, size: int, *, masks: Sequence[M
         problems.append(f"layout {name}: a mask has {longest} tokens, the layout {seq_len}; the layout must hold all")
     builders: dict[str, Callable[[], Sequence[Sequence[Segment]]]] = {
         "contiguous": lambda: _chunked(seq_len, 1, size),
-        "zigzag": lambda: [_zigzag(rank, seq_len, size) for rank in range(size)],
+        "zigzag": lambda: [_zigzag(rank, 0, seq_len, size) for rank in range(size)],
+        "split_zigzag": lambda: [
+            [*_zigzag(rank, 0, split_at, size), *_zigzag(rank, split_at, seq_len, size)] for rank in range(size)
+        ],
         "striped": lambda: [_striped(rank, seq_len, size) for rank in range(size)],
         "chunk_cyclic": lambda: _chunked(seq_len, chunks, size),
         "per_document": lambda: _per_document(seq_len, size, masks),
@@ -160,18 +179,21 @@ def _rows_of(segments: Sequence[Segment], first: int, stop: int) -> list[Segment
     return parts
 
 
-def _chunk(index: int, seq_len: int, chunks: int) -> Segment:
+def _chunk(index: int, seq_len: int, chunks: int, first: int = 0) -> Segment:
+    """Number `index` of the chunks of positions [first, first + seq_len)."""
     start, stop = index * seq_len // chunks, (index + 1) * seq_len // chunks
-    return Segment(start, 1, stop - start)
+    return Segment(first + start, 1, stop - start)
 
 
 def _chunked(seq_len: int, chunks: int, size: int) -> list[list[Segment]]:
     return [[_chunk(i * size + rank, seq_len, chunks * size) for i in range(chunks)] for rank in range(size)]
 
 
-def _zigzag(rank: int, seq_len: int, size: int) -> list[Segment]:
-    """Chunk `rank` and its mirror image among 2*size chunks: every rank gets the same causal work."""
-    return [_chunk(rank, seq_len, 2 * size), _chunk(2 * size - 1 - rank, seq_len, 2 * size)]
+def _zigzag(rank: int, first: int, stop: int, size: int) -> list[Segment]:
+    """Chunk `rank` and its mirror image among the 2*size of positions [first, stop): every rank gets the same causal
+    work.
+    """
+    return [_chunk(index, stop - first, 2 * size, first) for index in (rank, 2 * size - 1 - rank)]
 
 
 def _striped(rank: int, seq_len: int, size: int) -> list[Segment]:

@@ -26,14 +26,15 @@ from engine.attention.context import AttentionContext, AttentionGroup, build_con
 from engine.attention.kernels import choose_kernel
 from engine.attention.layers import LayerAttention, attention_layers, mask_options
 from engine.attention.layout import Layout
+from engine.attention.lengths import padded_length
 from engine.attention.mask import Mask
-from engine.attention.methods import channels_of, padded_length
+from engine.attention.methods import channels_of
 from engine.attention.patterns import MaskKind, build_mask
 from engine.attention.plan import Channel
 from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
 from engine.attention.runtime import run_attention
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, Dtype, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.config_reader import range_problems, read_dataclass
 from engine.errors import ConfigError
 
@@ -41,6 +42,9 @@ MESSAGE_TIMEOUT = timedelta(minutes=10)
 
 # Given to `ContextParallel.context`, because they belong to a sequence and not to the ranks.
 _OF_A_SEQUENCE = ("mask", "mask_layers", "documents")
+
+# What is kept for backward is the model's own affair: autograd keeps what attention gives it.
+_MEMORY = MemoryConfig(activation_checkpoint="none")
 
 
 @dataclass(frozen=True)
@@ -167,9 +171,10 @@ class ContextParallel:
         masks = [self._mask(each, seq_len, starts) for each in chosen]
         causal: MaskKind = "causal"  # stands for each mask, some of which have no name
         turn = replace(self._config, mask_layers=(causal,) * len(masks))
+        run = RunConfig(attention=turn, memory=_MEMORY, train=TrainConfig(seq_len=seq_len))
         layers = [
             replace(layer, mask=masks[index % len(masks)])
-            for index, layer in enumerate(attention_layers(turn, self.method, seq_len))
+            for index, layer in enumerate(attention_layers(run, self.method))
         ]
         return SequenceContext(self, seq_len, layers)
 
@@ -188,6 +193,8 @@ class ContextParallel:
             return build_mask(mask, seq_len, mask_options(self._config, mask), documents)
         if mask.seq_len != seq_len:
             raise ConfigError(f"mask: made for {mask.seq_len} tokens, but the sequence has {seq_len}")
+        if mask.query_stop is not None:
+            raise ConfigError("mask: made by queries_before, which is for recomputation; give the whole mask")
         if documents and mask.documents and mask.documents != documents:
             raise ConfigError("documents: the mask has other documents than those given; give them once")
         return replace(mask, documents=documents) if documents else mask
@@ -348,6 +355,7 @@ def _resolve(config: AttentionConfig, heads: HeadShape, dtype: torch.dtype, topo
     run = RunConfig(
         model=ModelConfig(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
         attention=config,
+        memory=_MEMORY,
         train=TrainConfig(seq_len=topology.size, compute_dtype=compute),
     )
     method = resolve_attention(run, topology)

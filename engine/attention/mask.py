@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention.layout import Layout, Segment
-from engine.attention.pieces import UNBOUNDED, BandRule, BlockList, Piece, PieceIndex, build_pieces, pairs_before
+from engine.attention.pieces import (
+    UNBOUNDED,
+    BandRule,
+    BlockList,
+    Piece,
+    PieceIndex,
+    build_pieces,
+    pairs_before,
+    with_queries_before,
+)
 from engine.errors import ConfigError, PlanError
 
 __all__ = ["Band", "BlockList", "Mask", "Visibility", "normalise", "row_strips"]
@@ -84,6 +93,7 @@ class Mask:
     documents   ascending start positions of packed documents, the first 0; no attention across them
     blocks      block-sparse list
     sink        the first `sink` keys of every document are exempt from the window (Xiao et al. 2023, StreamingLLM)
+    query_stop  queries from this position on see nothing; None: all see. Made by `queries_before`
     """
 
     seq_len: int
@@ -92,6 +102,7 @@ class Mask:
     documents: tuple[int, ...] = ()
     blocks: BlockList | None = None
     sink: int = 0
+    query_stop: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -101,6 +112,8 @@ class Mask:
             problems.append(f"mask: window is {self.window}; at least 1 (a token sees itself) is needed")
         if self.sink < 0 or (self.sink and self.window is None):
             problems.append(f"mask: sink is {self.sink}; it must be 0, or positive together with a window")
+        if self.query_stop is not None and self.query_stop < 0:
+            problems.append(f"mask: query_stop is {self.query_stop}; a position, 0 or later, is needed")
         starts = self.documents
         if starts and (starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts))):
             problems.append("mask: document starts must begin with 0 and ascend strictly; drop empty documents")
@@ -112,6 +125,8 @@ class Mask:
     def visible(self, query: int, key: int) -> bool:
         """Whether the query at one position sees the key at another: the definition all else is tested against."""
         if max(query, key) >= self.seq_len or (self.causal and key > query):
+            return False
+        if self.query_stop is not None and query >= self.query_stop:
             return False
         starts = self.documents or (0,)
         document = bisect_right(starts, key)
@@ -126,12 +141,25 @@ class Mask:
     def pieces(self) -> npt.NDArray[np.int64]:
         """Every piece of the mask, [n, 6]; see `engine.attention.pieces`."""
         starts = np.array(self.documents or (0,), dtype=np.int64)
-        return build_pieces(starts, self.seq_len, BandRule(self.causal, self.window, self.sink), self.blocks)
+        rule = BandRule(self.causal, self.window, self.sink)
+        table = build_pieces(starts, self.seq_len, rule, self.blocks)
+        return table if self.query_stop is None else with_queries_before(table, self.query_stop)
 
     @cached_property
     def piece_index(self) -> PieceIndex:
         """The pieces, ready to be asked for a range of queries."""
         return PieceIndex(self.pieces)
+
+    def queries_before(self, position: int) -> Mask:
+        """The same mask for queries at positions before this one only; the others see nothing, their keys stay.
+
+        What attention that runs again for the first part of a sequence sees.
+        """
+        return replace(self, query_stop=position if self.query_stop is None else min(position, self.query_stop))
+
+    def all_queries(self) -> Mask:
+        """The mask that `queries_before` restricted."""
+        return self if self.query_stop is None else replace(self, query_stop=None)
 
     def pairs_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
@@ -258,6 +286,11 @@ class Visibility:
             self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in self._row(q_rank).items()}
         return self._rows[q_rank].get(kv_rank, ())
 
+    def query_rows(self, rank: int) -> int:
+        """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
+        stop = self.mask.query_stop
+        return self.layout.rows(rank) if stop is None else self.layout.rows_before(rank, stop)
+
     def pairs(self, q_rank: int, kv_rank: int) -> int:
         """Visible pairs between two blocks."""
         return sum(band.area() for band in self.bands(q_rank, kv_rank))
@@ -291,6 +324,8 @@ class Visibility:
         return (low, high) if mask.window is None or high - low <= mask.window else None
 
     def _own_square(self, rank: int, low: int, high: int) -> list[Band]:
+        if self.mask.query_stop is not None:  # its later rows ask nothing, and no earlier one sees them
+            high = min(high, self.mask.query_stop)
         first, stop = (self._keys.rows_before(rank, position) for position in (low, high))
         return [Band(first, stop, first, stop, low=0 if stop - first > 1 else None)] if first < stop else []
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.attention.allocate import Lane
 from engine.attention.grid import Grid
@@ -24,14 +23,19 @@ from engine.attention.planners.ring import (
     preferred_direction,
 )
 from engine.attention.presets import AttentionMethod
+from engine.attention.recompute import RecomputePlan
 
 
 @dataclass(frozen=True)
 class PlanPair:
-    """Forward and backward plans of the same method, mask and layout."""
+    """Forward and backward plans of the same method, mask and layout.
+
+    `recompute`: between the two, the forward pass again for the queries whose results were not kept, if asked for.
+    """
 
     forward: AttentionPlan
     backward: AttentionPlan
+    recompute: RecomputePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,13 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
     grid = grid_of(method)
     chunks = chunk_count(method, seq_len)
     cyclic = chunks if method.layout == "chunk_cyclic" else 1
-    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic)
+    split_at = min(method.split_at, seq_len) if method.layout == "split_zigzag" else 0
+    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=split_at)
     if grid.heads == 1:
         return Blocks(grid, ring, ring)
     pieces = split_for_heads(ring, grid.heads, chunks)
     segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
     return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
-
-
-def padded_length(seq_len: int, cp_size: int, tp_size: int = 1) -> int:
-    """seq_len rounded up so that every rank gets two equal chunks, which its tp ranks can divide."""
-    multiple = math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * tp_size)
-    return -(-seq_len // multiple) * multiple
 
 
 def chunk_count(method: AttentionMethod, seq_len: int) -> int:
@@ -91,50 +90,101 @@ def channels_of(method: AttentionMethod) -> tuple[Channel, ...]:
     return tuple(channel for channel in Channel if channel in channels)
 
 
-def plan_method(method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int | None = None) -> PlanPair:
-    """Both plans of a method, for one rank or (None) for all ranks."""
-    visibility = Visibility(mask, blocks.ring)
+def plan_method(
+    method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int | None = None, *, recompute_before: int | None = None
+) -> PlanPair:
+    """The plans of a method, for one rank or (None) for all ranks.
+
+    recompute_before   plan the recompute pass too, for queries at positions before this one: 0 none of them, the
+                       length of the layout (padding included) all; None: results are kept, nothing runs again
+
+    A recompute pass without a head exchange and without queries does nothing, but for a reversed ring: its backward
+    starts from the last keys that a rank held, which travel there again.
+    """
     only = None if rank is None else (rank,)
-    if method.chunk_tokens is not None:
-        return _plan_chunked(method, visibility, blocks, only)
-    if blocks.grid.heads > 1:
-        return _plan_exchanged(method, visibility, blocks, only)
-    forward, backward = (_ring(method, mask, backward=backward) for backward in (False, True))
-    if method.kv_transport == "all_gather":
-        return PlanPair(
-            plan_gather_forward(visibility, forward, only), plan_gather_backward(visibility, backward, only)
-        )
-    return PlanPair(
-        plan_forward(visibility, forward, only),
-        plan_backward(visibility, backward, method.backward_circulates, only),
-    )
+    visibility = Visibility(mask, blocks.ring)
+    plans = _plan_passes(method, visibility, blocks, only)
+    if recompute_before is None:
+        return plans
+    asking = _asking_rows(blocks, recompute_before)
+    if asking == blocks.ring.row_counts:
+        again = plans.forward
+    else:
+        restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
+        again = _plan_forward(method, restricted, blocks, only, asking)
+    rows = {planned: asking[blocks.grid.place(planned)[0]] for planned in again.ranks}
+    return replace(plans, recompute=RecomputePlan("forward", again.size, again.ranks, rows))
 
 
-def _plan_exchanged(
+def recomputed_rows(blocks: Blocks, recompute_before: int, rank: int) -> int:
+    """How many first rows of the ring block that `rank` works on are computed again."""
+    return blocks.ring.rows_before(blocks.grid.place(rank)[0], recompute_before)
+
+
+def _asking_rows(blocks: Blocks, before: int) -> tuple[int, ...]:
+    return tuple(blocks.ring.rows_before(member, before) for member in range(blocks.ring.size))
+
+
+def _plan_passes(
     method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
 ) -> PlanPair:
+    forward = _plan_forward(method, visibility, blocks, only)
+    return PlanPair(forward, _plan_backward(method, visibility, blocks, only))
+
+
+def _plan_forward(
+    method: AttentionMethod,
+    visibility: Visibility,
+    blocks: Blocks,
+    only: Collection[int] | None,
+    asking: tuple[int, ...] | None = None,
+) -> AttentionPlan:
+    """The forward pass; with `asking` the recompute pass, in which so many first rows of every ring block ask."""
+    if method.chunk_tokens is not None:
+        exchange = replace(_chunk_exchange(method, blocks), asking=asking)
+        return plan_chunked_forward(visibility, exchange, _chunking(method), _plain_ring(method), only)
+    if blocks.grid.heads > 1:
+        exchange = replace(_exchange(method, visibility, blocks), asking=asking)
+        return plan_exchanged_forward(exchange, _attend(method, visibility, backward=False), only)
+    ring = _ring(method, visibility.mask, backward=False)
+    plan = plan_gather_forward if method.kv_transport == "all_gather" else plan_forward
+    return plan(visibility, ring, only)
+
+
+def _plan_backward(
+    method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
+) -> AttentionPlan:
+    if method.chunk_tokens is not None:
+        exchange = _chunk_exchange(method, blocks)
+        return plan_chunked_backward(visibility, exchange, _chunking(method), _plain_ring(method), only)
+    if blocks.grid.heads > 1:
+        attend = _attend(method, visibility, backward=True)
+        return plan_exchanged_backward(_exchange(method, visibility, blocks), attend, only)
+    ring = _ring(method, visibility.mask, backward=True)
+    if method.kv_transport == "all_gather":
+        return plan_gather_backward(visibility, ring, only)
+    return plan_backward(visibility, ring, method.backward_circulates, only)
+
+
+def _exchange(method: AttentionMethod, visibility: Visibility, blocks: Blocks) -> Exchange:
     narrow = method.gradient_wire_dtype != "float32"
     ring = _ring(method, visibility.mask, backward=False)
     last_homes = tuple(map(ring.last_home, range(ring.size))) if ring.keeps_last else ()
-    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, last_homes=last_homes)
-    return PlanPair(
-        plan_exchanged_forward(exchange, _attend(method, visibility, backward=False), only),
-        plan_exchanged_backward(exchange, _attend(method, visibility, backward=True), only),
-    )
+    return Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, last_homes=last_homes)
 
 
-def _plan_chunked(
-    method: AttentionMethod, visibility: Visibility, blocks: Blocks, only: Collection[int] | None
-) -> PlanPair:
+def _chunk_exchange(method: AttentionMethod, blocks: Blocks) -> Exchange:
     narrow = method.gradient_wire_dtype != "float32"
     chunks = chunk_count(method, blocks.home.seq_len)
-    exchange = Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, chunks)
-    chunking = Chunking(method.chunk_store, method.prefetch_chunks)
-    ring = Ring(method.ring_inner_size, method.ring_outer_size)
-    return PlanPair(
-        plan_chunked_forward(visibility, exchange, chunking, ring, only),
-        plan_chunked_backward(visibility, exchange, chunking, ring, only),
-    )
+    return Exchange(blocks.grid, blocks.ring.row_counts, method.kv_replicated, narrow, chunks)
+
+
+def _chunking(method: AttentionMethod) -> Chunking:
+    return Chunking(method.chunk_store, method.prefetch_chunks)
+
+
+def _plain_ring(method: AttentionMethod) -> Ring:
+    return Ring(method.ring_inner_size, method.ring_outer_size)
 
 
 def _attend(method: AttentionMethod, visibility: Visibility, *, backward: bool) -> Attend:

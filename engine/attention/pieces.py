@@ -164,6 +164,13 @@ def trimmed(table: Table) -> Table:
     return kept
 
 
+def with_queries_before(table: Table, position: int) -> Table:
+    """The same visibility for queries before a position only; stays sorted by q_low."""
+    cut = table.copy()
+    cut[:, 1] = np.minimum(cut[:, 1], position)
+    return trimmed(cut)
+
+
 class PieceIndex:
     """The pieces of a table that meet a range of queries, found without looking at all of them."""
 

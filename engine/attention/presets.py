@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from engine.attention.lengths import checkpoint_kinds, padded_length, recompute_cut
 from engine.attention.topology import Topology
 from engine.config import (
     AttentionConfig,
     BackwardOrder,
-    ChunkStore,
     Dtype,
     KvTransport,
     LayoutName,
@@ -21,6 +21,7 @@ from engine.config import (
     Placement,
     PresetName,
     RunConfig,
+    Store,
 )
 from engine.errors import ConfigError
 
@@ -119,8 +120,9 @@ class AttentionMethod:
     kv_replicated: bool = False  # more ranks divide the heads than there are kv heads
     tail_steps: int = 0
     chunk_tokens: int | None = None
-    chunk_store: ChunkStore = "device"
+    chunk_store: Store = "device"
     prefetch_chunks: int = 1
+    split_at: int = 0  # split_zigzag: where its second zigzag begins, which is where recomputation of attention ends
 
     @property
     def cp_size(self) -> int:
@@ -178,9 +180,11 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
     circulates, reason = choose_circulation(
         requested, _with_replicas(model, replicas), train.compute_dtype, gradient_dtype
     )
+    split_at = _recompute_border(config, degrees)
+    layout = attention.layout or _default_layout(attention, preset, split_at)
     return AttentionMethod(
         preset=attention.preset,
-        layout=attention.layout or _default_layout(attention, preset),
+        layout=layout,
         ring_inner_size=degrees.inner,
         ring_outer_size=degrees.outer,
         backward_circulates=circulates,
@@ -195,13 +199,29 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         chunk_tokens=(attention.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // degrees.heads)) if chunked else None,
         chunk_store=attention.chunk_store or ("host" if chunked else "device"),
         prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
+        split_at=split_at if layout == "split_zigzag" else 0,
     )
 
 
-def _default_layout(attention: AttentionConfig, preset: Preset) -> LayoutName:
-    """The preset's, but contiguous where every layer has a window: only neighbours then see each other's keys."""
-    windowed = set(attention.mask_layers or (attention.mask,)) == {"window"}
-    return "contiguous" if windowed and preset.layout == "zigzag" else preset.layout
+def _default_layout(attention: AttentionConfig, preset: Preset, split_at: int) -> LayoutName:
+    """The preset's; in place of zigzag contiguous where every layer has a window, since only neighbours then see each
+    other's keys, and split_zigzag where attention of a first part of the sequence is computed again.
+    """
+    if preset.layout != "zigzag":
+        return preset.layout
+    if set(attention.mask_layers or (attention.mask,)) == {"window"}:
+        return "contiguous"
+    return "split_zigzag" if split_at else "zigzag"
+
+
+def _recompute_border(config: RunConfig, degrees: Degrees) -> int:
+    """Where the part of the sequence ends whose attention is computed again in backward; 0: there is no border."""
+    if "seq_fraction" not in checkpoint_kinds(config.memory):
+        return 0
+    cut = recompute_cut("seq_fraction", config, degrees.size)
+    tp_size = config.parallel.tp_size
+    assert cut is not None
+    return cut if cut < padded_length(config.train.seq_len, degrees.size, tp_size) else 0
 
 
 def _tail_steps(attention: AttentionConfig, preset: Preset, degrees: Degrees) -> int:

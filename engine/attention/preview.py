@@ -6,18 +6,21 @@ The plans that are counted here are those that would be run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.methods import divide_sequence, padded_length, plan_method
-from engine.attention.plan import AttentionPlan, Direction, Kind, LinkBytes, RankPlan, Slot, TokenBytes
+from engine.attention.lengths import padded_length
+from engine.attention.methods import Blocks, divide_sequence, plan_method
+from engine.attention.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
 from engine.attention.presets import BYTES_OF, AttentionMethod, local_heads, resolve_attention, warnings_of
 from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.simulate.costs import query_heads, visible_pairs
 from engine.simulate.machine import Machine
 from engine.simulate.replay import Timeline, replay
+
+PassName = Literal["forward", "recompute", "backward"]
 
 
 class Buffers(NamedTuple):
@@ -55,7 +58,7 @@ class RankPreview:
 class PassPreview:
     """One pass of one layer on all ranks; `timeline` None: no machine was given."""
 
-    direction: Direction
+    direction: PassName
     ranks: tuple[RankPreview, ...]
     timeline: Timeline | None = None
 
@@ -77,7 +80,8 @@ class PassPreview:
     @property
     def balance(self) -> float:
         """Pairs of the busiest rank over the mean of all ranks: 1 is perfect, 2 wastes half of the devices."""
-        return max(rank.pairs for rank in self.ranks) * len(self.ranks) / sum(rank.pairs for rank in self.ranks)
+        total = sum(rank.pairs for rank in self.ranks)
+        return max(rank.pairs for rank in self.ranks) * len(self.ranks) / total if total else 1.0
 
     @property
     def busiest_links(self) -> LinkBytes:
@@ -117,13 +121,18 @@ class PassPreview:
 
 @dataclass(frozen=True)
 class LayerPreview:
-    """Both passes of layer `first` and of the others, `count` with it, that have the same mask and method."""
+    """Passes of layer `first` and of the others, `count` with it, that have the same mask, method and policy.
+
+    `recompute`: the forward pass as it runs again in backward, for queries whose results were not kept; None: the layer
+    keeps all that its backward needs.
+    """
 
     attention: LayerAttention
     first: int
     count: int
     forward: PassPreview
     backward: PassPreview
+    recompute: PassPreview | None = None
 
     @property
     def passes(self) -> tuple[PassPreview, PassPreview]:
@@ -131,24 +140,42 @@ class LayerPreview:
         return self.forward, self.backward
 
     @property
+    def every_pass(self) -> tuple[PassPreview, ...]:
+        """All that a step runs, in its order."""
+        return tuple(one for one in (self.forward, self.recompute, self.backward) if one is not None)
+
+    @property
     def total_s(self) -> float | None:
-        """Predicted seconds of both passes of one of these layers; None without a machine."""
-        if self.forward.timeline is None or self.backward.timeline is None:
-            return None
-        return self.forward.timeline.total_s + self.backward.timeline.total_s
+        """Predicted seconds of all passes of one of these layers; None without a machine."""
+        seconds = [one.timeline.total_s for one in self.every_pass if one.timeline is not None]
+        return sum(seconds) if len(seconds) == len(self.every_pass) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; steps and tiles of both passes together, the worse of the two balances."""
-        return {
+        """Plain values for JSON; steps and tiles of forward and backward together, the worse of their balances.
+
+        `recompute`, absent where nothing runs again: the same figures of that pass, and the position before which
+        queries take part in it.
+        """
+        document: dict[str, Any] = {
             "layer": self.first,
             "count": self.count,
             "backward_circulates": self.attention.method.backward_circulates,
             "steps": sum(one.steps for one in self.passes),
             "tiles": sum(one.tiles for one in self.passes),
             "balance": max(one.balance for one in self.passes),
-            "bytes_per_layer": {one.direction: links_to_dict(one.busiest_links) for one in self.passes},
-            "passes": {one.direction: one.to_dict() for one in self.passes},
+            "bytes_per_layer": {one.direction: links_to_dict(one.busiest_links) for one in self.every_pass},
+            "passes": {one.direction: one.to_dict() for one in self.every_pass},
         }
+        again = self.recompute
+        if again is not None:
+            document["recompute"] = {
+                "queries_before": self.attention.recompute_before,
+                "steps": again.steps,
+                "tiles": again.tiles,
+                "visible_pairs": again.visible_pairs,
+                "balance": again.balance,
+            }
+        return document
 
 
 @dataclass(frozen=True)
@@ -169,6 +196,11 @@ class AttentionPreview:
         return self.layers[0].passes
 
     @property
+    def every_pass(self) -> tuple[PassPreview, ...]:
+        """Passes of layer 0, the recompute pass too if it has one."""
+        return self.layers[0].every_pass
+
+    @property
     def visible_pairs(self) -> float:
         """Pairs of one sequence that the mask lets through in the mean layer."""
         total = sum(layer.count * layer.forward.visible_pairs for layer in self.layers)
@@ -183,6 +215,7 @@ class AttentionPreview:
         """Plain values for JSON; figures of layer 0 unless under `layers`, which all distinct layers have."""
         method = self.method
         first = self.layers[0].to_dict()
+        shown = ("backward_circulates", "steps", "tiles", "balance", "bytes_per_layer", "recompute")
         return {
             "layout": method.layout,
             "head_parallel_size": method.head_parallel_size,
@@ -193,7 +226,7 @@ class AttentionPreview:
             "backward_order": method.backward_order,
             "gradient_wire_dtype": method.gradient_wire_dtype,
             "reason": method.reason,
-            **{name: first[name] for name in ("backward_circulates", "steps", "tiles", "balance", "bytes_per_layer")},
+            **{name: first[name] for name in shown if name in first},
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -203,12 +236,12 @@ class AttentionPreview:
             return None
         totals = {"seconds": 0.0, "exposed_s": 0.0}
         for layer in self.layers:
-            for one in layer.passes:
+            for one in layer.every_pass:
                 assert one.timeline is not None
                 totals["seconds"] += layer.count * one.timeline.total_s
                 totals["exposed_s"] += layer.count * one.timeline.exposed_s
         first: dict[str, dict[str, float]] = {
-            one.direction: _time_to_dict(one.timeline) for one in self.passes if one.timeline
+            one.direction: _time_to_dict(one.timeline) for one in self.every_pass if one.timeline
         }
         layers = sum(layer.count for layer in self.layers)
         return {"machine": self.machine.name, "per_layer": first, "layers": layers, **totals}
@@ -229,18 +262,15 @@ def preview_attention(config: RunConfig, topology: Topology, machine: Machine | 
     ConfigError with every rule that the method violates.
     """
     method = resolve_attention(config, topology)
-    turn = attention_layers(config.attention, method, config.train.seq_len)
+    turn = attention_layers(config, method)
     padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
     blocks = divide_sequence(method, padded, [one.mask for one in turn])
     counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
-    token_bytes = token_bytes_of(config, method)
-    layers = []
-    for attention, count in counts.items():
-        plans = plan_method(attention.method, attention.mask, blocks)
-        forward, backward = (
-            _preview_pass(plan, token_bytes, topology, machine) for plan in (plans.forward, plans.backward)
-        )
-        layers.append(LayerPreview(attention, turn.index(attention), count, forward, backward))
+    place = _Place(token_bytes_of(config, method), topology, machine)
+    layers = [
+        LayerPreview(attention, turn.index(attention), count, **_preview_layer(attention, blocks, place))
+        for attention, count in counts.items()
+    ]
     return AttentionPreview(method, topology, machine, tuple(layers))
 
 
@@ -256,13 +286,33 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
     )
 
 
-def _preview_pass(
-    plan: AttentionPlan, token_bytes: TokenBytes, topology: Topology, machine: Machine | None
-) -> PassPreview:
+class _Place(NamedTuple):
+    """What a plan is counted with."""
+
+    token_bytes: TokenBytes
+    topology: Topology
+    machine: Machine | None
+
+
+def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> dict[PassName, PassPreview]:
+    """Every pass of a layer by its name."""
+    cut = attention.recompute_before
+    plans = plan_method(attention.method, attention.mask, blocks, recompute_before=cut)
+    passes: dict[PassName, PassPreview] = {"forward": _preview_pass(plans.forward, "forward", place)}
+    again = plans.recompute
+    if again is not None and again.ranks is plans.forward.ranks:  # all of it: counted and replayed already
+        passes["recompute"] = replace(passes["forward"], direction="recompute")
+    elif again is not None:
+        passes["recompute"] = _preview_pass(again, "recompute", place)
+    return {**passes, "backward": _preview_pass(plans.backward, "backward", place)}
+
+
+def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place) -> PassPreview:
+    token_bytes, topology, machine = place
     sent = plan.bytes_by_link(token_bytes, topology)
     ranks = tuple(_preview_rank(rank_plan, token_bytes, sent[rank]) for rank, rank_plan in sorted(plan.ranks.items()))
     timeline = replay(plan, machine, token_bytes, topology) if machine else None
-    return PassPreview(plan.direction, ranks, timeline)
+    return PassPreview(name, ranks, timeline)
 
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:

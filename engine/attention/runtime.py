@@ -16,6 +16,7 @@ from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
 from engine.attention.plan import RankPlan
 from engine.attention.transport import Transport
+from engine.memory.host import host_empty
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class SavedAttention:
 
 
 @dataclass(frozen=True)
+class KeptResults:
+    """Attention's out and lse of the last rows, as `SavedAttention` has them: those not computed again."""
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionRuntime:
     """One rank's plans with what runs them; stateless between calls, so several micro-batches may be in flight."""
 
@@ -44,6 +53,8 @@ class AttentionRuntime:
     wire_gradient_dtype: torch.dtype = torch.float32
     poisoned: bool = False  # fill buffers with NaN first (tests)
     pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
+    recompute: RankPlan | None = None  # forward again, for queries whose results were not kept
+    recomputed_rows: int = 0  # first rows of the ring block that it computes
 
     @property
     def on_host(self) -> bool:
@@ -54,11 +65,11 @@ class AttentionRuntime:
         """Uninitialised memory for an input of the plans that `device` computes: its own, or (pinned) of the host."""
         if not self.on_host:
             return torch.empty(*shape, dtype=dtype, device=device)
-        return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+        return host_empty(tuple(shape), dtype, pinned=device.type == "cuda")
 
     def stored(self, x: Tensor) -> Tensor:
-        """x where the plans want it, contiguous; a copy only if it must move."""
-        if not self.on_host or x.device.type == "cpu":
+        """x where the plans want it, contiguous; a copy only if it must move (on a CPU, host memory is a place too)."""
+        if not self.on_host:
             return x.contiguous()
         return self.empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
@@ -72,6 +83,45 @@ class AttentionRuntime:
         """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
         pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, pinned)
+
+    def attend_again(
+        self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
+    ) -> tuple[Tensor, SavedAttention]:
+        """(out, what was saved) of the forward pass for contiguous q, k, v, given what was `kept` of them."""
+        q, k, v = operands
+        if self.recompute is None or kept is None:
+            execution = self.forward_execution(q, k, v, device)
+            execution.run()
+            return self.collect(execution, q, k, v)
+        pins = self.recompute.pins
+        pinned: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        if "saved" in pins:
+            pinned["saved"] = self._completed(kept)
+        arithmetic = self.arithmetic(q, k.shape[1], device)
+        execution = Execution(self.recompute, arithmetic, self.transport, pinned)
+        execution.run()
+        if "saved" in pins:
+            return self.collect(execution, q, k, v)
+        acc = execution.pinned("acc") if self.recomputed_rows else None
+        out = kept.out if acc is None else _joined(acc["out"], kept.out)
+        lse = kept.lse if acc is None else _joined(acc["lse"], kept.lse)
+        kv = execution.pinned("kv_last") if "kv_last" in pins else {"k": k, "v": v}
+        return out, SavedAttention(q, kv["k"], kv["v"], out, lse)
+
+    def kept_of(self, saved: SavedAttention) -> KeptResults:
+        """Results of the rows whose attention is not computed again; the views of more where the host holds them.
+
+        On the host nothing is cut off: what is still on its way there must not be copied by the host.
+        """
+        first = 0 if self.on_host or self.recompute is None else self.recomputed_rows
+        return KeptResults(saved.out[first:], saved.lse[first:])
+
+    def _completed(self, kept: KeptResults) -> Fields:
+        """Slots of all rows with the kept ones in place."""
+        rows = self.recomputed_rows
+        if rows == 0 or self.on_host:
+            return {"out": kept.out, "lse": kept.lse}
+        return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, D], what to save) after the forward pass ran."""
@@ -150,11 +200,22 @@ class _Attention(torch.autograd.Function):
         return dq, dkv[:, 0], dkv[:, 1], None
 
 
+class ForwardPass:
+    """What the layers of one forward pass hand to the next: the group of layers that share a kept input."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
 @dataclass(frozen=True)
 class PlannedAttention:
-    """An AttentionFn whose runtime a layer may use directly, to run its own work chunk by chunk around the plans."""
+    """An AttentionFn whose runtime a layer may use directly, to run its own work chunk by chunk around the plans.
+
+    The functions of a model's layers share a `forward_pass`.
+    """
 
     runtime: AttentionRuntime
+    forward_pass: ForwardPass = field(default_factory=ForwardPass)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `run_attention`."""
@@ -167,6 +228,22 @@ def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) ->
     folded = [_fold(x) for x in (q, k, v)]
     out: Tensor = _Attention.apply(*folded, runtime)  # type: ignore[no-untyped-call]
     return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+
+
+def _joined(wide: Tensor, kept: Tensor) -> Tensor:
+    """First rows from an accumulator, in the dtype of the others, which were kept."""
+    if kept.shape[0] == 0:
+        return wide.to(kept.dtype)
+    joined = _with_room(wide.shape[0], kept)
+    joined[: wide.shape[0]].copy_(wide)
+    return joined
+
+
+def _with_room(rows: int, kept: Tensor) -> Tensor:
+    """A copy behind `rows` uninitialised rows."""
+    whole = kept.new_empty(rows + kept.shape[0], *kept.shape[1:])
+    whole[rows:].copy_(kept)
+    return whole
 
 
 def _fold(x: Tensor) -> Tensor:

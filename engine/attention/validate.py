@@ -5,6 +5,7 @@ V2  a wait comes at or after its post                              is being sent
 V3  waits of one channel come in post order                   V6  no row is read before something wrote it
 V4  every view lies inside its slot                           V7  sends and receives match one to one
                                                               V8  both ends agree on steps, rows, kind and channel
+                                                              V9  rows that were kept are not written
 Values are proven by `engine.attention.counting`; these rules say where a broken plan breaks.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +34,11 @@ class _Flight:
     wait: int
 
 
-def check_plan(plan: AttentionPlan) -> None:
-    """Raise PlanError with all violations. V7 and V8 need all ranks and are skipped for a plan of some."""
+def check_plan(plan: AttentionPlan, recomputed_rows: Mapping[int, int] | None = None) -> None:
+    """Raise PlanError with all violations. V7 and V8 need all ranks and are skipped for a plan of some.
+
+    recomputed_rows   of a recompute plan, by rank: the rows of `saved` from here on were filled before the run
+    """
     problems: list[str] = []
     flights = {}
     for rank, rank_plan in plan.ranks.items():
@@ -43,7 +47,9 @@ def check_plan(plan: AttentionPlan) -> None:
         found += unpaired
         if not found:  # the remaining rules need sound views and pairs
             found += [*_check_order(flights[rank]), *_check_conflicts(rank_plan, flights[rank])]
-            found += _check_written(rank_plan, plan.direction)
+            kept_from = None if recomputed_rows is None else recomputed_rows[rank]
+            found += _check_written(rank_plan, _given_rows(rank_plan, plan.direction, kept_from))
+            found += _check_kept(rank_plan, kept_from)
         problems += [f"rank {rank}: {text}" for text in found]
     if len(plan.ranks) == plan.size:
         problems += _check_ends(plan, flights)
@@ -146,9 +152,28 @@ def _held_rows(transfer: Transfer) -> list[tuple[View, bool]]:
     return [(transfer.view, transfer.op == "recv")]
 
 
-def _check_written(plan: RankPlan, direction: Direction) -> list[str]:
+def _given_rows(plan: RankPlan, direction: Direction, kept_from: int | None) -> list[npt.NDArray[np.bool_]]:
+    """By slot: which rows the caller filled."""
     given = INPUT_PINS | SAVED_PINS if direction == "backward" else INPUT_PINS
-    written = [np.full(slot.rows, slot.pin in given) for slot in plan.slots]
+    rows = [np.full(slot.rows, slot.pin in given) for slot in plan.slots]
+    if kept_from is not None and "saved" in plan.pins:
+        rows[plan.pinned("saved")][kept_from:] = True
+    return rows
+
+
+def _check_kept(plan: RankPlan, kept_from: int | None) -> Iterator[str]:
+    if kept_from is None or "saved" not in plan.pins:
+        return
+    saved = plan.pinned("saved")
+    kept = View(saved, kept_from, plan.slots[saved].rows)
+    writes = [(time // 5, view) for time, view, written in _accesses(plan) if written]
+    writes += [(step.index, t.view) for step in plan.steps for t in step.post if t.op != "send"]
+    for step, view in writes:
+        if view.overlaps(kept):
+            yield f"V9 step {step}: {view} is written, but its rows from {kept_from} on were kept"
+
+
+def _check_written(plan: RankPlan, written: list[npt.NDArray[np.bool_]]) -> list[str]:
     arriving: dict[int, View] = {}
     problems: list[str] = []
 

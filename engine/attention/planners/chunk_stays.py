@@ -115,6 +115,10 @@ class Block:
         """Rows of a chunk."""
         return self.group.exchange.chunk(self.group.ring_index, chunk)
 
+    def asking_rows(self, chunk: int) -> Rows:
+        """Rows of a chunk that ask; fewer than it has, or none, where forward runs again for the first rows."""
+        return self.group.rows_of(Kind.ACC, self.rows(chunk))
+
     def whole(self, kind: Kind, pin: str | None = None) -> list[Value]:
         """Values of the whole block where chunks are stored."""
         return self.group.block(kind, self.chunking.store, pin)
@@ -123,17 +127,18 @@ class Block:
         """Values of one chunk on the device."""
         return self.group.parts(kind, self.rows(chunk))
 
-    def move(self, span: Span, source: Sequence[Value], target: Sequence[Value], chunk: int) -> None:
-        """Load or store a chunk."""
+    def move(self, span: Span, source: Sequence[Value], target: Sequence[Value], rows: Rows) -> None:
+        """Load or store some rows."""
         for src, dst in zip(source, target, strict=True):
-            self.group.builder.move(*span, src, dst, self.rows(chunk))
+            if rows.start < rows.stop:
+                self.group.builder.move(*span, src, dst, rows)
 
     def load(self, step: int, source: Sequence[Value], kind: Kind, chunk: int) -> list[Value]:
         """The chunk on the device from `step` on; the source itself if it lies there."""
         if not self.host:
             return list(source)
         values = self.part(kind, chunk)
-        self.move(Span(step - self.chunking.lead, step - 1), source, values, chunk)
+        self.move(Span(step - self.chunking.lead, step - 1), source, values, self.rows(chunk))
         return values
 
     def read(
@@ -150,7 +155,7 @@ class Block:
                 values = self.part(whole[0].kind, stay.chunk) if self.host else whole
                 arrive(stay.chunk, stay.first, values)
                 if self.host and (keep or not stay.closes):
-                    self.move(Span(stay.first, stay.first), values, whole, stay.chunk)
+                    self.move(Span(stay.first, stay.first), values, whole, self.rows(stay.chunk))
             else:
                 values = self.load(stay.first, whole, whole[0].kind, stay.chunk)
             held.add(stay, values)
@@ -165,23 +170,30 @@ class Block:
         for stay in planned:
             alone = self.host or (stay.opens and stay.closes and not in_place)
             values = self.part(whole[0].kind, stay.chunk) if alone else whole
+            rows = self.group.rows_of(whole[0].kind, self.rows(stay.chunk))
             if stay.opens:
-                self.group.each(stay.first, "init", values, rows=self.rows(stay.chunk))
+                self.group.each(stay.first, "init", values, rows=rows)
             elif self.host:
-                self.move(Span(stay.first - self.chunking.lead, stay.first - 1), whole, values, stay.chunk)
+                self.move(Span(stay.first - self.chunking.lead, stay.first - 1), whole, values, rows)
             if stay.closes:
                 finish(stay.chunk, stay.last, values)
             elif self.host:
-                self.move(Span(stay.last + 1, stay.last + 1), values, whole, stay.chunk)
+                self.move(Span(stay.last + 1, stay.last + 1), values, whole, rows)
             held.add(stay, values)
         return held
 
     def put(self, step: int, source: Sequence[Value], whole: list[Value], chunk: int) -> list[Value]:
-        """Cast a chunk into `whole` at `step`; the cast values on the device."""
+        """Cast a chunk into `whole` at `step`; the cast values on the device.
+
+        If only the first rows are cast, the others are in `whole`, and come from there where all will be sent.
+        """
         values = self.part(whole[0].kind, chunk) if self.host else whole
-        self.group.each(step, "copy", values, source, self.rows(chunk))
+        every, rows = self.rows(chunk), self.group.rows_of(source[0].kind, self.rows(chunk))
+        if self.host and self.exchanged:
+            self.move(Span(step - self.chunking.lead, step - 1), whole, values, Rows(rows.stop, every.stop))
+        self.group.each(step, "copy", values, source, rows)
         if self.host:
-            self.move(Span(step, step), values, whole, chunk)
+            self.move(Span(step, step), values, whole, rows)
         return values
 
     # ---- head exchange ------------------------------------------------------------------------------------------

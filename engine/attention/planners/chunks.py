@@ -33,7 +33,10 @@ from engine.attention.planners.rows import hull
 def plan_chunked_forward(
     visibility: Visibility, exchange: Exchange, chunking: Chunking, ring: Ring, only: Collection[int] | None = None
 ) -> AttentionPlan:
-    """Forward plan. Pins q, kv, saved; with head parallelism also out, ring_q, ring_kv. `ring` says who visits whom."""
+    """Forward plan. Pins q, kv, saved; with head parallelism also out, ring_q, ring_kv. `ring` says who visits whom.
+
+    Run again (`exchange.asking`), `saved` is an input too: the rows that do not ask are there, the others are written.
+    """
     work = _Forward(visibility, exchange, chunking, ring, PlanBuilder("forward", exchange.grid.size, only))
     work.emit()
     return work.builder.build()
@@ -46,6 +49,10 @@ def plan_chunked_backward(
     work = _Backward(visibility, exchange, chunking, ring, PlanBuilder("backward", exchange.grid.size, only))
     work.emit()
     return work.builder.build()
+
+
+def _has_rows(rows: Rows) -> bool:
+    return rows.start < rows.stop
 
 
 class _Visit(NamedTuple):
@@ -66,6 +73,7 @@ class _Work:
         self, visibility: Visibility, exchange: Exchange, chunking: Chunking, ring: Ring, builder: PlanBuilder
     ) -> None:
         self.visibility = visibility
+        self.whole = Visibility(visibility.mask.all_queries(), visibility.layout)
         self.exchange = exchange
         self.chunking = chunking
         self.ring = ring
@@ -101,7 +109,7 @@ class _Work:
         """As `uses`; chunks that see nothing are named once, after all others, because their sums are zero."""
         uses, block = self.uses(member), self.blocks[member]
         seen = {chunk for _, chunk in uses}
-        rest = [c for c in range(block.count) if c not in seen and block.rows(c).start < block.rows(c).stop]
+        rest = [c for c in range(block.count) if c not in seen and _has_rows(block.asking_rows(c))]
         return [*uses, *((self.last_step + self.chunking.pace * n, c) for n, c in enumerate(rest, 1))]
 
     def tiles(self, member: int, queries: Held, sums: Held) -> None:
@@ -233,6 +241,18 @@ class _Work:
                 self.builder.op(span.wait, "after", dst.rank, LocalOp("add", dst.view(src.rows), arrived.view()))
 
 
+class _Passing(NamedTuple):
+    """Chunks that a pass run again only exchanges, each set with the step at which its chunks are on the device.
+
+    queries, keys   not worked on, but backward will be
+    kept            out was kept in all rows; it goes home
+    """
+
+    queries: dict[int, int]
+    keys: dict[int, int]
+    kept: dict[int, int]
+
+
 class _Forward(_Work):
     """Forward: (out, lse) of a query chunk accumulate, for a ring of one without ever leaving the device."""
 
@@ -240,12 +260,46 @@ class _Forward(_Work):
         """Emit everything."""
         (self._stream_keys if self.ring.size == 1 else self._send_keys)()
         for member, block in enumerate(self.blocks):
-            queries = block.read(self.planned(self.uses(member)), *self._operand(block, Kind.Q, "q", "ring_q"))
+            passing = self._passing(member)
+            uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
+            queries = block.read(self.planned(uses), *self._operand(block, Kind.Q, "q", "ring_q"))
             saved = block.whole(Kind.SAVED, "saved")
             out = block.group.homes(Kind.OUT, "out", self.chunking.store) if block.exchanged else None
             finish = functools.partial(self._finish, block, saved, out)
             sums = block.sum(self.planned(self.all_uses(member)), block.whole(Kind.ACC), finish)
             self.tiles(member, queries, sums)
+            for chunk, step in passing.kept.items():
+                self._send_home(block, block.load(step, saved, Kind.SAVED, chunk), out, chunk, step)
+
+    def _passing(self, member: int) -> _Passing:
+        """What passes through the ranks of a head group, spread over the steps that have tiles."""
+        block = self.blocks[member]
+        if self.visibility.mask.query_stop is None or not block.exchanged:
+            return _Passing({}, {}, {})
+        worked_on = {visit.chunk for visit in self.visits if visit.member == member}
+        queries = self._wanted_queries(member) - worked_on
+        keys = {chunk for chunk in self._wanted_keys(member) if not self.seen(member, chunk)}
+        every = [chunk for chunk in range(block.count) if _has_rows(block.rows(chunk))]
+        kept = {chunk for chunk in every if not _has_rows(block.asking_rows(chunk))}
+        passing = _Passing({}, {}, {})
+        waiting = sorted(queries | keys | kept)
+        tiles = max((visit.step for visit in self.visits), default=0) // self.chunking.pace
+        gap = max(1, tiles // (len(waiting) + 1))  # in tiles; one after another where there are enough of them
+        for turn, chunk in enumerate(waiting, 1):
+            for index, chunks in enumerate((queries, keys, kept)):
+                if chunk in chunks:
+                    passing[index][chunk] = self.chunking.pace * (gap * turn + gap * index // 3)
+        return passing
+
+    def _wanted_queries(self, member: int) -> set[int]:
+        """Query chunks that backward, in which all queries ask, will work on."""
+        bands = [band for home in range(self.ring.size) for band in self.whole.bands(member, home)]
+        return {chunk for band in bands for chunk in self._touched(member, band.q_start, band.q_stop)}
+
+    def _wanted_keys(self, home: int) -> set[int]:
+        """As `_wanted_queries`, of keys."""
+        bands = [band for member in range(self.ring.size) for band in self.whole.bands(member, home)]
+        return {chunk for band in bands for chunk in self._touched(home, band.k_start, band.k_stop)}
 
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
@@ -255,10 +309,12 @@ class _Forward(_Work):
             rows[i].append((i, j))
         order = [pair for i, row in enumerate(rows) for pair in (row[::-1] if i % 2 else row)]
         steps = {pair: self.chunking.pace * n for n, pair in enumerate(order)}
-        uses = [(step, j) for (_, j), step in steps.items()]
-        keys = self.blocks[0].read(self.planned(uses), *self._operand(self.blocks[0], Kind.KV, "kv", "ring_kv"))
-        self.visits = [_Visit(step, 0, i, pairs[i, j], keys.at(j, step), []) for (i, j), step in steps.items()]
+        self.visits = [_Visit(step, 0, i, pairs[i, j], [], []) for (i, j), step in steps.items()]
         self.last_step = max(steps.values(), default=0)
+        uses = [(step, j) for (_, j), step in steps.items()]
+        uses += [(step, j) for j, step in self._passing(0).keys.items()]
+        keys = self.blocks[0].read(self.planned(sorted(uses)), *self._operand(self.blocks[0], Kind.KV, "kv", "ring_kv"))
+        self.visits = [_Visit(step, 0, i, pairs[i, j], keys.at(j, step), []) for (i, j), step in steps.items()]
 
     def _send_keys(self) -> None:
         """Keys in the outer loop, each chunk once around the ring."""
@@ -270,6 +326,8 @@ class _Forward(_Work):
                     keys = block.read([stay], *operand).at(chunk, stay.first)
                     self.travel(home, chunk, spans, keys, [])
             self.last_step = stay.last
+        for home, (block, operand) in enumerate(zip(self.blocks, operands, strict=True)):
+            block.read([Stay(chunk, step, step) for chunk, step in self._passing(home).keys.items()], *operand)
 
     def _operand(self, block: Block, kind: Kind, pin: str, ring_pin: str) -> tuple[list[Value], Arrive | None]:
         """Where an input lies, and how its chunks get there if that takes an exchange."""
@@ -286,11 +344,14 @@ class _Forward(_Work):
         self, block: Block, saved: list[Value], homes: list[Value] | None, chunk: int, step: int, acc: list[Value]
     ) -> None:
         """(out, lse) of a chunk are complete: save them, and send out home."""
-        done = block.put(step + 1, acc, saved, chunk)
+        self._send_home(block, block.put(step + 1, acc, saved, chunk), homes, chunk, step + 1)
+
+    def _send_home(self, block: Block, done: list[Value], homes: list[Value] | None, chunk: int, step: int) -> None:
+        """Send out of a chunk, all rows, home from `step` on, if that takes an exchange."""
         if homes is not None:
             out = block.part(Kind.OUT, chunk)
-            block.group.each(step + 1, "copy", out, done)
-            block.scatter(step + 1, homes, chunk, lambda span, to: block.group.scatter(span, out, to, "copy", chunk))
+            block.group.each(step, "copy", out, done)
+            block.scatter(step, homes, chunk, lambda span, to: block.group.scatter(span, out, to, "copy", chunk))
 
 
 class _Backward(_Work):
@@ -339,7 +400,7 @@ class _Backward(_Work):
 
         def arrive(chunk: int, step: int, values: list[Value]) -> None:
             if block.host:
-                block.move(Span(step - self.chunking.lead, step - 1), whole, values, chunk)
+                block.move(Span(step - self.chunking.lead, step - 1), whole, values, block.rows(chunk))
             block.gather(Kind.DOUT, homes, chunk, step, values, copied=True)
             results = block.load(step, saved, Kind.SAVED, chunk)
             block.group.each(step, "stats", values, results, block.rows(chunk))
@@ -352,7 +413,7 @@ class _Backward(_Work):
 
             def store(chunk: int, step: int, values: list[Value]) -> None:
                 if block.host:
-                    block.move(Span(step + 1, step + 1), values, whole, chunk)
+                    block.move(Span(step + 1, step + 1), values, whole, block.rows(chunk))
 
             return block.sum(planned, whole, store, in_place=True)
         homes = block.group.homes(Kind.DQ_CAST, "dq", self.chunking.store)

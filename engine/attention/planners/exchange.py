@@ -39,6 +39,7 @@ class Exchange:
     """Who exchanges: `rows[i]` tokens in the block of ring member i, in `chunks`; kv heads may be `replicated`.
 
     last_homes   for a reversed ring: whose block ring member i holds last (kept as kv_last); else empty
+    asking       a forward pass run again: how many first rows of each block ask; of the others, out and lse were kept
     """
 
     grid: Grid
@@ -47,6 +48,7 @@ class Exchange:
     narrow_gradients: bool = False
     chunks: int = 1
     last_homes: tuple[int, ...] = ()
+    asking: tuple[int, ...] | None = None
 
     def chunk(self, ring_index: int, chunk: int) -> Rows:
         """Rows of one chunk of a ring member's block."""
@@ -82,12 +84,22 @@ class HeadGroup:
         self.ranks = exchange.grid.head_group(ring_index)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
-        """Values of the ranks' parts of the heads (of all heads if one rank has them)."""
-        count = len(self.ranks)
+        """Values of the ranks' parts of the heads (of all heads if one rank has them).
+
+        Sums of out and lse (ACC) have only those of the rows that ask.
+        """
+        count, rows = len(self.ranks), self.rows_of(kind, rows)
         return [
             self.builder.value(rank, Home(kind, HeadPart(head, count) if count > 1 else None, where), rows, pin)
             for head, rank in enumerate(self.ranks)
         ]
+
+    def rows_of(self, kind: Kind, rows: Rows) -> Rows:
+        """Those of some rows of the block that values of a kind have."""
+        if kind != Kind.ACC or self.exchange.asking is None:
+            return rows
+        asking = self.exchange.asking[self.ring_index]
+        return Rows(min(rows.start, asking), min(rows.stop, asking))
 
     def block(self, kind: Kind, where: Where = "device", pin: str | None = None) -> list[Value]:
         """As `parts`, of the whole block."""
@@ -165,7 +177,10 @@ class HeadGroup:
 
 
 def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[int] | None = None) -> AttentionPlan:
-    """Forward plan. Pins q, kv, out (all heads, own piece); ring_q, ring_kv, saved (part of the heads, whole block)."""
+    """Forward plan. Pins q, kv, out (all heads, own piece); ring_q, ring_kv, saved (part of the heads, whole block).
+
+    Run again (`exchange.asking`), `saved` is an input too: the rows that do not ask are there, the others are written.
+    """
     work = _Exchanged(exchange, PlanBuilder("forward", exchange.grid.size, only))
     keeps_last = bool(exchange.last_homes)
     query, sums = work.blocks(Kind.Q, "ring_q"), work.blocks(Kind.ACC)
@@ -175,7 +190,7 @@ def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[
         group.gather(Span(0, 0), group.homes(Kind.KV, "kv"), ring_kv)
     last = work.attend(attend, query, kv, sums, kv_last=work.last_blocks() if keeps_last else None)
     for group, acc, saved in zip(work.groups, sums, work.blocks(Kind.SAVED, "saved"), strict=True):
-        group.each(last, "copy", saved, acc)
+        group.each(last, "copy", saved, acc, acc[0].rows)
         out = group.block(Kind.OUT)
         group.each(last, "copy", out, saved)
         group.scatter(Span(last, last), out, group.homes(Kind.OUT, "out"), "copy")

@@ -21,7 +21,7 @@ Tail: the last gradients' way home has no tile to hide behind, one outer and one
 of the own node for it. Reversed: forward leaves the last block it held, which backward starts from instead of the own
 one; blocks come home with their gradients: one inner hop fewer, nothing without a tile to hide behind. Forward
 then carries all rows that anybody needs to the end, and backward carries them home, where "same" sends on less and
-less.
+less. A forward pass that runs again for some queries carries what these need, and the last block comes in one message.
 
 Only rows that somebody needs are sent, and only visits with something to compute are made.
 Sources: Liu et al. 2023 (Ring Attention), Brandon et al. 2023 (striped), Gu et al. 2024 (LoongTrain's double ring),
@@ -154,7 +154,10 @@ def initialise_sums(builder: PlanBuilder | Lane, operands: Operands) -> None:
 
 
 def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder) -> Operands:
-    """Inputs and outputs of a plan that is nothing but one circulation, pinned under their names."""
+    """Inputs and outputs of a plan that is nothing but one circulation, pinned under their names.
+
+    Where the mask stops queries at a position, acc has the rows before it only.
+    """
     layout = visibility.layout
 
     def pinned(kind: Kind, *, last: bool = False) -> list[Value]:
@@ -166,7 +169,9 @@ def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder) ->
         kv = pinned(Kind.KV, last=ring.keeps_last)
         return Operands(pinned(Kind.QX), kv, pinned(Kind.DQ), pinned(Kind.DKV))
     kv_last = pinned(Kind.KV, last=True) if ring.keeps_last else []
-    return Operands(pinned(Kind.Q), pinned(Kind.KV), pinned(Kind.ACC), [], kv_last)
+    asked = [Rows(0, visibility.query_rows(rank)) for rank in range(layout.size)]
+    sums = [builder.value(rank, Kind.ACC, rows, Kind.ACC.value) for rank, rows in enumerate(asked)]
+    return Operands(pinned(Kind.Q), pinned(Kind.KV), sums, [], kv_last)
 
 
 class _Visit(NamedTuple):
@@ -221,6 +226,11 @@ class _Circulation:
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}
         self.wire_kind = narrow[self.gradient_kind] if ring.narrow_gradients else self.gradient_kind
         self.needed = NeededRows(visibility, circulates)
+        # All queries take part in the backward pass that starts from the last block, even if only some do now.
+        whole = Visibility(visibility.mask.all_queries(), visibility.layout)
+        self.needed_last = NeededRows(whole, circulates)
+        # If only some ask, few rows travel the whole way, and the last block better comes by itself.
+        self.shortcut = ring.keeps_last and not self.backward and visibility.mask.query_stop is not None
         self.order = self._order()
         self.first_step = {cycle: step for step, (cycle, index) in enumerate(self.order) if index == 0}
 
@@ -250,17 +260,21 @@ class _Circulation:
         return self.ring.visitor(home, cycle, index)
 
     def _visits(self, home: int) -> list[_Visit]:
-        rows = Rows(0, self.visibility.layout.rows(home))
-        needed = self.needed.of(home)
-        if self.ring.whole_blocks:
-            needed = [rows if rows.stop else None] * self.ring.size
+        needed = self._needed(home, self.needed)
         visits = []
         for step, (cycle, index) in enumerate(self.order):
             rank = self._rank(home, cycle, index)
             visits.append(_Visit(cycle, index, rank, step, needed[rank], rank == home))
         if self.ring.keeps_last and not self.backward:
-            visits[-1] = visits[-1]._replace(rows=hull(needed))
+            visits[-1] = visits[-1]._replace(rows=hull(self._needed(home, self.needed_last)))
         return visits
+
+    def _needed(self, home: int, needed: NeededRows) -> list[Rows | None]:
+        """By rank: rows of the block of `home` that are sent there."""
+        if self.ring.whole_blocks:
+            rows = self.visibility.layout.rows(home)
+            return [Rows(0, rows) if rows else None] * self.ring.size
+        return needed.of(home)
 
     # ---- payload ------------------------------------------------------------------------------------------------
 
@@ -268,7 +282,11 @@ class _Circulation:
         """Messages that bring the block to all who need it."""
         start = entry = journey.visits[0]
         journey.held[start.step] = self.payload[start.rank]
-        cycles = _by_cycle(visit for visit in journey.visits[1:] if visit.rows)
+        passed_on = journey.visits[1:]
+        if self.shortcut:
+            *passed_on, last = passed_on
+            self._send_last(journey, start, last)
+        cycles = _by_cycle(visit for visit in passed_on if visit.rows)
         later = _from_here_on([hull(visit.rows for visit in readers) for readers in cycles.values()])
         for (cycle, readers), rows in zip(cycles.items(), later, strict=True):
             if cycle > entry.cycle:
@@ -282,6 +300,16 @@ class _Circulation:
                 step = reader.step - 1
                 self._pass_on(journey, (step, step, Channel.PAYLOAD_INNER), before, reader, rows)
                 before = reader
+
+    def _send_last(self, journey: _Journey, start: _Visit, last: _Visit) -> None:
+        """The message that brings the block straight to who keeps it, hidden behind the tiles of the last cycle."""
+        if last.rows is None:
+            return
+        if last.rank // self.ring.inner == start.rank // self.ring.inner:
+            when = (last.step - 1, last.step - 1, Channel.PAYLOAD_INNER)
+        else:
+            when = (min(self.first_step[last.cycle], last.step - 1), last.step - 1, Channel.PAYLOAD_OUTER)
+        self._pass_on(journey, when, start, last, last.rows)
 
     def _pass_on(
         self, journey: _Journey, when: tuple[int, int, Channel], before: _Visit, after: _Visit, rows: Rows

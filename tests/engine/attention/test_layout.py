@@ -14,7 +14,7 @@ from engine.attention.layout import Layout, Segment, build_layout, piece_rows, s
 from engine.attention.mask import Mask, Visibility
 from engine.errors import ConfigError
 
-NAMES = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"])
+NAMES = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"])
 
 
 @st.composite
@@ -25,9 +25,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     mask = Mask(
         real, window=draw(st.none() | st.integers(1, 50)), documents=(0, *sorted(s for s in starts if s < real))
     )
-    return build_layout(
-        name, seq_len, size, masks=(mask,), chunks=draw(st.integers(1, 5)) if name == "chunk_cyclic" else 1
-    )
+    chunks = draw(st.integers(1, 5)) if name == "chunk_cyclic" else 1
+    split_at = draw(st.integers(0, seq_len)) if name == "split_zigzag" else 0
+    return build_layout(name, seq_len, size, masks=(mask,), chunks=chunks, split_at=split_at)
 
 
 @settings(deadline=None)
@@ -69,6 +69,34 @@ def test_per_document_gives_every_rank_equal_work_of_every_document() -> None:
 
 def test_per_document_of_one_document_is_zigzag() -> None:
     assert build_layout("per_document", 64, 4).segments == build_layout("zigzag", 64, 4).segments
+
+
+@given(layouts(), st.integers(0, 210))
+@settings(deadline=None)
+def test_rows_before_a_position_are_the_first_ones(layout: Layout, position: int) -> None:
+    for rank in range(layout.size):
+        first = layout.rows_before(rank, position)
+        assert (layout.positions(rank) < position).tolist() == [row < first for row in range(layout.rows(rank))]
+
+
+def test_a_zigzag_split_at_an_end_is_whole() -> None:
+    for split_at in (0, 64):
+        split = build_layout("split_zigzag", 64, 4, split_at=split_at)
+        assert split.segments == build_layout("zigzag", 64, 4).segments
+
+
+def test_a_split_zigzag_is_two_zigzags() -> None:
+    layout = build_layout("split_zigzag", 16, 2, split_at=8)
+    assert [layout.positions(rank).tolist() for rank in range(2)] == [
+        [0, 1, 6, 7, 8, 9, 14, 15],
+        [2, 3, 4, 5, 10, 11, 12, 13],
+    ]
+
+
+@pytest.mark.parametrize(("name", "split_at"), [("split_zigzag", 9), ("split_zigzag", -1), ("zigzag", 4)])
+def test_a_border_that_does_not_fit_is_refused(name: str, split_at: int) -> None:
+    with pytest.raises(ConfigError, match=f"got split_at={split_at}"):
+        build_layout(name, 8, 2, split_at=split_at)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 6))

@@ -27,10 +27,13 @@ def masks(draw: st.DrawFn, max_len: int = 40) -> Mask:
     blocks = draw(st.none() | st.builds(BlockList.from_pairs, st.integers(1, 9), st.frozensets(pair, max_size=20)))
     window = draw(OPTIONAL_WINDOW)
     sink = draw(st.integers(0, 6)) if window else 0
-    return Mask(seq_len, draw(st.booleans()), window, documents, blocks, sink)
+    whole = Mask(seq_len, draw(st.booleans()), window, documents, blocks, sink)
+    return whole.queries_before(draw(st.integers(0, seq_len + 2))) if draw(st.booleans()) else whole
 
 
-LAYOUTS = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced"])
+LAYOUTS = st.sampled_from(
+    ["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
+)
 
 
 @st.composite
@@ -38,7 +41,8 @@ def masks_with_layouts(draw: st.DrawFn) -> Visibility:
     mask, name = draw(masks()), draw(LAYOUTS)
     chunks = draw(st.integers(1, 4)) if name == "chunk_cyclic" else 1
     padded = mask.seq_len + draw(st.integers(0, 5))
-    return Visibility(mask, build_layout(name, padded, draw(st.integers(1, 5)), masks=(mask,), chunks=chunks))
+    size, split_at = draw(st.integers(1, 5)), draw(st.integers(0, padded)) if name == "split_zigzag" else 0
+    return Visibility(mask, build_layout(name, padded, size, masks=(mask,), chunks=chunks, split_at=split_at))
 
 
 @settings(max_examples=500, deadline=None)

@@ -50,7 +50,7 @@ def method_and_mask(
     )
     method = resolve_attention(config, topology)
     documents = STARTS if config.attention.documents else ()
-    (layer,) = attention_layers(config.attention, method, ROWS, documents)
+    (layer,) = attention_layers(config, method, documents)
     return layer.method, layer.mask
 
 

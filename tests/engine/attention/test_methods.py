@@ -22,7 +22,7 @@ def plans_of(seq_len: int, topology: Topology, **attention: object) -> tuple[Pla
         attention=AttentionConfig(**attention),  # type: ignore[arg-type]
         train=TrainConfig(seq_len=seq_len),
     )
-    (layer,) = attention_layers(config.attention, resolve_attention(config, topology), seq_len)
+    (layer,) = attention_layers(config, resolve_attention(config, topology))
     blocks = divide_sequence(layer.method, seq_len, [layer.mask])
     return plan_method(layer.method, layer.mask, blocks), layer.mask, blocks
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.methods import padded_length
+from engine.attention.lengths import padded_length
 from engine.attention.plan import LinkBytes
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.errors import ConfigError
 from engine.flops import attention_pairs
 from engine.simulate.machine import MACHINES
@@ -120,13 +120,69 @@ def test_layers_that_differ_are_planned_each() -> None:
     assert preview.visible_pairs == (2 * causal + 6 * full) / 8
 
 
+def preview_with(memory: MemoryConfig, preset: str = "ring") -> AttentionPreview:
+    config = replace(config_of(preset), memory=memory)
+    return preview_attention(config, Topology(1, 4), MACHINES["cpu"])
+
+
+def test_attention_that_runs_again_is_part_of_the_step() -> None:
+    half = MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=0.5)
+    preview = preview_with(half)
+    (layer,) = preview.layers
+    again = layer.recompute
+    assert again is not None
+    assert again.visible_pairs == attention_pairs("causal", TOKENS // 2)
+    assert again.balance == 1.0
+    document = json.loads(json.dumps(preview.to_dict()))
+    assert document["recompute"] == {
+        "queries_before": TOKENS // 2,
+        "steps": again.steps,
+        "tiles": again.tiles,
+        "visible_pairs": again.visible_pairs,
+        "balance": 1.0,
+    }
+    assert document["layers"][0]["passes"]["recompute"]["tiles"] == again.tiles
+    sent = document["bytes_per_layer"]
+    assert 0 < sent["recompute"]["intra"] < sent["forward"]["intra"]
+    time = preview.time_to_dict()
+    assert time is not None
+    assert time["per_layer"]["recompute"]["seconds"] < time["per_layer"]["forward"]["seconds"]
+    assert math.isclose(time["seconds"], 8 * sum(one["seconds"] for one in time["per_layer"].values()))
+    assert layer.total_s is not None
+    assert math.isclose(time["seconds"], 8 * layer.total_s)
+
+
+def test_a_layer_that_keeps_everything_has_no_recompute_pass() -> None:
+    preview = preview_with(MemoryConfig(activation_checkpoint="none"))
+    assert preview.layers[0].recompute is None
+    document = preview.to_dict()
+    assert "recompute" not in document
+    assert set(document["layers"][0]["passes"]) == {"forward", "backward"}
+
+
+def test_a_pass_of_no_queries_costs_nothing() -> None:
+    preview = preview_with(MemoryConfig(activation_checkpoint="attn_out"))
+    again = preview.layers[0].recompute
+    assert again is not None
+    assert (again.steps, again.tiles, again.visible_pairs, again.balance) == (0, 0, 0, 1.0)
+    assert again.all_links == LinkBytes()
+    assert again.timeline is not None
+    assert again.timeline.total_s == 0.0
+
+
+def test_all_of_a_forward_pass_that_runs_again_costs_as_much() -> None:
+    (layer,) = preview_with(MemoryConfig(activation_checkpoint="full"), "burst").layers
+    assert layer.recompute == replace(layer.forward, direction="recompute")
+
+
 def test_time_needs_a_machine() -> None:
     assert preview_of("ring").time_to_dict() is None
     topology = Topology(1, 4)
     time = preview_attention(config_of("ring"), topology, MACHINES["cpu"]).time_to_dict()
     assert time is not None
     assert time["layers"] == 8
-    one = sum(time["per_layer"][name]["seconds"] for name in ("forward", "backward"))
+    # The default policy keeps the inputs of layers only, so that attention runs forward twice.
+    one = sum(time["per_layer"][name]["seconds"] for name in ("forward", "recompute", "backward"))
     assert math.isclose(time["seconds"], 8 * one)
     assert 0 <= time["exposed_s"] < time["seconds"]
 

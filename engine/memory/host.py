@@ -1,0 +1,183 @@
+"""Host memory for activations: the one place that allocates it, a budget, and buffers that are used again.
+
+Pinned memory comes from torch's caching host allocator, which rounds every size up to a power of two
+(CachingHostAllocator.h of torch 2.11 to 2.13; a setting ends that above a threshold, but then a cached block may be
+given out for a request that it is too small for, pytorch#192722). 5 GiB in one piece would thus cost 8. So what is
+stored is cut into pieces that are powers of two themselves, 4 + 1 GiB, and the budget counts what is really taken.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MOST_PIECES = 4  # the last one is rounded up: less than an eighth is lost
+SMALLEST_PIECE_BYTES = 1 << 16
+_MARK = "_burst_host_memory"
+
+
+class HostMemoryError(MemoryError):
+    """Host memory for activations would exceed its limit; ends a run as `oom`.
+
+    asked_bytes, in_use_bytes, limit_bytes   of the allocation that failed, of what there was, of all there may be
+    """
+
+    def __init__(self, asked_bytes: int, in_use_bytes: int, limit_bytes: int) -> None:
+        self.asked_bytes, self.in_use_bytes, self.limit_bytes = asked_bytes, in_use_bytes, limit_bytes
+        super().__init__(
+            f"host memory for activations is used up: {asked_bytes:,} bytes more were asked for, {in_use_bytes:,} "
+            f"bytes are in use, this rank's limit is {limit_bytes:,} bytes. Raise memory.host_bytes, choose a "
+            "memory.activation_checkpoint that keeps less (seq_fraction, full), or set memory.activation_store=device."
+        )
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Uninitialised tensor in host memory, known as such to `lies_in_host_memory`.
+
+    All host memory of activations comes from here, so that it can be told from device memory on a CPU as well. Usable
+    in training even if an evaluation in inference mode asks for it. `pinned` needs a GPU.
+    """
+    with torch.inference_mode(False):
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    # Python's object of a storage lives as long as the memory, and all views find the same one.
+    setattr(tensor.untyped_storage(), _MARK, True)
+    return tensor
+
+
+def lies_in_host_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's memory was allocated by `host_empty`."""
+    return getattr(tensor.untyped_storage(), _MARK, False) is True
+
+
+def allocated_bytes(size_bytes: int, *, pinned: bool) -> int:
+    """Bytes that an allocation of `size_bytes` takes."""
+    return _power_of_two(size_bytes) if pinned and size_bytes else size_bytes
+
+
+def piece_sizes(size_bytes: int, *, pinned: bool) -> tuple[int, ...]:
+    """Sizes of the allocations that hold `size_bytes` bytes one after the other; together at least as many.
+
+    One of exactly this size if it is not pinned; else powers of two, the largest first, at most `MOST_PIECES`.
+    """
+    if not pinned or size_bytes == 0:
+        return (size_bytes,) if size_bytes else ()
+    sizes: list[int] = []
+    rest = size_bytes
+    while rest > SMALLEST_PIECE_BYTES and len(sizes) < MOST_PIECES - 1:
+        sizes.append(1 << (rest.bit_length() - 1))
+        rest -= sizes[-1]
+    return (*sizes, _power_of_two(rest)) if rest else tuple(sizes)
+
+
+class HostBudget:
+    """Counts bytes of host memory, now and at most, and refuses to pass a limit (None: there is none)."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.in_use_bytes = 0
+        self.peak_bytes = 0
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes more are allowed."""
+        return self.limit_bytes is None or self.in_use_bytes + size_bytes <= self.limit_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        """Counts bytes that are about to be allocated; HostMemoryError if they are too many."""
+        if self.limit_bytes is not None and not self.has_room(size_bytes):
+            raise HostMemoryError(size_bytes, self.in_use_bytes, self.limit_bytes)
+        self.in_use_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+
+    def release(self, size_bytes: int) -> None:
+        """Counts bytes that were freed."""
+        assert size_bytes <= self.in_use_bytes, (size_bytes, self.in_use_bytes)
+        self.in_use_bytes -= size_bytes
+
+
+class HostPool:
+    """Buffers in host memory, by size; those given back are used again, because pinning memory is slow.
+
+    Training asks for the same sizes at every step, so from the second step on nothing is allocated. The budget counts
+    idle buffers too; when it has no room for a new one, idle ones of other sizes are freed. A buffer may be written as
+    soon as it is taken: whoever gives it back orders what comes after (see `HostStore`), so a pool has one user.
+    """
+
+    def __init__(
+        self,
+        budget: HostBudget | None = None,
+        *,
+        pinned: bool = False,
+        allocate: Callable[..., Tensor] = host_empty,
+    ) -> None:
+        self.budget = budget or HostBudget()
+        self.pinned = pinned
+        self._allocate = allocate
+        self._idle: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._in_use_bytes = 0
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the buffers that were taken and not given back."""
+        return self._in_use_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that wait to be used again."""
+        return sum(self._cost(size) * len(buffers) for size, buffers in self._idle.items())
+
+    def take(self, size_bytes: int) -> tuple[Tensor, ...]:
+        """Uninitialised buffers, uint8, that hold `size_bytes` one after the other, see `piece_sizes`.
+
+        HostMemoryError if the budget does not allow it; nothing is taken then.
+        """
+        taken: list[Tensor] = []
+        try:
+            for size in piece_sizes(size_bytes, pinned=self.pinned):
+                taken.append(self._idle[size].pop() if self._idle[size] else self._new(size))
+                self._in_use_bytes += self._cost(size)
+        except BaseException:
+            self.give_back(taken)
+            raise
+        return tuple(taken)
+
+    def give_back(self, buffers: tuple[Tensor, ...] | list[Tensor]) -> None:
+        """The end of using what `take` gave."""
+        for buffer in buffers:
+            self._idle[buffer.numel()].append(buffer)
+            self._in_use_bytes -= self._cost(buffer.numel())
+
+    def trim(self) -> None:
+        """Frees all idle buffers."""
+        self.budget.release(self.idle_bytes)
+        self._idle.clear()
+        if self.pinned:
+            _empty_pinned_cache()
+
+    def _new(self, size: int) -> Tensor:
+        cost = self._cost(size)
+        if not self.budget.has_room(cost) and self.idle_bytes:
+            self.trim()
+        self.budget.reserve(cost)
+        try:
+            return self._allocate((size,), torch.uint8, pinned=self.pinned)
+        except BaseException:
+            self.budget.release(cost)
+            raise
+
+    def _cost(self, size: int) -> int:
+        return allocated_bytes(size, pinned=self.pinned)
+
+
+def _power_of_two(size_bytes: int) -> int:
+    """The smallest power of two that is not below `size_bytes`, which is positive."""
+    return 1 << (size_bytes - 1).bit_length()
+
+
+def _empty_pinned_cache() -> None:
+    """Makes torch give freed pinned memory back to the system; else it stays pinned in its cache."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        empty()

@@ -1,0 +1,79 @@
+"""Checkpoint policies: what every layer keeps for its backward pass and what it computes again. Standard library only.
+
+    policy               keeps                                              computes again
+    none                 everything                                         nothing
+    full                 its input                                          everything, attention too
+    attn_out             its input, attention's out and lse                 all but attention
+    seq_fraction         its input, out and lse of the last part of the     the linear work, and attention of the
+                         sequence (kept_fraction, rho)                      first part: (1 - rho)**2 of causal
+    attn_out_every       out and lse; its input only every k-th layer       the linear work, and the inputs in between
+
+Sources: Chen et al. 2016 (full), Gu et al. 2024 (attn_out: Selective Checkpoint++), Sun et al. 2025 (BurstEngine's
+sequence-level selective checkpointing); attn_out_every is ours: between two kept inputs the residual stream follows
+from attention's results by linear work alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from engine.config import CheckpointKind, MemoryConfig
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """What one layer keeps.
+
+    place, group_size   attn_out_every: the layer's place in its group; place 0 keeps the group's input
+    """
+
+    kind: CheckpointKind
+    place: int = 0
+    group_size: int = 1
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the layer's own input is kept."""
+        return self.place == 0
+
+
+def policy_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
+    """Kinds of policy of the layers in turn. Raises ConfigError while it is `auto`."""
+    if memory.checkpoint_layers:
+        return memory.checkpoint_layers
+    if memory.activation_checkpoint == "auto":
+        raise ConfigError(
+            "memory.activation_checkpoint=auto is settled by `burst launch` before ranks start; "
+            "start with it, or name a policy such as full or attn_out"
+        )
+    return (memory.activation_checkpoint,)
+
+
+def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:
+    """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`."""
+    turn = policy_kinds(memory)
+    kinds = [turn[index % len(turn)] for index in range(num_layers)]
+    policies: list[LayerPolicy] = []
+    for kind, run in groupby(kinds):
+        count = len(list(run))
+        size = memory.every_layers if kind == "attn_out_every" else 1
+        for index in range(count):
+            first = index - index % size
+            policies.append(LayerPolicy(kind, index % size, min(size, count - first)))
+    return tuple(policies)
+
+
+def recompute_before(kind: CheckpointKind, memory: MemoryConfig, seq_len: int, multiple: int = 1) -> int | None:
+    """Queries at positions before this one are attended again in backward; None: the layer keeps everything.
+
+    0: nobody is; seq_len: all are. Under seq_fraction the cut is rounded to a multiple of `multiple` tokens.
+    """
+    if kind == "none":
+        return None
+    if kind in ("attn_out", "attn_out_every"):
+        return 0
+    if kind == "full":
+        return seq_len
+    return min(seq_len, multiple * round((1.0 - memory.kept_fraction) * seq_len / multiple))

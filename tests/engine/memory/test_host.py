@@ -1,0 +1,156 @@
+"""Host memory for activations: counted exactly, bounded, used again, and told from device memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention.buffers import BufferPool, allocate_tensor, compute_place
+from engine.memory.host import (
+    MOST_PIECES,
+    HostBudget,
+    HostMemoryError,
+    HostPool,
+    allocated_bytes,
+    host_empty,
+    lies_in_host_memory,
+    piece_sizes,
+)
+from engine.run.rank_errors import describe_error
+
+CPU = torch.device("cpu")
+KIB = 1 << 10
+
+
+class Pageable:
+    """host_empty of a machine without a GPU for a pool that thinks its memory is pinned; counts."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        self.sizes.append(shape[0])
+        return host_empty(shape, dtype, pinned=False)
+
+
+def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
+    memory = host_empty((4, 6), torch.float32, pinned=False)
+    view = memory[1:].t().view(torch.int32)
+    assert (memory.shape, memory.dtype) == ((4, 6), torch.float32)
+    assert lies_in_host_memory(view)
+    assert not lies_in_host_memory(memory.clone())
+
+
+def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
+    for where, expected in (("host", True), ("device", False)):
+        place = compute_place(CPU, where)
+        with BufferPool().lease() as lease:
+            assert lies_in_host_memory(lease.empty((3, 2), torch.float32, place)) is expected
+        assert lies_in_host_memory(allocate_tensor((3, 2), torch.float32, place)) is expected
+
+
+def test_memory_first_used_in_an_evaluation_serves_training() -> None:
+    with torch.inference_mode():
+        memory = host_empty((3,), torch.float32, pinned=False)
+    memory.add_(torch.ones(3, requires_grad=True).detach())
+
+
+@given(st.integers(0, 1 << 44))
+def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_would_double(size: int) -> None:
+    pieces = piece_sizes(size, pinned=True)
+    assert len(pieces) <= MOST_PIECES
+    assert list(pieces) == sorted(pieces, reverse=True)
+    assert sum(pieces) == sum(allocated_bytes(piece, pinned=True) for piece in pieces)  # nothing is rounded
+    assert size <= sum(pieces)
+    assert sum(pieces) - size < max(size / 8, 64 * KIB)
+    assert sum(pieces[:-1]) < size or not pieces  # no piece is superfluous
+
+
+def test_other_memory_comes_in_one_piece_of_its_size() -> None:
+    assert [piece_sizes(size, pinned=False) for size in (0, 1, 5 << 30)] == [(), (1,), (5 << 30,)]
+    assert [allocated_bytes(5, pinned=pinned) for pinned in (False, True)] == [5, 8]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
+    allocate = Pageable()
+    pool = HostPool(pinned=pinned, allocate=allocate)
+    sizes = [300 * KIB, 300 * KIB, 64 * KIB, 5]
+    for _ in range(3):
+        for buffers in [pool.take(size) for size in sizes]:
+            pool.give_back(buffers)
+        if pool.in_use_bytes == 0:
+            first = list(allocate.sizes)
+    assert allocate.sizes == first
+    assert pool.idle_bytes == pool.budget.in_use_bytes == pool.budget.peak_bytes == sum(allocate.sizes)
+
+
+def test_buffers_in_use_are_never_handed_out_again() -> None:
+    pool = HostPool()
+    first, second = pool.take(100), pool.take(100)
+    pool.give_back(first)
+    third = pool.take(100)
+    assert third[0] is first[0]
+    assert second[0].data_ptr() != third[0].data_ptr()
+    assert (pool.in_use_bytes, pool.idle_bytes) == (200, 0)
+
+
+def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_as_oom() -> None:
+    pool = HostPool(HostBudget(1000))
+    pool.take(700)
+    with pytest.raises(HostMemoryError) as caught:
+        pool.take(400)
+    text = str(caught.value)
+    named = ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
+    assert [words for words in named if words not in text] == []
+    assert describe_error(caught.value)["kind"] == "oom"
+    assert (pool.in_use_bytes, pool.budget.in_use_bytes) == (700, 700)
+    assert pool.take(300)[0].numel() == 300
+
+
+def test_idle_buffers_make_way_for_others_under_the_limit() -> None:
+    pool = HostPool(HostBudget(1000))
+    pool.give_back(pool.take(900))
+    assert pool.take(950)[0].numel() == 950
+    assert (pool.idle_bytes, pool.budget.in_use_bytes, pool.budget.peak_bytes) == (0, 950, 950)
+
+
+def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
+    pool = HostPool(HostBudget(300 * KIB), pinned=True, allocate=Pageable())
+    with pytest.raises(HostMemoryError):
+        pool.take(384 * KIB)  # 256 fit, 128 do not
+    assert pool.in_use_bytes == 0
+    assert len(pool.take(256 * KIB)) == 1
+
+
+def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+def test_an_allocation_that_fails_is_not_counted() -> None:
+    pool = HostPool(allocate=out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pool.take(8)
+    assert (pool.in_use_bytes, pool.budget.in_use_bytes) == (0, 0)
+
+
+def test_budgets_can_be_shared() -> None:
+    budget = HostBudget(100)
+    first, second = HostPool(budget), HostPool(budget)
+    first.take(60)
+    with pytest.raises(HostMemoryError):
+        second.take(60)
+    assert second.take(40)[0].numel() == 40
+    assert budget.in_use_bytes == 100
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_pieces_are_not_rounded_up() -> None:
+    pool = HostPool(pinned=True)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    buffers = pool.take(5 << 20)
+    assert [buffer.is_pinned() for buffer in buffers] == [True, True]
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before <= 5 << 20

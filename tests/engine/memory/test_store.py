@@ -1,0 +1,183 @@
+"""Activation stores: values come back, memory goes, whatever order forward and backward passes take."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.attention.staging import NoStreams
+from engine.memory.host import HostBudget, HostMemoryError, HostPool
+from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, ReleasedError, host_store
+
+CPU = torch.device("cpu")
+STORES = {
+    "device": DeviceStore,
+    "host": lambda: host_store(CPU),
+    "host, overlapped": lambda: HostStore(CPU, NoStreams(), HostPool()),
+}
+every_store = pytest.mark.parametrize("make", list(STORES.values()), ids=list(STORES))
+MakeStore = Callable[[], ActivationStore]
+
+
+def numbers(count: int, start: float = 0.0) -> Tensor:
+    return torch.arange(count, dtype=torch.float32) + start
+
+
+@every_store
+def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
+    tensors = [
+        numbers(24).view(2, 3, 4).transpose(0, 2),
+        numbers(7).to(torch.bfloat16)[::2],
+        torch.tensor([True, False, True]),
+        torch.tensor(5),
+        torch.empty(0, 3),
+        numbers(1).expand(4, 3),
+    ]
+    store = make()
+    kept = store.keep(tensors)
+    store.keep([numbers(50)])
+    for _ in range(2):
+        fetched = kept.fetch()
+        for got, want in zip(fetched, tensors, strict=True):
+            assert got.dtype == want.dtype
+            assert got.is_contiguous()
+            assert torch.equal(got, want)
+
+
+@every_store
+def test_what_is_kept_has_no_graph(make: MakeStore) -> None:
+    (fetched,) = make().keep([numbers(3).requires_grad_() * 2]).fetch()
+    assert not fetched.requires_grad
+
+
+@every_store
+@pytest.mark.parametrize("part", [slice(2, 5), slice(None, None, 2)])
+def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) -> None:
+    store, whole = make(), numbers(1000).view(10, 100)
+    memory = weakref.ref(whole.untyped_storage())
+    kept = store.keep([whole[part]])
+    del whole
+    if isinstance(store, HostStore):
+        store.settle()
+    assert memory() is None
+    assert torch.equal(kept.fetch()[0], numbers(1000).view(10, 100)[part])
+
+
+def test_the_device_store_copies_nothing_that_fills_its_memory() -> None:
+    tensor = numbers(6).view(2, 3)
+    assert DeviceStore().keep([tensor]).fetch()[0].data_ptr() == tensor.data_ptr()
+
+
+@every_store
+def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) -> None:
+    kept = make().keep([numbers(3)])
+    kept.release()
+    kept.release()
+    kept.prefetch()
+    with pytest.raises(ReleasedError, match="second time"):
+        kept.fetch()
+    assert issubclass(ReleasedError, RuntimeError)
+
+
+def test_on_a_cpu_the_tensor_is_freed_as_soon_as_it_is_kept() -> None:
+    store, tensor = host_store(CPU), numbers(100)
+    memory = weakref.ref(tensor.untyped_storage())
+    kept = store.keep([tensor])
+    del tensor
+    assert memory() is None
+    assert store.in_use_bytes == 400
+    kept.release()
+    assert store.in_use_bytes == 0
+
+
+def test_a_step_like_the_last_one_allocates_no_host_memory() -> None:
+    pool = HostPool()
+    store = HostStore(CPU, NoStreams(), pool)
+    for step in range(3):
+        for kept in [store.keep([numbers(100), numbers(10)]) for _ in range(4)][::-1]:
+            kept.fetch()
+            kept.release()
+        assert (store.in_use_bytes, pool.idle_bytes, store.peak_bytes) == (0, 1760, 1760), step
+
+
+def test_what_is_still_in_use_is_not_loaded_again() -> None:
+    kept = host_store(CPU).keep([numbers(10)])
+    first = kept.fetch()
+    assert kept.fetch()[0].data_ptr() == first[0].data_ptr()
+    memory = weakref.ref(first[0].untyped_storage())
+    del first
+    assert memory() is None  # the store does not hold it
+    assert torch.equal(kept.fetch()[0], numbers(10))
+
+
+def backward(kept: list[Kept], start: float) -> None:
+    """Fetches and releases in backward's order, and checks."""
+    while kept:
+        layer = len(kept) - 1
+        entry = kept.pop()
+        assert torch.equal(entry.fetch()[0], numbers(10, start + layer))
+        entry.release()
+
+
+@every_store
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_micro_batches_in_flight_and_dropped_passes_do_not_mix(make: MakeStore, order: tuple[int, int]) -> None:
+    store = make()
+    passes = [[store.keep([numbers(10, 100.0 * batch + layer)]) for layer in range(4)] for batch in range(2)]
+    evaluation = [store.keep([numbers(10, -1.0)]) for _ in range(4)]
+    evaluation[2].fetch()
+    del evaluation
+    for batch in order:
+        backward(passes[batch], 100.0 * batch)
+    if isinstance(store, HostStore):
+        assert store.in_use_bytes == 0
+
+
+def run_until_it_fails(store: HostStore) -> None:
+    entries = [store.keep([numbers(10)]) for _ in range(5)]
+    entries[4].fetch()
+    entries[3].release()
+    cycle = [entries]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    raise ValueError("in the middle of backward")
+
+
+def test_after_an_exception_all_buffers_return() -> None:
+    store = HostStore(CPU, NoStreams(), HostPool())
+    with pytest.raises(ValueError, match="in the middle"):
+        run_until_it_fails(store)
+    gc.collect()
+    assert store.in_use_bytes == 0
+    backward([store.keep([numbers(10, float(layer))]) for layer in range(5)], 0.0)
+    assert store.peak_bytes == 200
+
+
+def test_beyond_its_limit_the_store_keeps_nothing_of_the_entry_and_goes_on() -> None:
+    store = HostStore(CPU, NoStreams(), HostPool(HostBudget(100)))
+    with pytest.raises(HostMemoryError):
+        store.keep([numbers(20), numbers(10)])
+    assert store.in_use_bytes == 0
+    backward([store.keep([numbers(10)])], 0.0)
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="store for cpu was given a tensor on meta"):
+        host_store(CPU).keep([torch.empty(3, device="meta")])
+
+
+@every_store
+def test_stores_work_on_tensors_without_memory(make: MakeStore) -> None:
+    with FakeTensorMode():
+        store = make()
+        kept = [store.keep([torch.empty(4, 3), torch.empty(8, 2, dtype=torch.bfloat16)[2:]]) for _ in range(3)]
+        for entry in reversed(kept):
+            assert [tuple(tensor.shape) for tensor in entry.fetch()] == [(4, 3), (6, 2)]
+            entry.release()
+        if isinstance(store, HostStore):
+            assert (store.in_use_bytes, store.peak_bytes) == (0, 3 * (48 + 24))

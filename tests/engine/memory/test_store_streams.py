@@ -1,0 +1,259 @@
+"""Copies of the host store beside compute: no order that the events allow gives a race or a wrong number."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from stream_machine import Access, Machine, MachineStreams, access
+from torch import Tensor
+
+from engine.attention.plan import Channel
+from engine.memory.host import HostPool
+from engine.memory.store import HostStore, Kept, host_store
+
+CPU = torch.device("cpu")
+COMPUTE = (0, None)
+ELEMENTS = 16
+
+
+class Rig:
+    """A store on the stand-in machine, and a compute stream that makes what is kept and reads what is fetched."""
+
+    def __init__(self, streams=MachineStreams, **bounds: int) -> None:
+        self.machine = Machine()
+        self.pool = HostPool()
+        self.streams = streams(self.machine, 0)
+        self.store = HostStore(CPU, self.streams, self.pool, **bounds)
+        self.read: list[tuple[float, float]] = []
+
+    def keep(self, value: float) -> Kept:
+        """An entry whose tensor compute has still to make."""
+        tensor = torch.full((ELEMENTS,), torch.nan)
+        self.compute("make", tensor, lambda: tensor.fill_(value))
+        return self.store.keep([tensor])
+
+    def use(self, kept: Kept, value: float) -> None:
+        """What a layer's backward pass does with an entry."""
+        (tensor,) = kept.fetch()
+        self.compute("use", tensor, lambda: self.read.append((tensor.sum().item(), value * ELEMENTS)))
+
+    def compute(self, what: str, tensor: Tensor, body) -> None:
+        self.machine.enqueue(COMPUTE, what, access([tensor], writes=what == "make"), body)
+
+    def check(self, seed: int) -> None:
+        uses = sum(op.what == "use" for op in self.machine.ops)
+        assert self.machine.races() == []
+        self.machine.run(seed)
+        assert len(self.read) == uses > 0
+        assert all(got == want for got, want in self.read), self.read
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("copies", "loads"), [(0, 0), (1, 1), (2, 1), (9, 2)])
+def test_nothing_is_read_before_its_copy_and_no_buffer_is_written_before_its_last_read(
+    seed: int, copies: int, loads: int
+) -> None:
+    rig = Rig(copies_in_flight=copies, loads_ahead=loads)
+    order = random.Random(seed)
+    values = itertools.count(1.0)
+    for _ in range(3):  # later steps use the buffers of earlier ones
+        passes = [[(rig.keep(value), value) for value in itertools.islice(values, 3)] for _ in range(2)]
+        order.shuffle(passes)
+        for entries in passes:
+            for kept, value in reversed(entries):
+                rig.use(kept, value)
+                if order.random() < 0.3:
+                    rig.use(kept, value)
+                kept.release()
+            entries.clear()
+        rig.keep(next(values))  # dropped at once
+    assert rig.pool.budget.peak_bytes <= 7 * 4 * ELEMENTS
+    rig.check(seed)
+
+
+class FreeingStreams(MachineStreams):
+    """Notes copies without holding their tensors, and when device memory goes back to the compute stream."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        super().__init__(machine, rank)
+        self.machine = machine
+        self.watched: set[int] = set()
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        channel = self.machine.current[0]
+        accesses = [*access([source], writes=False), *access([target], writes=True)]
+        issued = max((op.number for op in self.machine.ops if op.stream == COMPUTE), default=0)
+        copy = self.machine.enqueue((0, channel), f"{channel} copy", accesses, lambda: None)
+        # Memory of a load may be what compute, so far as it was given work, has still to read.
+        assert copy.clock.get(COMPUTE, 0) >= issued
+        storage = (source if channel is Channel.TO_HOST else target).untyped_storage()
+        if id(storage) not in self.watched:
+            self.watched.add(id(storage))
+            weakref.finalize(
+                storage,
+                self._freed,
+                id(storage),
+                Access(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), True),
+            )
+
+    def _freed(self, key: int, memory: Access) -> None:
+        self.watched.remove(key)
+        self.machine.enqueue(COMPUTE, "free", [memory], lambda: None)
+
+
+def frees(rig: Rig) -> int:
+    return sum(op.what == "free" for op in rig.machine.ops)
+
+
+class ComputeAtOnce(Rig):
+    """A rig whose compute holds no tensor."""
+
+    def compute(self, what: str, tensor: Tensor, body) -> None:
+        super().compute(what, tensor, lambda: None)
+
+
+@pytest.mark.parametrize("leave", ["backward", "drop", "settle", "release"])
+@pytest.mark.parametrize(("copies", "loads"), [(0, 0), (0, 1), (2, 1), (3, 2)])
+def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int, loads: int, leave: str) -> None:
+    rig = ComputeAtOnce(FreeingStreams, copies_in_flight=copies, loads_ahead=loads)
+    entries = [rig.keep(float(layer)) for layer in range(6)]
+    assert frees(rig) == 6 - copies
+    rig.use(entries[3], 3.0)
+    rig.use(entries[2], 2.0)
+    if leave == "backward":
+        while entries:
+            kept = entries.pop()
+            rig.use(kept, float(len(entries)))
+            kept.release()
+    elif leave == "release":
+        for kept in entries:
+            kept.release()
+    elif leave == "drop":
+        entries.clear()
+    if leave in ("drop", "settle"):
+        rig.store.settle()
+    assert not rig.machine.races()
+    assert not rig.streams.watched  # all of it is free
+
+
+def test_compute_waits_for_the_oldest_copy_when_too_many_are_in_flight() -> None:
+    rig = Rig(FreeingStreams, copies_in_flight=2)
+    memory: list[weakref.ref[torch.UntypedStorage]] = []
+    entries: list[Kept] = []
+    for _ in range(5):
+        tensor = torch.zeros(ELEMENTS)
+        memory.append(weakref.ref(tensor.untyped_storage()))
+        entries.append(rig.store.keep([tensor]))
+        del tensor
+        copies = [op for op in rig.machine.ops if op.what == "d2h copy"]
+        now = rig.machine.enqueue(COMPUTE, "now", [], lambda: None)
+        assert [copy.before(now) for copy in copies] == [True] * (len(copies) - 2) + [False] * min(2, len(copies))
+    assert [reference() is not None for reference in memory] == [False, False, False, True, True]
+    entries[4].fetch()
+    assert not [op for op in rig.machine.ops if op.what == "h2d copy"]  # still on the device
+
+
+class SizeStreams(MachineStreams):
+    """Notes the sizes of what is loaded."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        super().__init__(machine, rank)
+        self.loaded: list[int] = []
+        self._channel = ""
+
+    @contextlib.contextmanager
+    def under(self, stream: Channel) -> Iterator[None]:
+        self._channel = stream
+        with super().under(stream):
+            yield
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        super().copy(source, target)
+        if self._channel is Channel.TO_DEVICE:
+            self.loaded.append(target.numel())
+
+
+def entries_of_sizes(count: int, **bounds: int) -> tuple[list[Kept], list[int], HostStore]:
+    streams = SizeStreams(Machine(), 0)
+    store = HostStore(CPU, streams, HostPool(), copies_in_flight=0, **bounds)
+    return [store.keep([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], streams.loaded, store
+
+
+def test_the_entry_kept_before_is_loaded_one_ahead() -> None:
+    entries, loaded, _ = entries_of_sizes(4, loads_ahead=1)
+    seen = []
+    while entries:
+        kept = entries.pop()
+        kept.fetch()
+        seen.append(list(loaded))
+        kept.release()
+    assert seen == [[4, 3], [4, 3, 2], [4, 3, 2, 1], [4, 3, 2, 1]]
+
+
+def test_entries_that_are_gone_are_not_loaded_and_do_not_hinder_others() -> None:
+    entries, loaded, store = entries_of_sizes(5, loads_ahead=1)
+    entries[4].fetch()
+    assert loaded == [5, 4]
+    del entries[3]
+    entries[1].fetch()
+    assert loaded == [5, 4, 2, 1]
+    assert store.in_use_bytes == 5 + 3 + 2 + 1
+
+
+def test_hints_load_no_more_than_allowed() -> None:
+    entries, loaded, store = entries_of_sizes(5, loads_ahead=2)
+    for kept in entries:
+        kept.prefetch()
+        kept.prefetch()
+    assert loaded == [1, 2]
+    store.settle()
+    entries[4].prefetch()
+    assert loaded == [1, 2, 5]
+
+
+@contextlib.contextmanager
+def host_waits_are_errors() -> Iterator[None]:
+    """torch raises when an operation makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    store, elements, layers = host_store(device), 1 << 22, 6
+    make = functools.partial(torch.full, (elements,), device=device)
+    for kept in [store.keep([make(0.0)]) for _ in range(layers)]:  # pins memory, which makes the host wait
+        kept.release()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sums = []
+    with host_waits_are_errors():
+        for start in (1.0, 101.0):
+            entries = []
+            for layer in range(layers):
+                torch.cuda._sleep(10_000_000)  # copies that do not wait for compute come too early
+                entries.append(store.keep([make(start + layer)]))
+                make(-1.0)  # overwrites memory that was freed too early
+            store.settle()
+            while entries:
+                kept = entries.pop()
+                (tensor,) = kept.fetch()
+                sums.append(tensor.mean())
+                kept.release()
+                del tensor
+                make(-2.0)
+    assert [round(value.item()) for value in sums] == [6, 5, 4, 3, 2, 1, 106, 105, 104, 103, 102, 101]
+    assert torch.cuda.max_memory_allocated() - before < 5.5 * 4 * elements
+    assert store.in_use_bytes == 0
