@@ -23,7 +23,13 @@ from typing import Literal
 
 from engine.config import ModelConfig
 
-Recomputed = Literal["none", "full", "tiles", "tiles_and_attention"]
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What backward computes again, summed over layers: parameters of matmuls per token, pairs of one sequence."""
+
+    matmul_parameters: int = 0
+    attention_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,22 +91,17 @@ def step_flops(
     seq_len: int,
     visible_pairs: int,
     sequences: int = 1,
-    recomputed: Recomputed = "none",
+    recomputed: Recomputed = Recomputed(),
 ) -> Flops:
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
-    `visible_pairs` are the pairs of ONE sequence that the mask lets through. What backward computes again, of every
-    layer: "full", all up to its last matmul, down_proj, whose result no gradient needs (torch stops there); "tiles",
-    all but attention; "tiles_and_attention", all. Of the head nothing: the loss computes its logits once.
+    `visible_pairs` are the pairs of ONE sequence and layer that the mask lets through. What is `recomputed` depends on
+    the checkpoint policies (`engine.memory.recompute`); of the head nothing: the loss computes its logits once.
     """
     forward = forward_flops(model, tokens=seq_len, pairs=visible_pairs)
     forward_full = forward_flops(model, tokens=seq_len, pairs=attention_pairs("full", seq_len))
-    again = 0
-    if recomputed != "none":
-        skipped = model.num_layers * model.hidden_size * model.ffn_hidden_size if recomputed == "full" else 0
-        again = 2 * (count_parameters(model).layer_matmuls - skipped) * seq_len
-    if recomputed in ("full", "tiles_and_attention"):
-        again += _attention_forward(model, visible_pairs)
+    again = 2 * recomputed.matmul_parameters * seq_len
+    again += 4 * model.num_heads * model.head_dim * recomputed.attention_pairs
     return Flops(
         model=3 * forward * sequences,
         model_full_attention=3 * forward_full * sequences,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.config import LossConfig, ModelConfig
 from engine.loss.head import LMHead
 from engine.model.elementwise import rms_norm, swiglu
+from engine.model.linear import Linear
 from engine.model.rope import apply_rope, rope_table
 
 # q [B, T, H, D], k and v [B, T, K, D] -> out [B, T, H, D]; softmax scale 1 / sqrt(D); differentiable.
@@ -45,17 +46,21 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, query_size)
+        self.k_proj = Linear(config.hidden_size, kv_size)
+        self.v_proj = Linear(config.hidden_size, kv_size)
+        self.o_proj = Linear(query_size, config.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D] from x [B, T, d]; cos, sin [T, D / 2]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D] from x [B, T, d]; cos, sin [T, D / 2].
+
+        `values` False: for their gradients only, see `engine.model.linear`.
+        """
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = apply_rope(self.q_proj(x).view(heads), cos, sin)
-        k = apply_rope(self.k_proj(x).view(heads), cos, sin)
-        return q, k, self.v_proj(x).view(heads)
+        # One after the other: what is not rotated yet is freed as soon as it is.
+        q = apply_rope(self.q_proj(x, values).view(heads), cos, sin, values=values)
+        k = apply_rope(self.k_proj(x, values).view(heads), cos, sin, values=values)
+        return q, k, self.v_proj(x, values).view(heads)
 
     def combine(self, out: Tensor) -> Tensor:
         """[B, T, d] from what attention gave for every head, out [B, T, H, D]."""
@@ -68,13 +73,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.ffn_hidden_size)
+        self.up_proj = Linear(config.hidden_size, config.ffn_hidden_size)
+        self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] from x [B, T, d]."""
-        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, values: bool = True) -> Tensor:
+        """[B, T, d] from x [B, T, d]; `values` False: for its gradients only."""
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)), values)
         return out
 
 
@@ -95,16 +100,22 @@ class TransformerBlock(nn.Module):
         """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions."""
         return self.finish(hidden, attention(*self.project(hidden, cos, sin)))
 
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D] of some rows, from hidden [B, T, d]; cos, sin [T, D / 2]."""
-        q, k, v = self.self_attn(self.input_layernorm(hidden), cos, sin)
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D] of some rows, from hidden [B, T, d]; cos, sin [T, D / 2].
+
+        `values` False: for their gradients only; what they hold is anything.
+        """
+        q, k, v = self.self_attn(self.input_layernorm(hidden), cos, sin, values)
         return q, k, v
 
-    def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """The layer's output [B, T, d] of some rows, from hidden [B, T, d] and attention's out [B, T, H, D]."""
+    def finish(self, hidden: Tensor, out: Tensor, values: bool = True) -> Tensor:
+        """The layer's output [B, T, d] of some rows, from hidden [B, T, d] and attention's out [B, T, H, D].
+
+        `values` False: for its gradients only; what it holds is anything.
+        """
         # Added in place to the branch's own output, which no backward needs: one buffer per branch less.
         hidden = self.self_attn.combine(out).add_(hidden)
-        branch: Tensor = self.mlp(self.post_attention_layernorm(hidden))
+        branch: Tensor = self.mlp(self.post_attention_layernorm(hidden), values)
         return branch.add_(hidden)
 
 

@@ -1,4 +1,4 @@
-"""THE order of composition: context parallel -> tensor parallel -> activation checkpoint -> compile -> FSDP2.
+"""THE order of composition: context parallel -> tensor parallel -> compile -> checkpoint policies -> FSDP2.
 
 The model knows none of this: attention over the ranks is a function it is given at every call, and tensor parallelism
 changes what its modules hold and do, never their shapes as the model sees them.
@@ -8,75 +8,98 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from engine.attention.api import ParallelAttention, build_parallel_attention
+from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig
 from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
-from engine.model.chunked import tile_layers
+from engine.memory.policy import layer_policies
+from engine.memory.store import ActivationStore, DeviceStore, host_store
+from engine.model.checkpointed import LayerManner, apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.parallel.fsdp import shard_model
+from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
-from engine.tiling import layer_tiling
+from engine.tiling import tile_tokens_of
 
 
-def build_model(config: RunConfig, mesh: Mesh) -> tuple[LlamaModel, ParallelAttention]:
+def build_model(
+    config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
+) -> tuple[LlamaModel, ParallelAttention]:
     """(the model, sharded and initialised by the seed; its attention over the cp ranks). All ranks must call.
 
     The model is built without memory, sharded, and only then given memory, so no rank ever holds all of it.
+    `attention`: as `parallelize`.
     """
-    with torch.device("meta"):
-        model = LlamaModel(config.model, config.loss)
-    attention = parallelize(model, config, mesh)
-    model.to_empty(device=mesh.device)
+    model, attention = build_empty_model(config, mesh, attention)
     init_weights(model, config.seed)
     return model, attention
 
 
-def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh) -> ParallelAttention:
-    """Changes `model` in place to run on `mesh`; returns the attention over the cp ranks to call it with."""
+def build_empty_model(
+    config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
+) -> tuple[LlamaModel, ParallelAttention]:
+    """As `build_model`, with whatever the memory of its weights holds."""
+    with torch.device("meta"):
+        model = LlamaModel(config.model, config.loss)
+    attention = parallelize(model, config, mesh, attention)
+    model.to_empty(device=parameter_device(config.memory.optimizer_store, mesh.device))
+    return model, attention
+
+
+def parallelize(
+    model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
+) -> ParallelAttention:
+    """Changes `model` in place to run on `mesh`; returns the attention over the cp ranks to call it with.
+
+    That is `attention`, if the caller built it already (it opens process groups), else the configured one.
+    """
     problems = tensor_parallel_problems(config.model, mesh.tp_size)
     if problems:
         raise ConfigError(problems)
-    attention = build_parallel_attention(config, mesh)
+    attention = attention or build_parallel_attention(config, mesh)
     if mesh.tp_mesh is not None:
         slice_model(model, model.layers, mesh.tp_mesh)
         model.tie_weights()
-    if tiling := layer_tiling(config, attention.method):
-        tile_layers(model, tiling)
-    elif config.memory.activation_checkpoint == "full":
-        checkpoint_layers(model)
     if config.train.compile:
         compile_layers(model, mesh.device)
+    apply_policies(model, layer_manners(config, attention.method, mesh))
     shard_model(
         model,
         [*model.layers, *_embedding_and_head(model, tied=config.model.tie_embeddings)],
         mesh,
         parallel=config.parallel,
         compute_dtype=config.train.compute_dtype,
+        memory=config.memory,
     )
     return attention
 
 
-def checkpoint_layers(model: LlamaModel) -> None:
-    """Every layer keeps its input only and is computed again in backward, attention and its messages included.
+def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh) -> list[LayerManner]:
+    """How every layer runs: its policy, the store of what it keeps, its tiles."""
+    tile_tokens = tile_tokens_of(config, method)
+    store = build_store(config, mesh)
+    return [
+        LayerManner(policy, store, tile_tokens) for policy in layer_policies(config.memory, config.model.num_layers)
+    ]
 
-    All ranks reach the same layer's recomputation in the same order, so its messages match. No random numbers are
-    drawn in a layer, so no generator state is kept.
-    """
-    for layer in model.layers:
-        _wrap_forward(layer)
+
+def build_store(config: RunConfig, mesh: Mesh) -> ActivationStore:
+    """Where the layers keep what they keep; one for all, so that it sees in which order they do."""
+    if config.memory.activation_store != "host":
+        return DeviceStore()
+    limit = config.memory.host_bytes
+    return host_store(mesh.device, None if limit is None else limit // mesh.topology.local_ranks)
 
 
 def compile_layers(model: LlamaModel, device: torch.device) -> None:
-    """Compiles every layer by itself; the graph breaks at attention, whose messages cannot be traced.
+    """Compiles the two halves of every layer by themselves; attention between them, whose messages cannot be traced,
+    is left as it is.
 
     Raises ConfigError where the C++ compiler that the CPU code needs is missing.
     """
@@ -87,17 +110,8 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
             "install g++, name another compiler in the variable CXX, or set train.compile=false"
         )
     for layer in model.layers:
-        layer.compile()
-
-
-def _wrap_forward(layer: nn.Module) -> None:
-    forward = layer.forward
-
-    def forward_checkpointed(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-    # On the instance, inside FSDP's hooks: weights are gathered before the recomputation, which runs without hooks.
-    layer.forward = forward_checkpointed
+        for half in ("project", "finish"):
+            setattr(layer, half, torch.compile(getattr(layer, half)))
 
 
 def _embedding_and_head(model: LlamaModel, *, tied: bool) -> list[nn.Module | list[nn.Module]]:

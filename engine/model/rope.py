@@ -33,28 +33,29 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, 
     return cos, sin
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True) -> Tensor:
     """x [B, T, H, D] rotated by the angles of its rows, same shape and dtype, contiguous; cos and sin [T, D / 2].
 
     Computed in fp32 block by block. The backward pass is the rotation by the opposite angle and saves nothing of x.
+    `values` False: for the gradient only; the result is x as it is.
     """
-    out: Tensor = _RoPE.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    out: Tensor = _RoPE.apply(x, cos, sin, values)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RoPE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x rotated by +angle."""
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, values: bool) -> Tensor:
+        """x rotated by +angle, or x."""
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, direction=1)
+        return _rotate(x, cos, sin, direction=1) if values else x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
         """dout rotated by -angle: a rotation's transpose is its inverse."""
         cos, sin = ctx.saved_tensors
-        return _rotate(dout, cos, sin, direction=-1), None, None
+        return _rotate(dout, cos, sin, direction=-1), None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:

@@ -35,6 +35,7 @@ from engine.loss.head import LMHead
 from engine.loss.options import LossOptions
 from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
 from engine.model.elementwise import rms_norm
+from engine.model.linear import linear
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
 
@@ -68,9 +69,12 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, T / t, ...]: own rows of the sum over ranks of x [B, T, ...]; a new tensor, free to be changed in place."""
-    out: Tensor = _ScatterRows.apply(x, group)  # type: ignore[no-untyped-call]
+def scatter_rows(x: Tensor, group: dist.ProcessGroup, *, values: bool = True) -> Tensor:
+    """[B, T / t, ...]: own rows of the sum over ranks of x [B, T, ...]; a new tensor, free to be changed in place.
+
+    `values` False: for the gradient only; nothing is sent forward, and the result holds anything.
+    """
+    out: Tensor = _ScatterRows.apply(x, group, values)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -90,16 +94,18 @@ class _GatherRows(torch.autograd.Function):
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, values: bool) -> Tensor:
         """Reduce-scatter."""
         ctx.group = group
+        if not values:
+            return x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])
         return _reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         """All-gather."""
-        return _all_gather(dout, ctx.group), None
+        return _all_gather(dout, ctx.group), None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -170,7 +176,7 @@ class ColumnLinear(_SlicedWeight):
 
     def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
         """x @ slice.T."""
-        return lambda linear, x: F.linear(x, _local_weight(linear))
+        return lambda module, x, values=True: linear(x, _local_weight(module), values=values)
 
 
 class RowLinear(_SlicedWeight):
@@ -180,7 +186,9 @@ class RowLinear(_SlicedWeight):
 
     def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
         """Own rows of the sum over ranks of x @ slice.T."""
-        return lambda linear, x: scatter_rows(F.linear(x, _local_weight(linear)), group)
+        return lambda module, x, values=True: scatter_rows(
+            linear(x, _local_weight(module), values=values), group, values=values
+        )
 
 
 class SequenceNorm(_SlicedWeight):

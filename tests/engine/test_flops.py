@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import LossConfig, ModelConfig
-from engine.flops import attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.memory.policy import LayerPolicy
+from engine.memory.recompute import recomputed_parameters
 from engine.model.llama import LlamaModel
 
 SHAPE = ModelConfig(
@@ -61,7 +63,9 @@ def test_model_flops_are_what_torch_counts(loss: str, tied: bool) -> None:
 
 
 def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
-    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, recomputed="full")
+    parameters = recomputed_parameters(LayerPolicy("full"), SHAPE, tiled=False, exchanged=False)
+    again = Recomputed(SHAPE.num_layers * parameters, SHAPE.num_layers * TOKENS**2)
+    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, recomputed=again)
     assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
     assert flops.model == counted_flops(SHAPE, is_checkpointed=False)
 

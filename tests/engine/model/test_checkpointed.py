@@ -23,18 +23,26 @@ from engine.attention.topology import Topology
 from engine.attention.transport import LocalTransport
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from engine.memory_tracker import LiveTensorTracker
-from engine.model.chunked import tile_layers
+from engine.memory.tracker import LiveTensorTracker
+from engine.memory.policy import LayerPolicy
+from engine.memory.store import DeviceStore
+from engine.model.checkpointed import LayerManner, apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import shard_model
-from engine.tiling import Tiling, layer_tiling
+from engine.tiling import tile_tokens_of
 
 TOKENS = 29
 CAUSAL = Mask(TOKENS)
 TWO_LAYERS = {name: replace(SHAPES[name], num_layers=2) for name in ("mha", "gqa")}
 METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=7, chunk_store="host")
 UNCHUNKED = AttentionMethod("alst", "contiguous", 1, 1, "kv", "float32", "")
+
+
+def tile_layers(model: LlamaModel, tile_tokens: int, *, keep: bool) -> None:
+    """Makes all layers run in tiles, keeping everything or their inputs only."""
+    manner = LayerManner(LayerPolicy("none" if keep else "full"), DeviceStore(), tile_tokens)
+    apply_policies(model, [manner] * len(model.layers))
 
 
 def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> AttentionContext:
@@ -90,7 +98,7 @@ def test_a_tiled_model_has_the_gradients_of_a_whole_one(shape, mask, store, keep
         (8, UNCHUNKED),
     ):
         model = build(config, torch.float64)
-        tile_layers(model, Tiling(tile, keep))
+        tile_layers(model, tile, keep=keep)
         assert_equal(gradients(model, context_of(method, mask), tokens, weights_of(tokens, config)), want)
 
 
@@ -99,7 +107,7 @@ def test_evaluation_and_a_second_micro_batch_leave_no_trace():
     first, second = (torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     weights = weights_of(first, config)
     model, context = build(config, torch.float64), context_of(METHOD)
-    tile_layers(model, Tiling(6, True))
+    tile_layers(model, 6, keep=True)
     alone = [gradients(model, context, tokens, weights) for tokens in (first, second)]
     rows = torch.arange(TOKENS)
     functions = context.functions(2)
@@ -117,7 +125,7 @@ def test_a_failing_layer_can_be_called_again():
     config = TWO_LAYERS["gqa"]
     tokens = make_tokens(config, 1, TOKENS)
     model, context = build(config, torch.float64), context_of(METHOD)
-    tile_layers(model, Tiling(6, True))
+    tile_layers(model, 6, keep=True)
     want = gradients(model, context, tokens, weights_of(tokens, config))
     with pytest.raises(RuntimeError, match="size"):
         model(tokens[:, :20], torch.arange(20), context.functions(2))
@@ -132,7 +140,7 @@ def test_gradients_in_bf16_are_summed_over_tiles_in_fp32():
     errors = []
     for tile in (TOKENS, 1):
         model = build(config, torch.bfloat16)
-        tile_layers(model, Tiling(tile, True))
+        tile_layers(model, tile, keep=True)
         found = gradients(model, context_of(UNCHUNKED), tokens, weights)
         errors.append({name: float((found[name] - want).norm() / want.norm()) for name, want in exact.items()})
     assert all(errors[1][name] < 1.3 * errors[0][name] + 1e-3 for name in exact), errors
@@ -144,7 +152,7 @@ def gradients_of_a_group(config: ModelConfig, method: AttentionMethod, *, sharde
     if sharded:
         with torch.device("meta"):
             model = LlamaModel(config).to(torch.float64)
-        tile_layers(model, Tiling(4, True))
+        tile_layers(model, 4, keep=True)
         mesh = mesh_of(replace(TINY.parallel, cp_size=method.cp_size), TINY.cluster)
         units = [*model.layers, model.embedding, model.head]
         shard_model(model, units, mesh, parallel=TINY.parallel, compute_dtype="float32")
@@ -152,7 +160,7 @@ def gradients_of_a_group(config: ModelConfig, method: AttentionMethod, *, sharde
         init_weights(model, 0)
     else:
         model = build(config, torch.float64)
-        tile_layers(model, Tiling(4, True))
+        tile_layers(model, 4, keep=True)
     tokens = make_tokens(config, 1, TOKENS)
     context = context_of(method, rank=rank)
     found = gradients(model, context, tokens, weights_of(tokens, config))
@@ -181,7 +189,7 @@ def peak_of_a_layer(tokens: int, tile: int | None) -> int:
     config = replace(SMALL, num_layers=1, ffn_hidden_size=1000)
     model = build(config)
     if tile:
-        tile_layers(model, Tiling(tile, True))
+        tile_layers(model, tile, keep=True)
     hidden = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     context = local_attention(tokens)
     angles = torch.zeros(tokens, config.head_dim // 2)
@@ -202,14 +210,32 @@ def test_a_tiled_mlp_holds_a_tile_of_its_channels():
 def test_what_cannot_be_tiled_is_refused():
     config = replace(TINY, parallel=replace(TINY.parallel, tp_size=2), memory=replace(TINY.memory, tile_tokens=16))
     with pytest.raises(ConfigError, match="tp_size"):
-        layer_tiling(config, UNCHUNKED)
+        tile_tokens_of(config, UNCHUNKED)
 
 
 def test_layers_are_tiled_where_chunks_or_tiles_are_asked_for():
-    assert layer_tiling(TINY, replace(UNCHUNKED, preset="ulysses")) is None
-    assert layer_tiling(TINY, UNCHUNKED) == Tiling(TINY.model.hidden_size, keep_attention=False)
-    assert layer_tiling(TINY, METHOD) == Tiling(7, keep_attention=True)
-    assert layer_tiling(TINY, replace(METHOD, chunk_store="device")) == Tiling(7, keep_attention=False)
+    assert tile_tokens_of(TINY, replace(UNCHUNKED, preset="ulysses")) is None
+    assert tile_tokens_of(TINY, UNCHUNKED) == TINY.model.hidden_size
+    assert tile_tokens_of(TINY, METHOD) == 7
     tiled = replace(TINY, memory=replace(TINY.memory, tile_tokens=16))
-    assert layer_tiling(tiled, UNCHUNKED) == Tiling(16, keep_attention=False)
-    assert layer_tiling(tiled, METHOD) == Tiling(16, keep_attention=True)
+    assert tile_tokens_of(tiled, UNCHUNKED) == tile_tokens_of(tiled, METHOD) == 16
+
+
+def test_layers_whose_forward_passes_are_mixed_up_say_so():
+    config = TWO_LAYERS["gqa"]
+    model = build(config, torch.float64)
+    apply_policies(model, [LayerManner(LayerPolicy("attn_out_every", place, 2), DeviceStore()) for place in (0, 1)])
+    hidden = torch.zeros(1, TOKENS, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    angles = torch.zeros(TOKENS, config.head_dim // 2)
+    with pytest.raises(RuntimeError, match="those before it"):
+        model.layers[1](hidden, angles, angles, context_of(UNCHUNKED).functions(2)[1])
+
+
+def test_a_second_backward_pass_is_refused():
+    config = TWO_LAYERS["gqa"]
+    model = build(config, torch.float64)
+    tile_layers(model, 6, keep=False)
+    hidden = model(make_tokens(config, 1, TOKENS), torch.arange(TOKENS), context_of(UNCHUNKED).functions(2))
+    hidden.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        hidden.sum().backward()

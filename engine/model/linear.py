@@ -1,0 +1,51 @@
+"""Matrix products whose result is not needed, only their gradients: what recomputation in backward leaves out.
+
+The gradients of y = x W^T are dx = dy W and dW = dy^T x: y itself plays no part. A layer that is computed again for
+its gradients needs the results in its middle, but neither its last product nor q, k and v whose attention is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Linear(nn.Linear):
+    """nn.Linear without a bias whose forward can leave out the product."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor, values: bool = True) -> Tensor:
+        """[..., out_features]; `values` False: memory of that shape with anything in it, and the right gradients."""
+        return linear(x, self.weight, values=values)
+
+
+def linear(x: Tensor, weight: Tensor, *, values: bool = True) -> Tensor:
+    """x [..., in] times weight [out, in]; `values` as in `Linear.forward`."""
+    if values:
+        return F.linear(x, weight)
+    out: Tensor = _GradientsOnly.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GradientsOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Uninitialised."""
+        ctx.save_for_backward(x, weight)
+        return torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The products that F.linear's backward makes, in its order."""
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dweight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        return dx, dweight
