@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.config import OptimizerConfig
+from engine.config import MomentsDtype, OptimizerConfig
+from engine.errors import ConfigError
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -37,26 +42,72 @@ def _share_after_warmup(optimizer: OptimizerConfig, step: int, total_steps: int)
     return min(1.0, max(0.0, (total_steps - 1 - step) / decay_steps))
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the fp32 master weights of `model`; weight decay acts on matrices only, never on norms."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, moments_dtype: MomentsDtype = "float32"
+) -> torch.optim.Optimizer:
+    """AdamW over the fp32 master weights of `model`; weight decay acts on matrices only, never on norms.
+
+    int8 moments (Dettmers et al. 2022: blocks of 256 numbers share a scale) take 2 bytes per parameter instead of 8. A
+    rank's part of a parameter that has fewer than 4096 elements, or no multiple of 256, keeps fp32 moments. Raises
+    ConfigError when torchao is missing.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    decays = [
+        (config.weight_decay, [p for p in parameters if p.ndim >= 2]),
+        (0.0, [p for p in parameters if p.ndim < 2]),
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    groups = [{"params": members, "weight_decay": decay} for decay, members in decays if members]
+    shared: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
+    if moments_dtype == "float32":
+        return torch.optim.AdamW(groups, fused=True, **shared)
+    optimizer = load_adamw_8bit()(groups, **shared)
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        # torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards
+        # that lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)  # type: ignore[method-assign]
+    return optimizer
+
+
+def load_adamw_8bit(
+    import_module: Callable[[str], Any] = importlib.import_module,
+) -> Callable[..., torch.optim.Optimizer]:
+    """The class torchao.optim.AdamW8bit. Raises ConfigError when torchao is missing or too old."""
+    try:
+        # Importing all of torchao logs which of its GPU kernels do not load here; none of them is used.
+        with _errors_only("torchao", "torch.utils._pytree"):
+            optimizer: Callable[..., torch.optim.Optimizer] = import_module("torchao.optim").AdamW8bit
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"memory.moments_dtype: int8 needs torchao.optim.AdamW8bit, which could not be imported ({error}); "
+            "install it with `pip install 'burst-train[int8]'`, or set memory.moments_dtype=float32"
+        ) from error
+    return optimizer
+
+
+@contextmanager
+def _errors_only(*loggers: str) -> Iterator[None]:
+    """Loggers of these names drop warnings meanwhile."""
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Gives every parameter group the learning rate `value`."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)  # torchao's: a new number would be compiled anew
+        else:
+            group["lr"] = value
 
 
 @torch.no_grad()

@@ -14,11 +14,13 @@ from engine.data.sampler import Batch
 from engine.errors import RunError
 from engine.loss.options import IGNORE_INDEX
 from engine.model.llama import AttentionFn, LlamaModel
-from engine.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from engine.optim import build_optimizer, learning_rate, set_learning_rate
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
 from engine.parallel.reduce import sum_over_ranks
 from engine.parallel.shard import LocalBatch, shard_batch
+from engine.run.rank_process import RankStatus
+from engine.updates import build_updates
 
 
 @dataclass(frozen=True)
@@ -73,40 +75,64 @@ class TrainStep:
     """Runs optimizer steps on a parallelized model; holds the optimizer and nothing else that changes.
 
     Every rank of the run calls it with its own data-parallel rank's batches; ranks that share a sequence with equal
-    ones.
+    ones. `accumulate` and then `update` are a step without its figures: the host waits for the device in neither.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, model: LlamaModel, attention: ParallelAttention) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        model: LlamaModel,
+        attention: ParallelAttention,
+        status: RankStatus | None = None,
+    ) -> None:
+        self._status = status or RankStatus()
         self.config = config
         self.mesh = mesh
         self.model = model
         self.attention = attention
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer, config.memory.moments_dtype)
+        self._updates = build_updates(config, mesh, model, self.optimizer)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
         local = [rank_batch(batch, self.model, self.attention, self.mesh) for batch in batches]
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
-        loss_sum = self._accumulate(local, label_tokens)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
-        set_learning_rate(self.optimizer, rate)
-        norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
+        loss_sum = self.accumulate(local, label_tokens)
+        norm = self.update()
+        self._status.phase = "train"
         result = StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, label_tokens)
         _check_finite(result, step)
         return result
 
-    def _accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
-        """Gradients of the mean loss in `.grad`; returns the loss sum over all ranks, float64 scalar."""
+    def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
+        """Forward and backward: gradients of the mean loss in `.grad`, or in the weights under optimizer_in_backward.
+
+        `label_tokens` counts the labels of all ranks and micro-steps. Returns the loss sum over all ranks, float64
+        scalar. All ranks must call.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
             set_gradient_sync(self.model, sync=index == len(local) - 1)
-            loss = sequence_loss(self.model, batch.rows, batch.attention)
-            (loss / label_tokens).backward()  # type: ignore[no-untyped-call]
+            self._status.phase = "forward"
+            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention)
+            self._status.phase = "loss"
+            loss = self.model.head(hidden, batch.rows.labels)
+            self._status.phase = "backward"
+            (loss / label_tokens).backward()
             loss_sum += loss.detach()
         return sum_over_ranks(loss_sum)
+
+    def update(self) -> Tensor:
+        """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
+
+        The learning rate must have been set before `accumulate`. All ranks must call.
+        """
+        self._status.phase = "optimizer"
+        return self._updates.finish()
 
 
 def _check_finite(result: StepResult, step: int) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from engine.config import Dtype, ParallelConfig
+from engine.config import Dtype, MemoryConfig, ParallelConfig, Store
 from engine.parallel.mesh import Mesh
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,6 +28,20 @@ def mixed_precision(compute_dtype: Dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
+def parameter_device(store: Store, device: torch.device) -> torch.device:
+    """Where this rank's fp32 shards lie, and with them gradients and moments: what `to_empty` must be given."""
+    return torch.device("cpu") if store == "host" else device
+
+
+def offload_policy(store: Store, device: torch.device) -> OffloadPolicy:
+    """FSDP2's policy for shards in `store`.
+
+    host: before a unit is gathered its shards are copied to the device, and its reduced gradients are copied back; the
+    optimizer steps on the CPU. Copies overlap with computation only from and to pinned memory.
+    """
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if store == "host" else OffloadPolicy()
+
+
 def shard_model(
     model: nn.Module,
     units: Sequence[nn.Module | list[nn.Module]],
@@ -35,17 +49,21 @@ def shard_model(
     *,
     parallel: ParallelConfig,
     compute_dtype: Dtype,
+    memory: MemoryConfig | None = None,
 ) -> None:
     """Shards `model` in place: every unit is gathered on its own, what is left belongs to the root.
 
-    A list of modules is one unit (tied weights must share one). All ranks must call, in the same order.
+    A list of modules is one unit (tied weights must share one). All ranks must call, in the same order. Afterwards the
+    model is given memory on `parameter_device(memory.optimizer_store, mesh.device)`.
     """
+    store: Store = "device" if memory is None else memory.optimizer_store
     for unit in [*units, model]:
         fully_shard(
             unit,
             mesh=mesh.fsdp_mesh,
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=mixed_precision(compute_dtype),
+            offload_policy=offload_policy(store, mesh.device),
         )
     if mesh.fsdp_mesh.size() == 1:
         return  # nothing to sum; a factor of 1 would cost a copy of every gradient

@@ -252,7 +252,7 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
     device = choose_device(cluster, placement)
     sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size, degrees.tp_size)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
-    fsdp_mesh, tp_mesh = _parameter_meshes(degrees, device)
+    fsdp_mesh, tp_mesh = parameter_meshes(degrees, device)
     return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh, tp_mesh)
 
 
@@ -267,7 +267,7 @@ def _check_tp_fits_a_node(degrees: Degrees, topology: Topology) -> None:
     )
 
 
-def _parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
+def parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
     """(mesh that shards and replicates parameters, mesh that slices them), of one root: FSDP2 demands it."""
     axes = {"fsdp": degrees.dp_shard_size * degrees.cp_size}
     if degrees.dp_replicate_size > 1:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import Pools
-from tiny_training import own_part, random_batches, start_run, tiny_config
+from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from engine.flops import Flops
-from engine.metrics import PeakMemory, StepCost, StepMeter, peak_resident_bytes
+from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_resident_bytes
 from engine.parallel.reduce import max_over_ranks
 from engine.peak import Peak
 from engine.train_step import StepResult
@@ -92,6 +93,49 @@ def test_a_measured_step_agrees_on_all_ranks(ranks: Pools) -> None:
 
 def test_a_stop_asked_of_one_rank_is_known_to_all(ranks: Pools) -> None:
     assert [stop for _, stop, _ in ranks(2).run(measured_step, stop_rank=1)] == [True, True]
+
+
+def tracked_rows(policy: str, store: str) -> list[dict[str, Any]]:
+    """Rows of three steps, the first two of which count their tensors."""
+    config = tiny_config(memory={"activation_checkpoint": policy, "activation_store": store})
+    run = start_run(config)
+    meter = StepMeter(run.mesh, run.attention, COST, tracked_steps=2)
+    batch = own_part(random_batches(0, sequences=1), run.mesh)
+    rows = []
+    for step in range(3):
+        meter.start()
+        with meter.count_tensors():
+            result = run.train_step(step, batch)
+        rows.append(meter.finish(step + 1, result)[0])
+    return rows
+
+
+def test_the_first_steps_of_a_cpu_run_count_their_tensors(ranks: Pools) -> None:
+    rows = ranks(1).run(tracked_rows, "full", "device")[0]
+    assert rows[1]["peak_tensor_bytes"] > rows[0]["peak_tensor_bytes"]  # the optimizer's state is there from its start
+    assert [row["peak_host_bytes"] for row in rows] == [0, 0, None]
+    assert rows[2]["peak_tensor_bytes"] is None
+
+
+def test_host_memory_of_a_cpu_run_counts_apart(ranks: Pools) -> None:
+    row = ranks(1).run(tracked_rows, "attn_out", "host")[0][1]
+    model = TINY_MODEL
+    kept_bytes = model.num_layers * 30 * 4 * (2 * model.hidden_size + model.num_heads)  # x and out, and lse, fp32
+    assert row["peak_host_bytes"] == kept_bytes
+
+
+def test_host_memory_of_a_gpu_run_is_what_its_budget_says() -> None:
+    memory = TensorMemory(torch.device("cuda"), steps=3, host_peak=lambda: 17)
+    with memory.count():
+        torch.zeros(10)
+    assert memory.read() == (None, 17)
+
+
+def test_a_step_that_fails_leaves_no_tracker_behind() -> None:
+    memory = TensorMemory(torch.device("cpu"), steps=1, host_peak=lambda: None)
+    with pytest.raises(ValueError, match="failed"), memory.count():
+        raise ValueError("failed")
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_a_step_without_messages_has_sent_nothing(ranks: Pools) -> None:

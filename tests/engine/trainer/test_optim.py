@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine.config import OptimizerConfig
-from engine.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from engine.config import MomentsDtype, OptimizerConfig
+from engine.errors import ConfigError
+from engine.optim import build_optimizer, clip_gradients, learning_rate, load_adamw_8bit, set_learning_rate
 
 STEPS = 50
 
@@ -59,10 +61,30 @@ def test_weight_decay_acts_on_matrices_only() -> None:
     assert decays[model[1].weight] == 0.0
 
 
-def test_set_learning_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(nn.Sequential(nn.Linear(4, 4)), OptimizerConfig())
+@pytest.mark.parametrize("moments_dtype", ["float32", "int8"])
+def test_set_learning_rate_reaches_every_group(moments_dtype: MomentsDtype) -> None:
+    optimizer = build_optimizer(nn.Sequential(nn.Linear(4, 4)), OptimizerConfig(), moments_dtype)
     set_learning_rate(optimizer, 0.125)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_int8_moments_follow_the_learning_rate() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, OptimizerConfig(learning_rate=1.0, weight_decay=0.0), "int8")
+    layer.weight.grad = torch.ones_like(layer.weight)
+    set_learning_rate(optimizer, 0.25)
+    optimizer.step()
+    # The first AdamW update is the learning rate, in the direction of the gradient's sign.
+    torch.testing.assert_close(before - layer.weight.detach(), torch.full((64, 64), 0.25), rtol=1e-5, atol=0)
+
+
+def test_without_torchao_int8_moments_are_refused_with_what_to_install() -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    with pytest.raises(ConfigError, match=r"torchao\.optim.*pip install 'burst-train\[int8\]'"):
+        load_adamw_8bit(missing)
 
 
 def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned() -> None:
