@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
-from burst_cli.figures import clean
-from cluster.failure import Failure, advice
+from burst_cli.figures import binary_bytes, clean
+from cluster.failure import Failure
 from cluster.launch import tail_text
 from engine.runs import RunFolder
 
@@ -24,6 +26,8 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
     message = clean(failure.message)[:_MESSAGE_CHARACTERS].rstrip() or "(no message)"
     kind = "" if failure.kind in ("config", "user", "launcher") else f"{clean(failure.type)}: "
     block.append(_indented(f"{kind}{message}"), style="red")
+    if failure.memory is not None:
+        block.append(f"  memory: {memory_line(failure.memory)}\n")
     if failure.kind not in ("config", "user"):
         lines = last_lines(failure.log)
         if lines:
@@ -32,9 +36,25 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
                 block.append(f"  │ {line}\n", style="dim")
         elif failure.log:
             block.append(f"  log {failure.log} (empty)\n", style="dim")
-    block.append("  what to do: ", style="bold")
-    block.append(advice(failure, run.path))
+    if failure.advice:
+        block.append("  what to do: ", style="bold")
+        block.append(failure.advice)
     return block
+
+
+def memory_line(memory: Mapping[str, Any]) -> str:
+    """Peak, capacity, prediction and the allocation that failed; `memory` is `Failure.memory`."""
+    peak, capacity = memory.get("peak_bytes"), memory.get("capacity_bytes")
+    predicted, asked = memory.get("predicted_peak_bytes"), memory.get("asked_bytes")
+    of = f" of {binary_bytes(capacity)}" if capacity is not None else ""
+    parts = [
+        f"{memory.get('device', memory.get('where'))}: peak {binary_bytes(peak)}{of} ({memory.get('peak_source')})"
+    ]
+    if asked is not None:
+        parts.append(f"{binary_bytes(asked)} more asked for")
+    if predicted is not None:
+        parts.append(f"predicted peak {binary_bytes(predicted)}")
+    return clean(", ".join(parts))
 
 
 def last_lines(log: str | None, count: int = LOG_LINES) -> list[str]:
@@ -50,7 +70,9 @@ def _where(failure: Failure) -> str:
     if failure.rank is not None:
         parts.append(f"rank {failure.rank} on {failure.host}")
     if failure.step is not None:
-        parts.append(f"step {failure.step}" if failure.phase else f"after step {failure.step}")
+        # A rank that was killed could not say where it was: what is known is the last step that was recorded.
+        inside = failure.phase and not failure.signal
+        parts.append(f"step {failure.step}" if inside else f"after step {failure.step}")
     if failure.phase:
         parts.append(f"phase {clean(failure.phase)}")
     return ", ".join(parts)

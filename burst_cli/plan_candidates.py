@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import list_options, search_path
+from burst_cli.plan_memory import MemoryReport, exact_prediction, report_memory
 from engine.attention.auto import Candidate as RankedMethod
-from engine.attention.auto import settle_auto
+from engine.attention.auto import judged_group
+from engine.attention.layers import attention_layers
+from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.config_checks import known_cp_size
 from engine.errors import ConfigError
 from engine.flops import Flops, step_flops
+from engine.memory.auto import settle_run
+from engine.memory.capacity import Capacity, capacity_of
+from engine.memory.fit import sequence_topology
+from engine.memory.recompute import recomputed_by
 from engine.simulate.machine import Machine
-from engine.tiling import recomputed_by
+
+# Plans of all ranks grow with the square of their number: larger groups are shown by a smaller one.
+MOST_RANKS_PLANNED = 64
+MemoryBy = Literal["exact", "closed-form", "none"]
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """How memory is planned: `device` as in `engine.memory.capacity.capacity_of`; `say` gets a line of progress."""
+
+    by: MemoryBy = "closed-form"
+    device: str | None = None
+    say: Callable[[str], None] = lambda _: None
+
+
+ONE_RANK = Topology(1, 1)
+NO_MEMORY = MemoryRequest(by="none")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method by the name that was asked for: a preview with its configuration, or the rules that it violates."""
+    """A method by the name that was asked for: a preview with its configuration, or the rules that it violates.
+
+    world      all ranks of the run; `group` those that share a sequence
+    preview    of the group, or (`is_stand_in`) of a smaller one with as many tokens per rank
+    """
 
     name: str
     config: RunConfig | None = None
+    world: Topology = ONE_RANK
+    group: Topology = ONE_RANK
     preview: AttentionPreview | None = None
+    memory: MemoryReport | None = None
     problems: tuple[str, ...] = ()
     ranking: tuple[RankedMethod, ...] = ()  # what attention=auto chose from, best first
 
@@ -45,20 +76,28 @@ class Candidate:
 
     @property
     def world_size(self) -> int:
-        """All ranks of the run; those that share a sequence are `legal_preview.topology.size`."""
-        return self.legal_preview.topology.size * _model_copies(self.legal_config)
+        """All ranks of the run."""
+        return self.world.size
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the preview is of fewer ranks than there are."""
+        return self.legal_preview.topology != self.group
 
     def flops(self) -> Flops:
-        """FLOPs of one optimizer step over all ranks, pairs as the plan counts them."""
-        config, preview = self.legal_config, self.legal_preview
+        """FLOPs of one optimizer step over all ranks, pairs as the masks count them."""
+        config = self.legal_config
         train = config.train
         groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+        method = resolve_attention(config, self.group)
+        turn = attention_layers(config, method)
+        pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
         return step_flops(
             config.model,
             seq_len=train.seq_len,
-            visible_pairs=round(preview.visible_pairs),
+            visible_pairs=round(sum(pairs) / len(pairs)),
             sequences=groups * train.micro_batch_size * train.grad_accum_steps,
-            recomputed=recomputed_by(config, preview.method),
+            recomputed=recomputed_by(config, method, turn),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,11 +113,12 @@ class Candidate:
             "exp": self.legal_config.exp,
             "seq_len": self.legal_config.train.seq_len,
             "world_size": self.world_size,
-            "cp_size": self.preview.topology.size,
-            "topology": {"nodes": self.preview.topology.nodes, "local_ranks": self.preview.topology.local_ranks},
+            "cp_size": self.group.size,
+            "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
+            "planned_ranks": self.preview.topology.size,
             "attention": self.preview.to_dict(),
             "candidates": [method.to_dict() for method in self.ranking],
-            "memory": None,
+            "memory": self.memory.to_dict() if self.memory else None,
             "flops": {
                 "model": flops.model,
                 "model_full_attention": flops.model_full_attention,
@@ -114,17 +154,60 @@ def names_to_compare(
     return names
 
 
-def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], machine: Machine | None) -> Candidate:
+def plan_one(
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    machine: Machine | None,
+    memory: MemoryRequest = NO_MEMORY,
+) -> Candidate:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
     config = compose(overrides, config_dirs).config
-    topology = group_topology(config)
-    choice = settle_auto(config, topology, machine)
-    preview = preview_attention(choice.config, topology, machine)
-    return Candidate(preview.method.preset, choice.config, preview, ranking=choice.candidates)
+    world = world_topology(config)
+    capacity = capacity_of(config, world.local_ranks, device=memory.device)
+    config = _computing_on(config, capacity)
+    predict = exact_prediction(memory.say) if memory.by == "exact" else None
+    attention, choice = settle_run(config, world, capacity, machine, predict)
+    group = sequence_topology(choice.config, world)
+    preview = _preview(choice.config, group, machine)
+    report = None if memory.by == "none" else report_memory(choice, world, capacity, machine, predict)
+    name = preview.method.preset
+    return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates)
+
+
+def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
+    """The configuration with the backend that the ranks of such a device take."""
+    on_cpu = config.cluster.backend == "gloo" and not config.cluster.ranks_share_device
+    if on_cpu == capacity.host_is_device:
+        return config
+    return replace(config, cluster=replace(config.cluster, backend="gloo" if capacity.host_is_device else "auto"))
+
+
+def _preview(config: RunConfig, group: Topology, machine: Machine | None) -> AttentionPreview:
+    """Of the group, or of a smaller one that stands for it; then without seconds, which grow with the ring."""
+    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
+    if group.size <= MOST_RANKS_PLANNED or lists_blocks:
+        return preview_attention(config, group, machine)
+    method = resolve_attention(config, group)
+    small, smaller = judged_group(config, group)
+    return preview_attention(_with_shape_of(method, small, smaller), smaller, None)
+
+
+def _with_shape_of(method: AttentionMethod, config: RunConfig, group: Topology) -> RunConfig:
+    """The configuration for a smaller group, with the method's heads, inner and outer rings as far as they go."""
+    heads = math.gcd(method.head_parallel_size, group.local_ranks)
+    inner = group.local_ranks // heads if method.ring_outer_size > 1 else group.size // heads
+    outer = group.size // heads // inner
+    attention = replace(config.attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
+    parallel = replace(config.parallel, cp_size=None)
+    return replace(config, attention=attention, parallel=parallel)
 
 
 def plan_each(
-    names: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], machine: Machine | None
+    names: Sequence[str],
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    machine: Machine | None,
+    memory: MemoryRequest = NO_MEMORY,
 ) -> list[Candidate]:
     """One candidate per option of attention, in that order.
 
@@ -133,7 +216,7 @@ def plan_each(
     candidates = []
     for name in names:
         try:
-            planned = plan_one([*overrides, f"attention={name}"], config_dirs, machine)
+            planned = plan_one([*overrides, f"attention={name}"], config_dirs, machine, memory)
             candidates.append(replace(planned, name=name))
         except ConfigError as error:
             candidates.append(Candidate(name, problems=error.problems))
@@ -142,8 +225,8 @@ def plan_each(
     return candidates
 
 
-def group_topology(config: RunConfig) -> Topology:
-    """Where the ranks that share one sequence lie. Raises ConfigError while their number is unknown."""
+def world_topology(config: RunConfig) -> Topology:
+    """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
     cp_size, cluster = known_cp_size(config), config.cluster
     if cp_size is None:
         raise ConfigError(
@@ -153,7 +236,12 @@ def group_topology(config: RunConfig) -> Topology:
     world_size, nodes = cluster.ranks_per_node or cp_size * _model_copies(config), cluster.topology_nodes or 1
     if world_size % nodes:
         raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
-    return Topology(nodes, world_size // nodes).group(cp_size)
+    return Topology(nodes, world_size // nodes)
+
+
+def group_topology(config: RunConfig) -> Topology:
+    """Where the ranks that share one sequence lie. Raises ConfigError while their number is unknown."""
+    return sequence_topology(config, world_topology(config))
 
 
 def _model_copies(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, percent, seconds
 from burst_cli.plan_candidates import Candidate
+from burst_cli.plan_memory import memory_view
 from engine.attention.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
 from engine.simulate.machine import Machine
 
@@ -39,6 +40,8 @@ def plan_view(candidate: Candidate, picture: Path | None = None) -> RenderableTy
     parts += [_buffers_table(preview), Text()]
     if candidate.ranking:
         parts += [_ranking_table(candidate), Text()]
+    if candidate.memory is not None:
+        parts += [*memory_view(candidate.memory), Text()]
     parts += _footer(candidate)
     if picture is not None:
         parts.append(Text.assemble(("picture     ", "bold"), str(picture)))
@@ -77,7 +80,7 @@ def _headings(candidate: Candidate) -> list[Text]:
 
 
 def _placement(candidate: Candidate) -> Text:
-    topology, train = candidate.legal_preview.topology, candidate.legal_config.train
+    topology, train = candidate.group, candidate.legal_config.train
     where = f"{topology.size} ranks on {topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
     groups = candidate.world_size // topology.size
     times = f", {groups} such groups" if groups > 1 else ""
@@ -168,6 +171,12 @@ def _footer(candidate: Candidate) -> list[Text]:
     if candidate.legal_config.attention.documents:
         text = "packed documents depend on the data: planned as one sequence, the most work that a batch can be"
         lines.append(Text.assemble(("note: ", "yellow"), text))
+    if candidate.is_stand_in:
+        text = (
+            f"attention is planned on {preview.topology.size} ranks with as many tokens per rank, which stand for "
+            f"{candidate.group.size}; steps, tiles and bytes grow with the ring, buffers and memory do not"
+        )
+        lines.append(Text.assemble(("note: ", "yellow"), text))
     time = preview.time_to_dict()
     if time is not None:
         lines.append(
@@ -209,12 +218,20 @@ def _comparison_columns(legal: Sequence[Candidate]) -> list[tuple[str, Callable[
         *((f"{name} node" if name != "host" else name, both(link(name))) for name in _used_links(legal)),
         ("device buffers", both(lambda one: _extra_buffers(one, "device"))),
     ]
+    if all(candidate.memory for candidate in legal):
+        columns.append(("memory of a rank", _memory_cell))
     if all(candidate.legal_preview.machine for candidate in legal):
         columns += [
             ("seconds", both(lambda one: seconds(_seconds(one)))),
             ("exposed", both(_exposed)),
         ]
     return columns
+
+
+def _memory_cell(candidate: Candidate) -> str:
+    assert candidate.memory is not None
+    needed = binary_bytes(candidate.memory.best.needed_bytes)
+    return needed if candidate.memory.fit.fits else f"{needed}, does not fit"
 
 
 def _degrees(candidate: Candidate) -> str:

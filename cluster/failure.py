@@ -14,18 +14,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.config import RunConfig
+from engine.memory.oom import Where, less_memory_text
+
 Kind = Literal["config", "user", "oom", "exception", "peer_lost", "signal", "exit", "launcher"]
 
-_FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
-_LESS_MEMORY = (
-    "use less memory per rank: a smaller train.micro_batch_size or train.seq_len, memory.activation_checkpoint=full, "
-    "loss.kind=fused, or more ranks (cluster.ranks_per_node)."
-)
+_FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run. `rank` is None when no rank is to blame; `signal` is a name such as SIGKILL."""
+    """What ended a run. `rank` is None when no rank is to blame; `signal` is a name such as SIGKILL.
+
+    memory: what `engine.memory.oom.OutOfMemory` says and what was predicted, under kind oom. advice: what to do next.
+    """
 
     kind: Kind
     type: str
@@ -37,6 +39,8 @@ class Failure:
     signal: str | None = None
     exit_code: int = 1
     log: str | None = None
+    memory: Mapping[str, Any] | None = None
+    advice: str | None = None
 
     @property
     def status(self) -> str:
@@ -54,6 +58,7 @@ class Death:
 
     rank: int
     exit_code: int
+    pid: int | None = None
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -66,35 +71,53 @@ class Death:
 def first_death(torchrun_log: str) -> Death | None:
     """The rank that torchrun observed to fail first, or None when its log names none (one node: local rank = rank)."""
     found = _FIRST_DEATH.search(torchrun_log)
-    return Death(int(found[2]), int(found[1])) if found else None
+    return Death(int(found[2]), int(found[1]), int(found[3])) if found else None
+
+
+@dataclass(frozen=True)
+class KillFacts:
+    """What is known when a process was ended by SIGKILL.
+
+    evidence: why it is certain that the kernel did it for lack of memory. hint: why that is possible. memory: what the
+    process held, as in `Failure.memory`.
+    """
+
+    evidence: str | None = None
+    hint: str | None = None
+    memory: Mapping[str, Any] | None = None
 
 
 def find_failure(
-    errors: Sequence[Mapping[str, Any]], death: Death | None, torchrun_exit_code: int, *, oom_killed: bool
+    errors: Sequence[Mapping[str, Any]],
+    death: Death | None,
+    torchrun_exit_code: int,
+    kill: KillFacts = KillFacts(),
 ) -> Failure:
     """The failure that came first.
 
-    errors: what ranks wrote themselves, earliest first. death: what torchrun observed first. oom_killed: whether the
-    kernel killed a process for lack of memory during the run. A rank killed by a signal is the cause, and the errors of
+    errors: what ranks wrote themselves, earliest first. death: what torchrun observed first. kill: what is known should
+    SIGKILL have ended that rank, or torchrun. A rank killed by a signal is the cause, and the errors of
     others its echo; only an abort may itself be an echo (NCCL aborts ranks that lost a peer).
     """
     silent = death is not None and all(error.get("rank") != death.rank for error in errors)
     if death is not None and silent and death.signal not in (None, signal.SIGABRT, signal.SIGTERM):
-        return _from_death(death, oom_killed)
+        return _from_death(death, kill)
     own = [error for error in errors if error.get("kind") != "peer_lost"]
     if own:
         return _from_error(own[0])
     if death is not None and silent:
-        return _from_death(death, oom_killed)
+        return _from_death(death, kill)
     if errors:
         return _from_error(errors[0])
+    if torchrun_exit_code == -signal.SIGKILL:
+        return _killed("torchrun", None, kill)
     how = f"signal {-torchrun_exit_code}" if torchrun_exit_code < 0 else f"exit code {torchrun_exit_code}"
     if torchrun_exit_code == 0:
         return Failure("launcher", "Incomplete", "all ranks ended without an error before training was complete")
     return Failure("launcher", "LauncherDied", f"torchrun ended with {how} and no rank reported an error")
 
 
-def advice(failure: Failure, run_path: Path) -> str:
+def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
     """What to do next, in one or two sentences; `run_path` is the run folder, whose plan.sh starts the ranks again."""
     log = failure.log or "the log"
     again = f"`sh {shlex.quote(str(run_path / 'plan.sh'))}` starts the same ranks again."
@@ -102,17 +125,24 @@ def advice(failure: Failure, run_path: Path) -> str:
         case "config" | "user":
             return "Correct the setting or file that the message names and launch again."
         case "oom":
-            return f"U{_LESS_MEMORY[1:]}"
+            return less_memory_text(config, _where(failure))
         case "signal" if failure.signal == "SIGKILL":
-            return (
-                f"If `dmesg` shows that the kernel ran out of memory, {_LESS_MEMORY} If not, ask who sent the signal."
-            )
+            remedy = _lower(less_memory_text(config, "host"))
+            return f"If `dmesg` shows that the kernel ran out of memory, {remedy} If not, ask who sent the signal."
         case "peer_lost":
             return f"The rank that it lost said nothing: compare the logs beside {log}."
         case "launcher":
             return f"Read {log}; {again}"
         case _:
             return f"The whole traceback is in {log}; {again}"
+
+
+def _where(failure: Failure) -> Where:
+    return "device" if failure.memory is not None and failure.memory.get("where") == "device" else "host"
+
+
+def _lower(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
 
 
 def _from_error(error: Mapping[str, Any]) -> Failure:
@@ -125,17 +155,28 @@ def _from_error(error: Mapping[str, Any]) -> Failure:
         step=error.get("step"),
         phase=error.get("phase"),
         exit_code=2 if error.get("exit_code") == 2 else 1,
+        memory=error.get("memory"),
     )
 
 
-def _from_death(death: Death, oom_killed: bool) -> Failure:
+def _from_death(death: Death, kill: KillFacts) -> Failure:
     if death.signal is None:
         text = f"the process ended with exit code {death.exit_code} without leaving an error"
         return Failure("exit", "SystemExit", text, rank=death.rank)
+    if death.signal is signal.SIGKILL:
+        return _killed("the process", death.rank, kill)
     name = death.signal.name
-    if death.signal is signal.SIGKILL and oom_killed:
-        text = "the kernel killed the process (SIGKILL) because the machine ran out of memory"
-        return Failure("oom", "OutOfMemory", text, rank=death.rank, signal=name)
     return Failure(
         "signal", name, f"the process was ended by signal {-death.exit_code} ({name})", rank=death.rank, signal=name
     )
+
+
+def _killed(what: str, rank: int | None, kill: KillFacts) -> Failure:
+    """What SIGKILL ended: lack of memory if that is certain, else a signal of somebody."""
+    if kill.evidence is not None:
+        text = f"the kernel killed {what} (SIGKILL) because host memory ran out: {kill.evidence}"
+        return Failure("oom", "OutOfMemory", text, rank=rank, signal="SIGKILL", memory=kill.memory)
+    text = " ".join(filter(None, [f"{what} was ended by signal 9 (SIGKILL).", kill.hint]))
+    if rank is None:
+        return Failure("launcher", "LauncherDied", f"{text} No rank reported an error.", signal="SIGKILL")
+    return Failure("signal", "SIGKILL", text, rank=rank, signal="SIGKILL")

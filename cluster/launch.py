@@ -8,17 +8,19 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
-from cluster.failure import Failure, find_failure, first_death
+from cluster.failure import Failure, advice, find_failure, first_death
+from cluster.memory_watch import MemoryWatch
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.processes import kill_run, run_processes, signal_processes
 from engine.errors import RunError
 from engine.run.process import die_with_parent
+from engine.run.records import read_json_object
 from engine.runs import FINAL_STATES, RunFolder
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,10 +118,11 @@ class _Watch:
     def __init__(
         self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, timing: LaunchTiming
     ) -> None:
+        self.config = plan.config
         self.run, self.observer, self.stop, self.timing = run, observer, stop, timing
         self.node = plan.nodes[0]
         self.log = Path(self.node.log_dir) / "torchrun.log"
-        self.oom_kills_before = oom_kills()
+        self.memory = MemoryWatch()
         self.pid: int | None = None
         self._stop_deadline: float | None = None
         self._failure_deadline: float | None = None
@@ -127,10 +130,11 @@ class _Watch:
     def until_end(self) -> int:
         """The exit code of torchrun (negative: its signal), once it has ended or was killed."""
         process = start_node(self.node, self.log)
-        self.pid = process.pid
+        self.pid = self.memory.root_pid = process.pid
         try:
             while process.poll() is None:
                 self._react()
+                self.memory.sample()
                 self.observer.tick()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(self.timing.poll_s)
@@ -179,17 +183,6 @@ def start_node(node: NodePlan, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def oom_kills() -> int | None:
-    """How many processes the kernel has killed for lack of memory, here and in this control group; None if unknown."""
-    total = None
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with contextlib.suppress(OSError):
-            for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
-                if line.startswith("oom_kill "):
-                    total = (total or 0) + int(line.split()[1])
-    return total
-
-
 def tail_text(path: Path, size: int = _LOG_TAIL_BYTES) -> str:
     """The last `size` bytes of a log as text; empty when there is none."""
     try:
@@ -207,15 +200,30 @@ def _judge(watch: _Watch, exit_code: int) -> LaunchOutcome:
         return LaunchOutcome("completed", 0)
     if watch.stop.count or (state == "cancelled" and not watch.run.rank_errors()):
         return LaunchOutcome("cancelled", INTERRUPTED)
-    before, after = watch.oom_kills_before, oom_kills()
+    death = first_death(tail_text(watch.log))
     failure = find_failure(
-        watch.run.rank_errors(),
-        first_death(tail_text(watch.log)),
-        exit_code,
-        oom_killed=before is not None and after is not None and after > before,
+        watch.run.rank_errors(), death, exit_code, watch.memory.kill_facts(None if death is None else death.pid)
     )
     failure = _located(failure, watch)
+    if failure.kind == "oom":
+        failure = replace(failure, memory=_compared(failure.memory or {}, watch))
+    failure = replace(failure, advice=advice(failure, watch.run.path, watch.config))
     return LaunchOutcome(failure.status, failure.exit_code, failure)
+
+
+def _compared(memory: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+    """`memory` of a failure beside the limit of the host and what memory_plan.json predicted for one rank."""
+    where = memory.get("where", "host")
+    plan: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # advice must not fail over a damaged file
+        plan = read_json_object(watch.run.path / "memory_plan.json") or {}
+    # On a CPU run the device is the host: what is predicted there is the device's peak.
+    on_device = where == "device" or watch.config.cluster.backend == "gloo"
+    capacity = memory.get("capacity_bytes")
+    if capacity is None and where == "host":
+        capacity = watch.memory.host_memory().limit_bytes
+    predicted = plan.get("device_peak_bytes" if on_device else "host_peak_bytes")
+    return {**memory, "where": where, "capacity_bytes": capacity, "predicted_peak_bytes": predicted}
 
 
 def _located(failure: Failure, watch: _Watch) -> Failure:

@@ -9,7 +9,7 @@
         checkpoints/
         attempts/<N>/      metrics, events, summary and errors of an earlier attempt of the same run
 
-    planned  -> starting, failed, cancelled
+    planned  -> starting, failed, cancelled, oom
     starting -> running, failed, cancelled, oom
     running  -> completed, failed, cancelled, oom
     completed, failed, cancelled, oom -> starting (another attempt)
@@ -44,7 +44,7 @@ RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files in
 STATES = ("planned", "starting", "running", "completed", "failed", "cancelled", "oom")
 FINAL_STATES = frozenset({"completed", "failed", "cancelled", "oom"})
 LEGAL_TRANSITIONS: Mapping[str, frozenset[str]] = {
-    "planned": frozenset({"starting", "failed", "cancelled"}),
+    "planned": frozenset({"starting", "failed", "cancelled", "oom"}),
     "starting": frozenset({"running", "failed", "cancelled", "oom"}),
     "running": frozenset({"completed", "failed", "cancelled", "oom"}),
     **{state: frozenset({"starting"}) for state in sorted(FINAL_STATES)},
@@ -212,6 +212,10 @@ class RunFolder:
     def read_provenance(self) -> dict[str, Any] | None:
         """The content of provenance.json, or None."""
         return self._read("provenance.json")
+
+    def read_memory_plan(self) -> dict[str, Any] | None:
+        """The content of memory_plan.json, or None."""
+        return self._read("memory_plan.json")
 
     # --- logs and errors of ranks ----------------------------------------------------------------------------------
 

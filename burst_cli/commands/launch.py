@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -20,6 +21,9 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the files, environment and command; create and start nothing.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start a run that does not fit into memory, by what is known of it.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Progress as lines, also on a terminal.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -28,7 +32,10 @@ def launch(
     Ctrl-C once stops the ranks at the end of their step; twice kills them. No process is left behind either way.
     Exit codes: 0 completed, 1 failed, 2 usage or configuration, 130 interrupted.
     """
+    from burst_cli import render
     from burst_cli.compose import compose
+    from burst_cli.engine_memory import EnginePlanner
+    from burst_cli.memory_check import check_memory, with_memory
     from burst_cli.plan_candidates import group_topology
     from cluster.facts import probe_local_node
     from cluster.plan import build_launch_plan
@@ -38,14 +45,22 @@ def launch(
 
     composed = compose(overrides or [], config_dir or [])
     run_path = new_run_path(runs_dir or default_runs_dir(), composed.config.exp)
-    plan = build_launch_plan(composed.config, probe_local_node(), run_path)
-    check_config(plan.config)  # once more: the number of ranks is known only now
-    check_attention(plan.config, group_topology(plan.config))
+    facts = probe_local_node()
+    config = build_launch_plan(composed.config, facts, run_path).config
+    check_config(config)  # once more: the number of ranks is known only now
+    check_attention(config, group_topology(config))
+    console = render.stderr()
+    planner = EnginePlanner(lambda text: console.print(text, style="dim", markup=False))
+    memory = check_memory(planner.settle_attention(config), planner, force=force)
+    settled = replace(config, memory=memory.config.memory)  # attention=auto stays: the ranks settle it themselves
+    plan = with_memory(build_launch_plan(settled, facts, run_path), memory)
     if dry_run:
         from burst_cli.plan_view import show_plan
 
-        show_plan(plan, as_json=as_json)
+        show_plan(plan, memory, as_json=as_json)
         return
     from burst_cli.launching import LaunchManner, run_plan
+    from burst_cli.plan_view import memory_notes
 
+    console.print(memory_notes(memory), soft_wrap=True, end="")
     raise typer.Exit(run_plan(plan, composed.overrides, LaunchManner(plain_lines=plain, as_json=as_json)))

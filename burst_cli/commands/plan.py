@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 app = new_verb()
 
 
+class MemoryBy(enum.StrEnum):
+    """How memory is predicted."""
+
+    exact = "exact"
+    closed_form = "closed-form"
+    none = "none"
+
+
 class Pass(enum.StrEnum):
     """Which pass a picture shows."""
 
@@ -58,12 +66,29 @@ def plan(
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --machine."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Compare memory with this device: a100, a100-40gb, h100, h200, b200, cpu, ... or bytes such as 80e9.",
+        ),
+    ] = None,
+    memory_by: Annotated[
+        MemoryBy,
+        typer.Option(
+            "--memory-by",
+            help="exact: rehearse a step without data, some seconds; closed-form: formulas, at once; none: leave out. "
+            "--compare and --all use the formulas.",
+        ),
+    ] = MemoryBy.exact,
     shown_pass: Annotated[Pass, typer.Option("--pass", help="Which pass the picture shows.")] = Pass.both,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a configuration will do without doing it: steps, tiles, bytes per link, buffers, predicted time.
+    """Show what a configuration will do without doing it: attention's steps and bytes per link, memory, predicted time.
 
-    Everything is for attention, per layer, of the ranks that share one sequence; nothing runs and no GPU is needed.
+    Attention is shown per layer, of the ranks that share one sequence; memory of the rank that needs most, at the
+    worst moment of a step. Nothing is trained and no GPU is needed.
 
     \b
     burst plan exp=tiny
@@ -72,6 +97,8 @@ def plan(
         which methods are legal there, and what each moves
     burst plan exp=llama8b_1m --ranks 8 --machine h100 --picture plan.svg
         predicted seconds, and a picture of who computes and sends when
+    burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto
+        the fastest checkpoint policy that fits there, and what it was chosen from
 
     Balance is the work of the busiest rank over the mean: 1 is perfect.
 
@@ -86,20 +113,32 @@ def plan(
     place = plan_candidates.placement_overrides(ranks, nodes)
     names = plan_candidates.names_to_compare(compare, compare_all, overrides or [], config_dir or [])
     if names:
-        candidates = plan_candidates.plan_each(names, [*(overrides or []), *place], config_dir or [], chosen)
+        quick = MemoryBy.none if memory_by is MemoryBy.none else MemoryBy.closed_form
+        request = plan_candidates.MemoryRequest(quick.value, device)
+        candidates = plan_candidates.plan_each(names, [*(overrides or []), *place], config_dir or [], chosen, request)
         if as_json:
             render.emit_json({"plans": [candidate.to_dict() for candidate in candidates]})
         else:
             console = render.stdout()
             console.print(comparison_table(candidates, console.width))
         return
-    candidate = plan_candidates.plan_one([*(overrides or []), *place], config_dir or [], chosen)
+    request = plan_candidates.MemoryRequest(memory_by.value, device, _say)
+    candidate = plan_candidates.plan_one([*(overrides or []), *place], config_dir or [], chosen, request)
     if picture is not None:
         _draw(candidate, picture, shown_pass)
     if as_json:
         render.emit_json(candidate.to_dict() | ({"picture": str(picture)} if picture else {}))
     else:
         render.stdout().print(plan_view(candidate, picture))
+
+
+def _say(text: str) -> None:
+    """A line of progress."""
+    from rich.text import Text
+
+    from burst_cli import render
+
+    render.stderr().print(Text(text, style="dim"))
 
 
 def _machine(name: str | None, changes: Sequence[str]) -> Machine | None:

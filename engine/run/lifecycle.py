@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from engine.config import load_config
+from engine.errors import BurstError
+from engine.memory.oom import less_memory_text
 from engine.run.rank_errors import describe_error
 from engine.run.rank_process import RUN_ID_VARIABLE, RankStatus
 from engine.runs import FINAL_STATES, RunFolder, RunFolderError
@@ -55,9 +59,21 @@ def _record_end(run: RunFolder, status: RankStatus, rank: int, error: BaseExcept
     if isinstance(error, KeyboardInterrupt):
         state, exit_code, failure = "cancelled", 130, None
     else:
+        status.release_reserve()
         facts = describe_error(error)
         state, exit_code = ("oom" if facts["kind"] == "oom" else "failed"), facts["exit_code"]
-        kept = {key: facts[key] for key in ("kind", "type", "message", "exit_code")}
-        failure = {**kept, "rank": rank, "step": status.step, "phase": status.phase}
+        kept = {key: facts[key] for key in ("kind", "type", "message", "exit_code", "memory")}
+        place = {"rank": rank, "step": status.step, "phase": status.phase}
+        failure = {**kept, **place, "advice": _advice(run, facts["memory"])}
     with contextlib.suppress(RunFolderError):
         run.transition(state, exit_code=exit_code, failure=failure)
+
+
+def _advice(run: RunFolder, memory: Mapping[str, Any] | None) -> str | None:
+    """What makes the run need less memory, for a run that ran out of it."""
+    if memory is None:
+        return None
+    try:
+        return less_memory_text(load_config(run.path / "config.yaml"), memory["where"])
+    except BurstError:
+        return None

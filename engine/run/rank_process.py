@@ -13,9 +13,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.errors import BurstError
+from engine.memory.oom import RESERVE_BYTES
 from engine.run.process import die_with_parent, redirect_output
 from engine.runs import RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
 
@@ -24,10 +25,20 @@ __all__ = ["RANK_LOGS_VARIABLE", "RUN_ID_VARIABLE", "RankStatus", "leave", "run_
 
 @dataclass
 class RankStatus:
-    """Where a rank is; the trainer keeps it current so that an error can say when it happened."""
+    """Where a rank is; the trainer keeps it current so that an error can say when it happened.
+
+    phase: start, prepare data, build model, measure peak; in a step forward, loss, backward, optimizer; evaluate; train
+    when it is none of these. `reserve` is address space (untouched, so no memory) for saying what went wrong after
+    memory ran out.
+    """
 
     step: int | None = None
     phase: str | None = None
+    reserve: bytearray | None = field(default_factory=lambda: bytearray(RESERVE_BYTES), repr=False)
+
+    def release_reserve(self) -> None:
+        """Gives the reserve back; called before an error is described."""
+        self.reserve = None
 
 
 def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
@@ -48,6 +59,7 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        status.release_reserve()
         run.write_rank_error(rank, error, step=status.step, phase=status.phase)
         return _say(error)
     return 0

@@ -66,6 +66,19 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    """{predicted_peak_bytes, predicted_peak_source} from the run's memory_plan.json; empty when it has none.
+
+    What one rank's device was predicted to hold at most, to be read beside peak_memory_bytes.
+    """
+    if memory_plan is None or memory_plan.get("device_peak_bytes") is None:
+        return {}
+    return {
+        "predicted_peak_bytes": memory_plan["device_peak_bytes"],
+        "predicted_peak_source": memory_plan.get("source"),
+    }
+
+
 def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
     """{name: median, name_p25, name_p75, name_n}; quartiles by linear interpolation over the measured values."""
     if not values:

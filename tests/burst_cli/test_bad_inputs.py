@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,42 @@ def test_masks_and_methods_are_tried_before_ranks_start(
     result = burst("launch", "exp=tiny", *overrides)
     assert_refused(result.code, result.err, mistake, remedy)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["memory.device_bytes=2000000"], ["a rank needs ", "1.91 MiB of ", "Largest: ", "--force"]),
+        (["memory.device_bytes=2000000", "--dry-run"], ["more than the 1.91 MiB"]),
+        (["memory.host_bytes=8000000", "memory.activation_checkpoint=auto"], ["more than the 1.91 MiB"]),
+        (
+            ["exp=llama7b_1m", "cluster.ranks_per_node=2", "cluster.backend=gloo", "memory.host_bytes=64000000000"],
+            ["more than the 29.8 GiB", "a smaller train.seq_len"],
+        ),
+    ],
+)
+def test_run_that_cannot_fit_is_refused_before_anything_is_created(
+    burst, tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
+    result = burst("launch", *([] if overrides[0].startswith("exp=") else ["exp=tiny"]), *overrides)
+    assert_refused(result.code, result.err, *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_forced_plan_warns_and_keeps_what_is_known(burst) -> None:
+    result = burst("launch", "exp=tiny", "memory.device_bytes=2000000", "--dry-run", "--force", "--json")
+    assert result.code == 0
+    memory = json.loads(json.loads(result.out)["files"]["memory_plan.json"])
+    assert memory["fits"] is False
+    assert memory["device_peak_bytes"] > memory["capacity"]["device_capacity_bytes"] == 2_000_000
+
+
+def test_dry_run_shows_what_auto_chose_from(burst) -> None:
+    result = burst("launch", "exp=tiny", "memory.activation_checkpoint=auto", "--dry-run")
+    assert result.code == 0
+    assert "memory.activation_checkpoint=auto: none" in result.out
+    assert "attn_out_every 4" in result.out
+    assert "activation_checkpoint: none" in result.out
 
 
 @pytest.mark.parametrize(

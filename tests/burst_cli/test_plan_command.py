@@ -16,6 +16,8 @@ from engine.attention.topology import Topology
 from engine.flops import attention_pairs, step_flops
 from engine.simulate.machine import MACHINES
 
+QUICK = ("--memory-by", "closed-form")
+
 
 def document(result: Any) -> Any:
     assert result.code == 0, result.err
@@ -23,10 +25,10 @@ def document(result: Any) -> Any:
 
 
 def test_json_is_the_documented_one(burst) -> None:
-    plan = document(burst("plan", "exp=tiny", "--json"))
+    plan = document(burst("plan", *QUICK, "exp=tiny", "--json"))
     assert (plan["preset"], plan["legal"], plan["world_size"]) == ("burst", True, 4)
     assert plan["topology"] == {"nodes": 1, "local_ranks": 4}
-    assert (plan["memory"], plan["time"]) == (None, None)
+    assert plan["time"] is None
     attention = plan["attention"]
     assert attention["backward_circulates"] in ("kv", "q")
     assert attention["reason"].startswith("auto: ")
@@ -38,7 +40,7 @@ def test_json_is_the_documented_one(burst) -> None:
 
 
 def test_the_table_shows_both_passes(burst) -> None:
-    shown = burst("plan", "exp=tiny").out
+    shown = burst("plan", *QUICK, "exp=tiny").out
     assert "2,048 tokens on 4 ranks on 1 node" in shown
     for words in ("steps", "tiles", "balance", "sent inside the node", "buffers on the device", "q circulates"):
         assert words in shown
@@ -46,23 +48,23 @@ def test_the_table_shows_both_passes(burst) -> None:
 
 
 def test_a_machine_adds_predicted_seconds(burst) -> None:
-    shown = burst("plan", "exp=tiny", "--machine", "cpu").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--machine", "cpu").out
     assert "predicted seconds (cpu)" in shown
-    time = document(burst("plan", "exp=tiny", "--machine", "cpu", "--json"))["time"]
+    time = document(burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--json"))["time"]
     assert time["machine"] == "cpu"
     assert time["per_layer"]["backward"]["seconds"] > time["per_layer"]["forward"]["seconds"] > 0
 
 
 def test_fields_of_the_machine_can_be_changed(burst) -> None:
     fast, slow = (
-        document(burst("plan", "exp=tiny", "--json", "--machine", "cpu", "--with", f"intra_bytes_per_s={rate}"))
+        document(burst("plan", *QUICK, "exp=tiny", "--json", "--machine", "cpu", "--with", f"intra_bytes_per_s={rate}"))
         for rate in ("1e9", "1e6")
     )
     assert slow["time"]["exposed_s"] > 100 * fast["time"]["exposed_s"]
 
 
 def test_ranks_and_nodes_fill_in_what_the_configuration_leaves_open(burst) -> None:
-    plan = document(burst("plan", "exp=llama8b_1m", "--ranks", "16", "--nodes", "2", "--json"))
+    plan = document(burst("plan", *QUICK, "exp=llama8b_1m", "--ranks", "16", "--nodes", "2", "--json"))
     assert plan["world_size"] == 16
     assert plan["topology"] == {"nodes": 2, "local_ranks": 8}
     assert plan["attention"]["ring_inner_size"] == 8
@@ -70,31 +72,31 @@ def test_ranks_and_nodes_fill_in_what_the_configuration_leaves_open(burst) -> No
 
 
 def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
-    plan = document(burst("plan", "exp=tiny", "parallel.dp_shard_size=2", "--json"))
+    plan = document(burst("plan", *QUICK, "exp=tiny", "parallel.dp_shard_size=2", "--json"))
     assert (plan["world_size"], plan["cp_size"]) == (4, 2)
 
 
 def test_compare_shows_the_named_options_side_by_side(burst) -> None:
-    plans = document(burst("plan", "exp=tiny", "--compare", "ring,striped", "--json"))["plans"]
+    plans = document(burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--json"))["plans"]
     assert [plan["preset"] for plan in plans] == ["ring", "striped"]
-    shown = burst("plan", "exp=tiny", "--compare", "ring,striped", "--machine", "cpu").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--machine", "cpu").out
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert rows == ["ring", "striped"]
 
 
 def test_all_lists_the_illegal_ones_with_their_reasons(burst) -> None:
-    plans = {plan["preset"]: plan for plan in document(burst("plan", "exp=tiny", "--all", "--json"))["plans"]}
+    plans = {plan["preset"]: plan for plan in document(burst("plan", *QUICK, "exp=tiny", "--all", "--json"))["plans"]}
     assert plans["burst"]["legal"]
     assert not plans["single"]["legal"]
     assert "holds the whole sequence on one rank" in plans["single"]["problems"][0]
-    shown = burst("plan", "exp=tiny", "--all").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--all").out
     assert "single: not legal here" in shown
     assert "set parallel.cp_size=1" in shown
 
 
 def test_a_narrow_terminal_gets_a_column_per_option(burst, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = burst("plan", "exp=tiny", "--compare", "ring,striped").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped").out
     heading = next(line for line in shown.splitlines() if "attention" in line)
     assert "ring" in heading
     assert "striped" in heading
@@ -104,7 +106,7 @@ def test_a_narrow_terminal_gets_a_column_per_option(burst, monkeypatch: pytest.M
 @pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_a_picture_is_drawn(burst, tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"plan.{suffix}"
-    result = burst("plan", "exp=tiny", "--machine", "cpu", "--picture", str(path), "--json")
+    result = burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--picture", str(path), "--json")
     assert document(result)["picture"] == str(path)
     assert path.read_bytes().startswith(magic)
 
@@ -112,19 +114,19 @@ def test_a_picture_is_drawn(burst, tmp_path: Path, suffix: str, magic: bytes) ->
 def test_a_picture_names_method_ranks_and_channels(burst, tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     arguments = ["exp=tiny", "--ranks", "6", "--nodes", "2", "--machine", "h100", "--picture", str(path)]
-    assert burst("plan", *arguments).code == 0
+    assert burst("plan", *QUICK, *arguments).code == 0
     text = path.read_text()
     words = ("burst on 6 ranks (2 x 3), h100", "rank 5", "forward: ", "backward: ", "exposed: ", "tile, causal")
     for word in (*words, "payload, outer ring", "gradients, inner ring"):
         assert word in text
-    assert burst("plan", *arguments, "--pass", "backward").code == 0
+    assert burst("plan", *QUICK, *arguments, "--pass", "backward").code == 0
     assert "forward: " not in path.read_text()
 
 
 def test_the_same_plan_gives_the_same_picture(burst, tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("first.svg", "second.svg")]
     for path in paths:
-        assert burst("plan", "exp=tiny", "--machine", "cpu", "--picture", str(path)).code == 0
+        assert burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--picture", str(path)).code == 0
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
@@ -151,6 +153,8 @@ MISTAKES = [
     (["exp=tiny", "--machine", "cpu", "--picture", "plan.pdf"], "plan.pdf", ".svg or .png"),
     (["exp=tiny", "--machine", "cpu", "--picture", "/no/such/plan.svg"], "no such folder", "create it first"),
     (["exp=tiny", "--machine", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
+    (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
+    (["exp=tiny", "--memory-by", "guess"], "'guess'", "burst plan --help"),
     (["exp=tiny", "--ranks", "0"], "--ranks", "burst plan --help"),
     (["exp=tiny", "--nodes", "3"], "3 nodes cannot share 4 ranks", "divisor"),
     (["exp=tiny", "attention=single"], "4 ranks share it", "choose attention=burst"),
@@ -169,9 +173,10 @@ def test_a_mistake_is_named_with_its_remedy(burst, argv: list[str], mistake: str
     assert result.out == ""
 
 
-def test_a_plan_without_picture_loads_neither_torch_nor_matplotlib() -> None:
+def test_a_plan_by_formulas_loads_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys; from burst_cli.app import main; main(['plan', 'exp=tiny', '--machine', 'cpu', '--json']); "
+        "import sys; from burst_cli.app import main; "
+        "main(['plan', 'exp=tiny', '--machine', 'cpu', '--json', '--memory-by', 'closed-form']); "
         "print([name for name in ('torch', 'matplotlib') if name in sys.modules], file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -182,3 +187,86 @@ def test_help_teaches_with_examples(burst) -> None:
     shown = burst("plan", "--help").out
     for words in ("burst plan exp=tiny", "--all", "--machine", "Balance", "Exposed", *MACHINES):
         assert words in shown
+
+
+MEMORY_KEYS = {
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "components",
+    "device_capacity_bytes",
+    "host_capacity_bytes",
+    "fits",
+    "by",
+    "policy",
+    "closed_form",
+    "candidates",
+    "advice",
+}
+
+
+def test_memory_is_part_of_the_document(burst) -> None:
+    memory = document(burst("plan", *QUICK, "exp=tiny", "memory=full", "--device", "h100", "--json"))["memory"]
+    assert memory.keys() >= MEMORY_KEYS
+    assert (memory["fits"], memory["by"], memory["policy"]) == (True, "closed_form", "full")
+    assert sum(memory["components"]["device"].values()) == memory["device_peak_bytes"]
+    assert memory["closed_form"]["device_peak_bytes"] == memory["device_peak_bytes"]
+    assert (memory["candidates"], memory["advice"]) == ([], [])
+
+
+def test_memory_can_be_left_out(burst) -> None:
+    assert document(burst("plan", "exp=tiny", "--memory-by", "none", "--json"))["memory"] is None
+    assert "memory of a rank" not in burst("plan", "exp=tiny", "--memory-by", "none").out
+
+
+def test_people_read_components_a_bar_and_a_verdict(burst) -> None:
+    shown = burst("plan", *QUICK, "exp=llama7b_1m", "--ranks", "16", "--nodes", "2", "--device", "h200").out
+    for words in ("memory of a rank", "checkpoints", "in phase", "backward", "■ attention", "fits", "on h200"):
+        assert words in shown
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:
+    arguments = ["exp=llama14b_1m", "memory=none", "--ranks", "8", "--device", "a100"]
+    shown = burst("plan", *QUICK, *arguments).out
+    assert "does not fit" in shown
+    assert "are missing in the device" in shown
+    assert "memory=auto would fit" in shown
+    memory = document(burst("plan", *QUICK, *arguments, "--json"))["memory"]
+    assert not memory["fits"]
+    assert memory["headroom_bytes"] < 0
+    assert memory["advice"]
+
+
+def test_memory_auto_shows_what_it_chose_from(burst) -> None:
+    arguments = ["exp=llama7b_1m", "memory=auto", "--ranks", "16", "--nodes", "2", "--device", "h100"]
+    plan = document(burst("plan", *QUICK, *arguments, "--json"))
+    first = plan["memory"]["candidates"][0]
+    assert first["fits"]
+    assert plan["memory"]["policy"].startswith(first["activation_checkpoint"])
+    assert {one["activation_checkpoint"] for one in plan["memory"]["candidates"]} == {
+        "none",
+        "full",
+        "attn_out",
+        "seq_fraction",
+        "attn_out_every",
+    }
+    shown = burst("plan", *QUICK, *arguments).out
+    for words in ("memory=auto, best first", "kept per rank", "moved per step", "extra time", "adds least to a step"):
+        assert words in shown
+
+
+def test_a_comparison_shows_memory_by_formulas(burst) -> None:
+    plans = document(burst("plan", "exp=tiny", "--compare", "ring,burst", "--json"))["plans"]
+    assert [plan["memory"]["by"] for plan in plans] == ["closed_form", "closed_form"]
+    assert "memory of a rank" in burst("plan", "exp=tiny", "--compare", "ring,burst").out
+
+
+def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
+    """Within seconds, and with the memory and the FLOPs of them all."""
+    arguments = ["exp=llama8b_1m", "train.seq_len=4194304", "--ranks", "1024", "--nodes", "128"]
+    plan = document(burst("plan", *QUICK, *arguments, "--json"))
+    assert (plan["world_size"], plan["cp_size"]) == (1024, 1024)
+    assert plan["planned_ranks"] <= 64
+    config = compose(["exp=llama8b_1m"]).config
+    expected = step_flops(config.model, seq_len=2**22, visible_pairs=attention_pairs("causal", 2**22))
+    assert plan["flops"]["model"] == expected.model
+    assert "which stand for 1024" in burst("plan", *QUICK, *arguments).out

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.run.rank_process import RankStatus, leave, run_rank
@@ -58,10 +60,39 @@ def act(mode: str, rank: int, step: int) -> None:
         raise ConfigError(["train.seq_len is odd", "model.num_heads is odd"])
     if mode == "memory":
         raise MemoryError("cannot hold the logits")
+    if mode == "hoard":
+        hoard()
+    if mode == "limited":
+        limited()
     if mode == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "silent":
         os._exit(7)
+
+
+def hoard() -> None:
+    """Take memory until somebody ends it, slowly enough to be seen."""
+    taken = []
+    for _ in range(400):
+        taken.append(b"x" * (4 * 2**20))
+        time.sleep(0.02)
+
+
+def limited() -> None:
+    """Take all that the process may have, to the last hole, so that nothing is left to say so with."""
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + 2**20,) * 2)
+    taken, size = [], 2**20
+    while True:
+        try:
+            taken.append(bytearray(size))
+        except MemoryError:
+            if size < 64:
+                raise
+            size //= 2
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.failure import Death, Failure, advice, find_failure, first_death
+from cluster.failure import Death, Failure, KillFacts, advice, find_failure, first_death
+from engine.config import RunConfig
 
+UNKNOWN = KillFacts()
 RUN = Path("/runs/tiny/20260101-000000-abcdef")
 TORCHRUN_LOG = """\
 W1120 09:47:27.753000 6751 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6755 closing signal SIGTERM
@@ -23,12 +25,12 @@ def error(rank: int, kind: str = "exception", **more: Any) -> dict[str, Any]:
     return {"rank": rank, "kind": kind, "type": "ValueError", "message": "bad", "exit_code": 1, "step": 4, **more}
 
 
-def find(errors: list[dict[str, Any]], death: Death | None = None, code: int = 1, oom_killed: bool = False) -> Failure:
-    return find_failure(errors, death, code, oom_killed=oom_killed)
+def find(errors: list[dict[str, Any]], death: Death | None = None, code: int = 1, kill: KillFacts = UNKNOWN) -> Failure:
+    return find_failure(errors, death, code, kill)
 
 
 def test_first_death_is_read_from_the_log_of_torchrun() -> None:
-    assert first_death(TORCHRUN_LOG) == Death(rank=1, exit_code=-9)
+    assert first_death(TORCHRUN_LOG) == Death(rank=1, exit_code=-9, pid=6756)
     assert first_death("all is well") is None
 
 
@@ -59,11 +61,37 @@ def test_death_of_a_rank_that_explained_itself_is_its_error() -> None:
     assert (failure.kind, failure.status) == ("oom", "oom")
 
 
-@pytest.mark.parametrize(("oom_killed", "status"), [(True, "oom"), (False, "failed")])
-def test_sigkill_is_out_of_memory_only_when_the_kernel_says_so(oom_killed: bool, status: str) -> None:
-    failure = find([], Death(0, -9), oom_killed=oom_killed)
+@pytest.mark.parametrize(("evidence", "status"), [("the count rose", "oom"), (None, "failed")])
+@pytest.mark.parametrize("death", [Death(0, -9), None])
+def test_sigkill_is_out_of_memory_only_when_the_kernel_says_so(
+    death: Death | None, evidence: str | None, status: str
+) -> None:
+    failure = find([], death, -9, KillFacts(evidence, "Perhaps memory.", {"peak_bytes": 5}))
     assert (failure.status, failure.signal) == (status, "SIGKILL")
-    assert "micro_batch_size" in advice(failure, RUN)
+    assert (evidence or "Perhaps memory.") in failure.message
+    assert failure.memory == ({"peak_bytes": 5} if evidence else None)
+
+
+def test_kill_facts_say_nothing_about_other_deaths() -> None:
+    kill = KillFacts("the count rose", "Perhaps memory.", {})
+    assert find([error(1)], Death(1, 1), kill=kill).kind == "exception"
+    assert find([], Death(1, -11), kill=kill).kind == "signal"
+
+
+def test_what_a_rank_measured_when_memory_ran_out_is_kept() -> None:
+    assert find([error(1, "oom", memory={"where": "device"})]).memory == {"where": "device"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (Failure("oom", "T", "m", memory={"where": "device"}), "memory.optimizer_store=host"),
+        (Failure("oom", "T", "m"), "cluster.ranks_per_node"),
+        (Failure("signal", "SIGKILL", "m", signal="SIGKILL"), "If `dmesg` shows"),
+    ],
+)
+def test_advice_after_lack_of_memory_names_settings(failure: Failure, words: str) -> None:
+    assert words in advice(failure, RUN, RunConfig())
 
 
 def test_configuration_error_keeps_its_exit_code() -> None:
@@ -84,4 +112,4 @@ def test_strange_exit_codes_are_no_signal() -> None:
 
 @pytest.mark.parametrize("kind", ["config", "user", "oom", "exception", "peer_lost", "signal", "exit", "launcher"])
 def test_every_kind_of_failure_has_advice(kind: Any) -> None:
-    assert len(advice(Failure(kind, "T", "m"), RUN)) > 20
+    assert len(advice(Failure(kind, "T", "m"), RUN, RunConfig())) > 20

@@ -97,3 +97,26 @@ def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
     run.transition("starting")
     fail(run, RuntimeError("broken"), environment=LAUNCHED)
     assert states(run)[-1] == "running"
+
+
+def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
+    fail(run, MemoryError("full"))
+    failure = run.read_state()["failure"]
+    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
+    assert failure["memory"]["peak_bytes"] > 2**20
+    assert "cluster.ranks_per_node" in failure["advice"]
+
+
+def test_reserve_is_there_while_a_rank_works_and_given_back_when_it_fails(run: RunFolder) -> None:
+    status = RankStatus()
+    seen = []
+
+    def work() -> None:
+        with run_states(run, status, rank=0, environment={}):
+            seen.append(status.reserve)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        work()
+    assert seen != [None]
+    assert status.reserve is None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.summary import MEDIANS, spread, summarise
+from engine.run.summary import MEDIANS, predicted_facts, spread, summarise
 
 
 def rows(*times: float, **more: float | None) -> list[dict[str, float | int | None]]:
@@ -75,3 +75,13 @@ def test_spread_agrees_with_the_statistics_library(values: list[float]) -> None:
     assert figures["x"] - 1e-6 <= figures["x_p75"] <= max(values)
     assert figures["x_n"] == len(values)
     assert all(math.isfinite(figures[key]) for key in ("x", "x_p25", "x_p75"))
+
+
+def test_prediction_of_the_memory_plan_stands_in_the_summary() -> None:
+    plan = {"device_peak_bytes": 5, "source": "the prediction", "fits": True}
+    assert predicted_facts(plan) == {"predicted_peak_bytes": 5, "predicted_peak_source": "the prediction"}
+
+
+@pytest.mark.parametrize("plan", [None, {}, {"device_peak_bytes": None}])
+def test_run_without_a_prediction_says_nothing_of_one(plan: dict[str, object] | None) -> None:
+    assert predicted_facts(plan) == {}
