@@ -57,6 +57,7 @@ bench: $(READY)  ## Run the benchmarks with their default sizes
 	$(PY) -m burst_cli bench exchange
 	$(PY) -m burst_cli bench loss
 	$(PY) -m benchmarks.bench_step
+	$(PY) -m benchmarks.bench_memory
 
 gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
 	@$(PY) scripts/require_gpu.py

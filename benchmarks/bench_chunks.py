@@ -39,10 +39,11 @@ from engine.bench.environment import environment
 from engine.bench.measure import Timing, measure_in_turn
 from engine.bench.spec import Rounds
 from engine.config import ModelConfig
-from engine.memory_tracker import LiveTensorTracker
-from engine.model.chunked import Tiling, tile_layers
+from engine.memory.policy import LayerPolicy
+from engine.memory.store import DeviceStore
+from engine.memory.tracker import LiveTensorTracker
+from engine.model.checkpointed import LayerManner, apply_policies
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import checkpoint_layers
 
 CPU = torch.device("cpu")
 WHOLE = AttentionMethod("single", "contiguous", 1, 1, "kv", "float32", "benchmark")
@@ -89,9 +90,9 @@ def working_set(execution: Execution, plan: RankPlan, shape: AttentionShape) -> 
     host = [tensor for slot, fields in slots if slot.where == "host" for tensor in fields.values()]
     with LiveTensorTracker() as tracker:
         tracker.watch(host)  # they live longer than the run
-        host_bytes = tracker.live_bytes
+        before = tracker.live_bytes
         execution.run()
-    return WorkingSet(device, tracker.peak_bytes - host_bytes, host_bytes)
+    return WorkingSet(device, tracker.peak_bytes - before, sum(tensor.nbytes for tensor in host))
 
 
 def memory(case: Case, tokens: int, *, chunked: bool) -> dict[str, WorkingSet]:
@@ -120,9 +121,9 @@ def layer_step(case: Case, tokens: int, variant: str) -> Callable[[], object]:
     torch.manual_seed(0)
     model = LlamaModel(case.model).to(case.dtype)
     if variant == "chunked":
-        tile_layers(model, Tiling(case.chunk_tokens, keep_attention=True))
+        apply_policies(model, [LayerManner(LayerPolicy("none"), DeviceStore(), case.chunk_tokens)])
     elif variant == "checkpointed":
-        checkpoint_layers(model)
+        apply_policies(model, [LayerManner(LayerPolicy("full"), DeviceStore())])
     attention = case.context(tokens, chunked=variant == "chunked").functions(1)[0]
     hidden = torch.randn(1, tokens, case.model.hidden_size, dtype=case.dtype, requires_grad=True)
     angles = torch.zeros(tokens, case.model.head_dim // 2)

@@ -3,7 +3,11 @@
 Same weights, tokens, threads, AdamW settings, gradient clipping and precision (fp32 master weights, matmuls in
 --dtype). Every variant lives in a process of its own, so that its peak resident set is its own; steps are interleaved,
 so that what else the machine does meets all of them alike. Tensor peaks are counted exactly in one more step, which is
-not timed (on CUDA: the allocator's peak). Run it on a quiet machine:
+not timed (on CUDA: the allocator's peak).
+
+Variants of this engine are `burst` and burst:POLICY, a policy of memory with its fields, as in
+burst:attn_out:tile_tokens=1024. `transformers` is what those that keep everything are compared with;
+`transformers_checkpoint`, which has its gradient checkpointing on, what the others are. Run it on a quiet machine:
 
     python -m benchmarks.bench_step --output benchmarks/results/step_HARDWARE_YYYYMM.json
 """
@@ -17,159 +21,38 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from engine.bench.environment import environment
-from engine.config import (
-    ClusterConfig,
-    Dtype,
-    LossConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
+from benchmarks.step.variants import (
+    CHECKPOINT_REFERENCE,
+    PEERS,
+    REFERENCE,
+    SEED,
+    Case,
+    build,
+    check_variant,
+    describe,
+    is_ours,
 )
+from benchmarks.tensors import local_tensors
+from engine.bench.environment import environment
+from engine.bench.spec import Rounds
+from engine.config import ModelConfig
+from engine.errors import BurstError
 
-REFERENCE = "transformers"
-VARIANTS = {
-    "burst": "this engine, no activation checkpointing",
-    "burst_checkpoint": "this engine, full activation checkpointing",
-    "transformers": "LlamaForCausalLM, SDPA, fp32 weights under autocast",
-    "transformers_checkpoint": "the same with gradient checkpointing",
-    "transformers_cast": "LlamaForCausalLM, SDPA, weights and AdamW state in --dtype (no master weights)",
-}
-SEED = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained, and how."""
-
-    model: ModelConfig
-    seq_len: int
-    dtype: Dtype
-    threads: int
-    device: str
-
-    def run_config(self, *, checkpoint: bool) -> RunConfig:
-        """The engine's configuration of this case."""
-        return RunConfig(
-            seed=SEED,
-            model=self.model,
-            memory=MemoryConfig("full" if checkpoint else "none"),
-            loss=LossConfig(),
-            optimizer=OptimizerConfig(schedule="constant"),
-            train=TrainConfig(seq_len=self.seq_len, steps=1, compute_dtype=self.dtype),
-            cluster=ClusterConfig(backend="gloo" if self.device == "cpu" else "nccl"),
-        )
-
-    def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """[1, seq_len] random tokens, the same for every variant."""
-        return np.random.default_rng(SEED).integers(0, self.model.vocab_size, (1, self.seq_len))
-
-
-Step = Callable[[], float]  # one training step; returns its loss
-
-
-def build_burst(case: Case, *, checkpoint: bool) -> tuple[Step, Any, Any]:
-    """(step, model, optimizer) of this engine on a group of one rank."""
-    from engine.data import Batch
-    from engine.model.parallelize import build_model
-    from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-    from engine.train_step import TrainStep
-
-    config = case.run_config(checkpoint=checkpoint)
-    placement = read_placement({})
-    start_process_group(choose_device(config.cluster, placement), placement)
-    mesh = build_mesh(config.parallel, config.cluster)
-    model, attention = build_model(config, mesh)
-    train_step = TrainStep(config, mesh, model, attention)
-    tokens = case.tokens()
-    labels = np.concatenate([tokens[:, 1:], [[-100]]], axis=1)
-    batch = Batch(tokens, labels, (np.zeros(1, dtype=np.int64),))
-    return lambda: train_step(0, [batch]).loss, model, train_step.optimizer
-
-
-def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Step, Any, Any]:
-    """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from engine.optim import build_optimizer, clip_gradients
-
-    shape = case.model
-    settings = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tie_embeddings,
-        max_position_embeddings=case.seq_len,
-        use_cache=False,
-    )
-    settings._attn_implementation = "sdpa"
-    model = LlamaForCausalLM(settings).train()
-    copy_initial_weights(shape, model)
-    dtype = getattr(torch, case.dtype)
-    model.to(device=case.device, dtype=dtype if cast else torch.float32)
-    if checkpoint:
-        model.activation_checkpointing_enable()
-    config = case.run_config(checkpoint=False).optimizer
-    optimizer = build_optimizer(model, config)
-    tokens = torch.from_numpy(case.tokens()).to(case.device)
-    autocast = nullcontext() if cast or dtype == torch.float32 else torch.autocast(case.device, dtype)
-
-    def step() -> float:
-        with autocast:
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        clip_gradients(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss.item())
-
-    return step, model, optimizer
-
-
-def copy_initial_weights(shape: ModelConfig, target: Any) -> None:
-    """Gives transformers' model the weights with which the engine starts."""
-    from engine.model.init import init_weights
-    from engine.model.llama import LlamaModel
-
-    source = LlamaModel(shape)
-    init_weights(source, SEED)
-    parameters = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, weight in source.named_parameters():
-            kind, _, rest = name.partition(".")
-            prefix = {"embedding": "model.embed_tokens", "head": "lm_head"}.get(kind, f"model.{kind}")
-            parameters[f"{prefix}.{rest}"].copy_(weight)
-
-
-def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
-    """(step, model, optimizer) of a variant."""
-    checkpoint = variant.endswith("_checkpoint")
-    if variant.startswith("burst"):
-        return build_burst(case, checkpoint=checkpoint)
-    return build_transformers(case, checkpoint=checkpoint, cast=variant.endswith("_cast"))
+DEFAULT_VARIANTS = f"burst,burst:full,burst:attn_out,{REFERENCE},{CHECKPOINT_REFERENCE}"
+MAX_MEMORY_RATIO, MAX_TIME_RATIO = 0.5, 0.9  # against transformers_checkpoint
 
 
 def work(variant: str, case: Case, pipe: Connection) -> None:
     """Life of a variant's process: builds, then answers "step", "track" and "end"."""
-    from engine.memory_tracker import LiveTensorTracker
+    from engine.memory.tracker import LiveTensorTracker
     from engine.metrics import peak_resident_bytes
 
     torch.set_num_threads(case.threads)
@@ -196,15 +79,7 @@ def work(variant: str, case: Case, pipe: Connection) -> None:
         pipe.send({"peak_tensor_bytes": peak, "peak_resident_bytes": resident, "resident_before_model_bytes": before})
 
 
-def local_tensors(model: Any, optimizer: Any) -> Iterator[Any]:
-    """Parameters, buffers and optimizer state as ordinary tensors: what lives between two steps."""
-    state = (value for values in optimizer.state.values() for value in values.values())
-    for tensor in (*model.parameters(), *model.buffers(), *state):
-        if isinstance(tensor, torch.Tensor):
-            yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def measure(case: Case, variants: list[str], *, warmup: int, repeats: int) -> dict[str, dict[str, Any]]:
+def measure(case: Case, variants: Sequence[str], rounds: Rounds) -> dict[str, dict[str, Any]]:
     """Per variant: seconds of every timed step, losses, peaks."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -219,13 +94,14 @@ def measure(case: Case, variants: list[str], *, warmup: int, repeats: int) -> di
         here.recv()
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     losses: dict[str, list[float]] = {variant: [] for variant in variants}
-    for turn in range(warmup + repeats):
+    for turn in range(rounds.warmup + rounds.repeats):
         for variant in variants if turn % 2 == 0 else reversed(variants):
             pipes[variant].send("step")
             elapsed, loss = pipes[variant].recv()
             losses[variant].append(loss)
-            print(f"  turn {turn + 1}/{warmup + repeats}  {variant:24s} {elapsed:8.2f} s  loss {loss:.4f}", flush=True)
-            if turn >= warmup:
+            place = f"turn {turn + 1}/{rounds.warmup + rounds.repeats}"
+            print(f"  {place}  {variant:32s} {elapsed:8.2f} s  loss {loss:.4f}", flush=True)
+            if turn >= rounds.warmup:
                 seconds[variant].append(elapsed)
     results: dict[str, dict[str, Any]] = {}
     for variant in variants:
@@ -238,43 +114,83 @@ def measure(case: Case, variants: list[str], *, warmup: int, repeats: int) -> di
 
 
 def summarise(case: Case, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per variant: medians with spread, and ratios to the reference."""
+    """Per variant: medians with spread, and ratios to both references where these were measured."""
     table: dict[str, dict[str, Any]] = {}
     for variant, result in results.items():
         middle = statistics.median(result["seconds"])
         table[variant] = {
-            "what": VARIANTS[variant],
+            "what": describe(variant),
             "step_s": middle,
             "step_s_min": min(result["seconds"]),
             "step_s_max": max(result["seconds"]),
             "tokens_per_s": case.seq_len / middle,
             **result,
         }
-    reference = table.get(REFERENCE)
-    for row in table.values() if reference else ():
-        assert reference is not None
-        row["speed_ratio"] = row["tokens_per_s"] / reference["tokens_per_s"]
-        row["tensor_memory_ratio"] = row["peak_tensor_bytes"] / reference["peak_tensor_bytes"]
-        row["resident_memory_ratio"] = row["peak_resident_bytes"] / reference["peak_resident_bytes"]
+    for row in table.values():
+        if plain := table.get(REFERENCE):
+            row["speed_ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
+            row["tensor_memory_ratio"] = row["peak_tensor_bytes"] / plain["peak_tensor_bytes"]
+            row["resident_memory_ratio"] = row["peak_resident_bytes"] / plain["peak_resident_bytes"]
+        if checkpointed := table.get(CHECKPOINT_REFERENCE):
+            row["over_checkpoint"] = {
+                "time_ratio": row["step_s"] / checkpointed["step_s"],
+                "tensor_memory_ratio": row["peak_tensor_bytes"] / checkpointed["peak_tensor_bytes"],
+                "resident_memory_ratio": row["peak_resident_bytes"] / checkpointed["peak_resident_bytes"],
+            }
     return table
+
+
+def best_against_checkpointing(table: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest variant of ours whose tensors need at most half of what transformers' checkpointing needs.
+
+    Where none does: the one with the least. None where there is nothing to compare.
+    """
+    if CHECKPOINT_REFERENCE not in table:
+        return None
+    ours = {variant: row["over_checkpoint"] for variant, row in table.items() if is_ours(variant)}
+    small = {v: ratios for v, ratios in ours.items() if ratios["tensor_memory_ratio"] <= MAX_MEMORY_RATIO}
+    key = "time_ratio" if small else "tensor_memory_ratio"
+    name = min(small or ours, key=lambda variant: float(ours[variant][key]), default=None)
+    if name is None:
+        return None
+    return {
+        "variant": name,
+        **ours[name],
+        "max_tensor_memory_ratio": MAX_MEMORY_RATIO,
+        "max_time_ratio": MAX_TIME_RATIO,
+        "met": bool(small) and ours[name]["time_ratio"] <= MAX_TIME_RATIO,
+    }
 
 
 def print_table(table: dict[str, dict[str, Any]]) -> None:
     """The figures for people."""
-    print(f"\n{'variant':26s}{'step s (min-max)':>24s}{'tokens/s':>10s}{'tensors':>10s}{'resident':>10s}  ratios")
+    print(f"\n{'variant':34s}{'step s (min-max)':>24s}{'tokens/s':>10s}{'tensors':>10s}{'resident':>10s}  ratios")
     for variant, row in table.items():
         spread = f"{row['step_s']:.2f} ({row['step_s_min']:.2f}-{row['step_s_max']:.2f})"
-        ratios = ""
+        ratios = []
         if "speed_ratio" in row:
-            ratios = (
+            ratios.append(
                 f"speed {row['speed_ratio']:.2f}x  tensors {row['tensor_memory_ratio']:.2f}x"
                 f"  resident {row['resident_memory_ratio']:.2f}x"
             )
+        if over := row.get("over_checkpoint"):
+            ratios.append(
+                f"over checkpointing: time {over['time_ratio']:.2f}x  tensors {over['tensor_memory_ratio']:.2f}x"
+            )
         gib = [f"{row[name] / 2**30:.2f} G" for name in ("peak_tensor_bytes", "peak_resident_bytes")]
-        print(f"{variant:26s}{spread:>24s}{row['tokens_per_s']:10.0f}{gib[0]:>10s}{gib[1]:>10s}  {ratios}")
+        print(f"{variant:34s}{spread:>24s}{row['tokens_per_s']:10.0f}{gib[0]:>10s}{gib[1]:>10s}  {'; '.join(ratios)}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def print_best(best: dict[str, Any]) -> None:
+    """Whether the promise against gradient checkpointing held."""
+    print(
+        f"{'held' if best['met'] else 'MISSED'}: {best['variant']} against {CHECKPOINT_REFERENCE}: "
+        f"tensors {best['tensor_memory_ratio']:.2f}x (at most {MAX_MEMORY_RATIO}), "
+        f"time {best['time_ratio']:.2f}x (at most {MAX_TIME_RATIO})"
+    )
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each variant")
@@ -286,28 +202,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=8, help="query heads of width 64; the model's width is 64 * heads")
+    parser.add_argument("--heads", type=int, default=8, help="query heads; the model's width is heads * head-dim")
     parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as heads")
-    parser.add_argument("--variants", default="burst,burst_checkpoint,transformers", help=f"of {', '.join(VARIANTS)}")
-    arguments = parser.parse_args()
-    unknown = set(arguments.variants.split(",")) - VARIANTS.keys()
-    if unknown:
-        parser.error(f"--variants: unknown {', '.join(sorted(unknown))}; legal are {', '.join(VARIANTS)}")
-    return arguments
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument(
+        "--variants", default=DEFAULT_VARIANTS, help=f"burst, burst:POLICY[:FIELD=VALUE]..., {', '.join(PEERS)}"
+    )
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    """Measures, prints, writes."""
-    import transformers
-
-    arguments = parse_arguments()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    facts = {"command": shlex.join(sys.orig_argv[1:])} | environment(device)
-    for name, value in facts.items():
-        print(f"{name:>12}: {value}")
-    width = 64 * arguments.heads
+def build_case(arguments: argparse.Namespace) -> Case:
+    """What the arguments ask for."""
+    width = arguments.heads * arguments.head_dim
     model = ModelConfig(
         name="bench",
         vocab_size=arguments.vocab_size,
@@ -316,19 +222,47 @@ def main() -> None:
         num_layers=arguments.layers,
         num_heads=arguments.heads,
         num_kv_heads=arguments.kv_heads or arguments.heads,
-        head_dim=64,
+        head_dim=arguments.head_dim,
     )
-    case = Case(model, arguments.seq_len, arguments.dtype, torch.get_num_threads(), device.type)
-    results = measure(case, arguments.variants.split(","), warmup=arguments.warmup, repeats=arguments.repeats)
-    table = summarise(case, results)
+    threads = arguments.threads or torch.get_num_threads()
+    return Case(model, arguments.seq_len, arguments.dtype, threads, torch.device(arguments.device).type)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, writes; the exit code: 0 ok, 2 usage."""
+    import transformers
+
+    arguments = parse_arguments(argv)
+    case, variants = build_case(arguments), arguments.variants.split(",")
+    try:
+        rounds = Rounds(arguments.repeats, arguments.warmup)
+        for variant in variants:
+            check_variant(variant, case)
+    except BurstError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    facts = {"command": shlex.join(sys.orig_argv[1:])} | environment(torch.device(case.device))
+    facts |= {"threads": case.threads, "transformers": transformers.__version__}
+    for name, value in facts.items():
+        print(f"{name:>12}: {value}")
+    table = summarise(case, measure(case, variants, rounds))
     print_table(table)
+    best = best_against_checkpointing(table)
+    if best is not None:
+        print_best(best)
     if arguments.output is not None:
-        facts |= {"transformers": transformers.__version__, "case": asdict(case)}
         rows = [{"variant": name, **row} for name, row in table.items()]
+        document = {
+            "benchmark": "step",
+            "environment": facts | {"case": asdict(case)},
+            "results": rows,
+            "best_against_checkpointing": best,
+        }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"environment": facts, "results": rows}, indent=2) + "\n")
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
         print(f"written: {arguments.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""One training step on one process, by this engine and by transformers."""

@@ -1,0 +1,243 @@
+"""The comparison of memory policies: what it counts, what it concludes, and a whole run at tiny size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.bench_memory import main
+from benchmarks.memory.cell import MemoryCell, read_memory, read_memory_cell, write_memory_cell
+from benchmarks.memory.counting import AttentionLog, CountingKernel
+from benchmarks.memory.plot import memory_figure
+from benchmarks.memory.report import claims, complete_rows, loss_spread, markdown
+from engine.attention.kernels.base import BandSpec
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.bench.spec import RankSetup, Rounds
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.model.llama import LlamaModel
+
+LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4
+POLICIES = (
+    "none",
+    "full",
+    "seq_fraction:kept_fraction=0.5",
+    "attn_out",
+    "attn_out_every:every_layers=4",
+)
+MODEL = ModelConfig(
+    vocab_size=256,
+    hidden_size=HEADS * WIDTH,
+    ffn_hidden_size=64,
+    num_layers=LAYERS,
+    num_heads=HEADS,
+    num_kv_heads=HEADS,
+    head_dim=WIDTH,
+)
+CELL = MemoryCell(POLICIES, LENGTH, MODEL)
+
+
+def measured_row(policy: str, seconds: list[float], *, kept: int = 1, again: float = 0.0) -> dict[str, Any]:
+    """What a rank might have measured; `again` is a share of causal attention."""
+    flops = CELL.attention_flops()
+    timing = {"median_s": sorted(seconds)[len(seconds) // 2], "min_s": min(seconds), "max_s": max(seconds)}
+    return {
+        "policy": policy,
+        "step": timing,
+        "seconds": seconds,
+        "losses": [1.0] * len(seconds),
+        "peak_tensor_bytes": 1000,
+        "kept_bytes": kept,
+        "attention": {
+            "forward_flops": flops,
+            "recomputed_flops": int(again * flops),
+            "recomputed_tiles": 3 if again else 0,
+            "recomputed_s": timing,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a whole run writes, from real training steps of two ranks."""
+    folder = tmp_path_factory.mktemp("memory")
+    sizes = ["--heads", str(HEADS), "--head-dim", str(WIDTH), "--layers", str(LAYERS), "--vocab-size", "256"]
+    argv = ["--seq-lens", str(LENGTH), "--ranks", str(RANKS), "--repeats", "1", "--warmup", "1", *sizes]
+    assert main([*argv, "--output", str(folder / "memory.json"), "--plot", str(folder / "memory.svg")]) == 0
+    assert (folder / "memory.svg").read_text().count("<svg") == 1
+    written: dict[str, Any] = json.loads((folder / "memory.json").read_text())
+    return written
+
+
+def test_a_run_says_what_and_where_it_measured(document: dict[str, Any]) -> None:
+    assert document["benchmark"] == "memory"
+    assert {"command", "date", "device", "cores", "torch", "python"} <= document["environment"].keys()
+    assert document["settings"]["setup"]["ranks"] == RANKS
+    assert tuple(document["settings"]["policies"]) == POLICIES
+
+
+def test_a_run_has_a_row_of_every_policy(document: dict[str, Any]) -> None:
+    assert tuple(row["policy"] for row in document["results"]) == POLICIES
+    for row in document["results"]:
+        assert row["step"]["repeats"] == len(row["seconds"]) == 1
+        assert row["step"]["median_s"] > 0
+        assert row["peak_tensor_bytes"] > row["kept_bytes"] > 0
+        assert len(row["losses"]) == 2
+
+
+def test_attention_of_the_forward_pass_is_counted_exactly(document: dict[str, Any]) -> None:
+    for row in document["results"]:
+        assert row["attention"]["forward_share"] == 1.0
+
+
+def test_attention_is_computed_again_as_far_as_the_policy_says(document: dict[str, Any]) -> None:
+    half = LENGTH // 2
+    wanted = dict.fromkeys(POLICIES, 0.0) | {
+        "full": 1.0,
+        "seq_fraction:kept_fraction=0.5": half * (half + 1) / (LENGTH * (LENGTH + 1)),
+    }
+    shares = {row["policy"]: row["attention"]["recomputed_share"] for row in document["results"]}
+    assert shares == pytest.approx(wanted)
+
+
+def test_policies_keep_the_bytes_they_promise(document: dict[str, Any]) -> None:
+    """Tiny layers keep little, so single numbers beside them (the sum of the loss and such) weigh more than 1%."""
+    for row in document["results"]:
+        if row["policy"] != "none":
+            assert row["kept_bytes"] == pytest.approx(row["promised_bytes"], abs=64)
+
+
+def test_policies_train_alike(document: dict[str, Any]) -> None:
+    assert loss_spread(document["results"]) < 1e-3
+    first, second = document["results"][0]["losses"]
+    assert first != second
+
+
+def test_promises_of_the_table_of_policies() -> None:
+    """x: 64 rows x 32 x 2 bytes; results: out as large, and lse in fp32."""
+    x, results = 64 * 32 * 2, 64 * (32 * 2 + HEADS * 4)
+    assert CELL.promised_bytes("none", 64) is None
+    assert CELL.promised_bytes("full", 64) == LAYERS * x
+    assert CELL.promised_bytes("attn_out", 64) == LAYERS * (x + results)
+    assert CELL.promised_bytes("seq_fraction:kept_fraction=0.25", 64) == LAYERS * (x + results // 4)
+    assert CELL.promised_bytes("attn_out_every:every_layers=2", 64) == LAYERS // 2 * x + LAYERS * results
+
+
+def test_attention_share_grows_to_one() -> None:
+    shares = [MemoryCell(POLICIES, length, MODEL).attention_share() for length in (64, 4096, 1 << 20)]
+    assert 0 < shares[0] < shares[1] < shares[2] < 1
+    assert shares[2] > 0.99
+
+
+def test_extra_time_is_taken_within_a_round() -> None:
+    """A slow second round meets all policies; the medians alone would say 2.5 s for full."""
+    rows = complete_rows(
+        [
+            measured_row("none", [1.0, 9.0, 1.0]),
+            measured_row("full", [3.0, 11.0, 3.5]),
+            measured_row("seq_fraction:kept_fraction=0.5", [1.5, 9.5, 1.5]),
+        ],
+        CELL,
+        64,
+    )
+    assert [row["extra_s"] for row in rows] == [0.0, 2.0, 0.5]
+    assert [row["extra_over_full"] for row in rows] == [0.0, 1.0, 0.25]
+
+
+def test_claims_say_what_held_and_what_did_not() -> None:
+    x = 64 * 32 * 2 * LAYERS
+    half = "seq_fraction:kept_fraction=0.5"
+    rows = [
+        measured_row("none", [1.0]),
+        measured_row("full", [2.0], kept=x, again=1.0),
+        measured_row(half, [1.6], kept=x, again=0.25),
+        measured_row("attn_out", [1.1], kept=100 * x, again=0.5),
+    ]
+    found = {(claim.policy, claim.claim.split(" (")[0]): claim.met for claim in claims(complete_rows(rows, CELL, 64))}
+    assert found == {
+        ("full", "bytes kept over bytes promised"): True,
+        (half, "bytes kept over bytes promised"): True,
+        (half, "attention computed again, of causal"): True,
+        (half, "extra time over that of full"): False,
+        ("attn_out", "bytes kept over bytes promised"): False,
+        ("attn_out", "attention tiles computed again"): False,
+    }
+
+
+def test_rows_without_reference_have_no_ratios() -> None:
+    (row,) = complete_rows([measured_row("attn_out", [1.0])], CELL, 64)
+    assert row["extra_s"] is None
+    assert row["extra_over_full"] is None
+    assert "| attn_out | 1.00 (1.00..1.00) | – | – |" in markdown([row])
+
+
+def test_the_picture_has_a_panel_per_length_and_a_marker_per_policy() -> None:
+    rows = complete_rows([measured_row("none", [1.0]), measured_row("full", [2.0])], CELL, 64)
+    document = {
+        "results": [*rows, *({**row, "seq_len": 128} for row in rows)],
+        "settings": {"setup": {"ranks": 4}},
+        "environment": {"device": "a CPU"},
+    }
+    figure = memory_figure(document)
+    assert [axes.get_title(loc="left").split(" ")[0] for axes in figure.axes] == ["64", "128"]
+    for axes in figure.axes:
+        assert axes.get_legend_handles_labels()[1] == ["none", "full"]
+
+
+def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
+    log = AttentionLog()
+    kernel = CountingKernel(ReferenceKernel(), log)
+    model = LlamaModel(MODEL)
+    log.watch(model)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel.forward(q[0], k[0], v[0], BandSpec(0, None))[0][None]
+
+    model(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8), attention)
+    tile = 4 * HEADS * WIDTH * (8 * 9 // 2)
+    assert (log.forward.calls, log.forward.flops) == (LAYERS, LAYERS * tile)
+    assert log.recomputed.calls == 0
+
+    attention(*(torch.zeros(1, 8, HEADS, WIDTH) for _ in range(3)))
+    assert (log.recomputed.calls, log.recomputed.flops) == (1, tile)
+    log.reset()
+    assert log.forward.calls == log.recomputed.calls == 0
+
+
+def test_a_cell_survives_the_way_to_the_ranks(tmp_path: Path) -> None:
+    cell = MemoryCell(POLICIES, 64, MODEL, "ring", "float32", 16, RankSetup(ranks=2), Rounds(3, 0))
+    write_memory_cell(cell, tmp_path)
+    assert read_memory_cell(tmp_path) == cell
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ("most", "activation_checkpoint"),
+        ("seq_fraction:kept=0.5", "no such setting"),
+        ("attn_out_every:every_layers=two", "every_layers"),
+        ("auto", "name the policy"),
+    ],
+)
+def test_misspelt_policies_are_named(point: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_memory(point)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--policies", "most"], "activation_checkpoint"),
+        (["--preset", "brust"], "is no preset"),
+        (["--plot", "memory.txt"], ".svg"),
+        (["--ranks", "0"], "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
