@@ -88,7 +88,7 @@ def _placement(candidate: Candidate) -> Text:
 
 
 def _passes_table(layer: LayerPreview, machine: Machine | None) -> Table:
-    table = _table("per layer and rank", "forward", "backward", numbers=True)
+    table = _table("per layer and rank", *(one.direction for one in layer.every_pass), numbers=True)
     figures = [
         Figure("steps", lambda one: str(one.steps)),
         Figure("tiles", lambda one: str(one.tiles)),
@@ -105,7 +105,7 @@ def _passes_table(layer: LayerPreview, machine: Machine | None) -> Table:
             Figure("  exposed communication", _exposed),
         ]
     for figure in figures:
-        table.add_row(figure.heading, *(figure.cell(one) for one in layer.passes))
+        table.add_row(figure.heading, *(figure.cell(one) for one in layer.every_pass))
     return table
 
 
@@ -137,7 +137,7 @@ def _buffers_table(preview: AttentionPreview) -> Table:
     table = _table("buffers", "what", "memory", "slots", "rows", "size")
     for column in table.columns[3:]:
         column.justify = "right"
-    for one in preview.passes:
+    for one in preview.every_pass:
         for index, buffers in enumerate(one.largest_buffers.buffers):
             last = index == len(one.largest_buffers.buffers) - 1
             table.add_row(one.direction if index == 0 else "", *_buffer_cells(buffers), end_section=last)
@@ -241,13 +241,13 @@ def _degrees(candidate: Candidate) -> str:
 
 def _used_links(legal: Sequence[Candidate]) -> list[str]:
     """Inside the node and between nodes always; host memory where somebody uses it."""
-    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.legal_preview.passes)
+    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.legal_preview.every_pass)
     return ["intra", "inter", "host"] if uses_host else ["intra", "inter"]
 
 
 def _fastest(legal: Sequence[Candidate]) -> int | None:
     """Index of the candidate with the least predicted time; None without predictions or choice."""
-    totals = [sum(_seconds(one) or 0.0 for one in candidate.legal_preview.passes) for candidate in legal]
+    totals = [sum(_seconds(one) or 0.0 for one in candidate.legal_preview.every_pass) for candidate in legal]
     return totals.index(min(totals)) if len(totals) > 1 and all(totals) else None
 
 

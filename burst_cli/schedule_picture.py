@@ -75,7 +75,8 @@ class _Rows:
 
 def draw_schedule(candidate: Candidate, passes: Sequence[PassPreview], path: Path) -> None:
     """Write the schedule of some passes of one layer, side by side on one scale of time, as .svg or .png."""
-    timelines = [one.timeline for one in passes if one.timeline is not None]
+    named = [(one.direction, one.timeline) for one in passes if one.timeline is not None]
+    timelines = [timeline for _, timeline in named]
     assert timelines, "a picture needs the timelines that a machine gives"
     topology = candidate.legal_preview.topology
     ranks = shown_ranks(topology)
@@ -85,8 +86,9 @@ def draw_schedule(candidate: Candidate, passes: Sequence[PassPreview], path: Pat
     figure = Figure(figsize=(_WIDTH_INCHES, rows.height * _INCHES_PER_UNIT + 2.25))
     widths = [max(timeline.total_s, 0.2 * max(t.total_s for t in timelines)) for timeline in timelines]
     axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for index, (axis, timeline, group) in enumerate(zip(axes, timelines, intervals, strict=True)):
+    for index, (axis, (name, timeline), group) in enumerate(zip(axes, named, intervals, strict=True)):
         _draw_pass(axis, timeline, group, rows)
+        _head_pass(axis, name, timeline)
         _name_rows(axis, rows, topology, first=index == 0)
     kinds = {i.kind for group in intervals for i in group if i.lane == COMPUTE_LANE}
     _decorate(figure, _title(candidate, ranks), kinds, rows.lanes)
@@ -123,9 +125,12 @@ def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], ro
     axis.set_ylim(rows.height + 0.15, -0.15)
     axis.set_xlabel(unit, fontsize=9)
     axis.tick_params(labelsize=8)
+
+
+def _head_pass(axis: Axes, name: str, timeline: Timeline) -> None:
     share = f" ({percent(timeline.exposed_s / timeline.total_s)})" if timeline.total_s else ""
     exposed = f"{seconds(timeline.exposed_s)}{share}" if timeline.exposed_s > 0 else "nothing"
-    axis.set_title(f"{timeline.direction}: {seconds(timeline.total_s)}\nexposed: {exposed}", fontsize=9.5, loc="left")
+    axis.set_title(f"{name}: {seconds(timeline.total_s)}\nexposed: {exposed}", fontsize=9.5, loc="left")
 
 
 def _name_rows(axis: Axes, rows: _Rows, topology: Topology, *, first: bool) -> None:
@@ -168,7 +173,7 @@ def _legend(figure: Figure, styles: Mapping[str, tuple[str, str]], bottom: float
 def _title(candidate: Candidate, ranks: Sequence[int]) -> tuple[str, str]:
     preview, config = candidate.legal_preview, candidate.legal_config
     topology, method = preview.topology, preview.method
-    total = sum(one.timeline.total_s for one in preview.passes if one.timeline)
+    total = sum(one.timeline.total_s for one in preview.every_pass if one.timeline)
     machine = preview.machine.name if preview.machine else "no machine"
     heading = f"{method.preset} on {topology.size} ranks ({topology.nodes} x {topology.local_ranks}), {machine}: "
     heading += f"{seconds(total)} per layer"

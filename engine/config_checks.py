@@ -7,6 +7,7 @@ one rank per GPU, found at launch); rules that need it are then skipped, and app
 from __future__ import annotations
 
 import glob
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from engine.config import DataConfig, ModelConfig, RunConfig
 from engine.config_reader import range_problems
 from engine.config_schema import Problem
 from engine.errors import ConfigError
-from engine.tiling import layer_tiling
+from engine.tiling import tile_tokens_of
 
 BYTE_VOCABULARY = 256
 _EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -37,7 +38,7 @@ def config_problems(config: RunConfig) -> list[Problem]:
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
     rules = (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files)
-    for rule in (*rules, _degrees, _tensor_parallel, _masks, _attention):
+    for rule in (*rules, _memory, _degrees, _tensor_parallel, _masks, _attention):
         problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
     return problems
 
@@ -119,6 +120,35 @@ def _train(config: RunConfig) -> Iterator[Problem]:
             ("train.profile", "train.steps"),
             f"train.profile: got {train.profile!r}, expected START:STOP with 1 <= START < STOP <= "
             f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7",
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[Problem]:
+    """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
+    memory, train = config.memory, config.train
+    if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
+        yield Problem(
+            ("memory.activation_checkpoint", "memory.checkpoint_layers"),
+            "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
+            "them; set memory.checkpoint_layers=[], or another activation_checkpoint",
+        )
+    if memory.optimizer_in_backward and config.optimizer.max_grad_norm is not None:
+        yield Problem(
+            ("memory.optimizer_in_backward", "optimizer.max_grad_norm"),
+            f"memory.optimizer_in_backward=true updates layers before the norm of all gradients is known, but "
+            f"optimizer.max_grad_norm={config.optimizer.max_grad_norm:g}; set optimizer.max_grad_norm=null",
+        )
+    if memory.optimizer_in_backward and train.grad_accum_steps > 1:
+        yield Problem(
+            ("memory.optimizer_in_backward", "train.grad_accum_steps"),
+            "memory.optimizer_in_backward=true updates a layer after its first backward pass, but "
+            f"train.grad_accum_steps={train.grad_accum_steps} adds up several; set train.grad_accum_steps=1",
+        )
+    if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        yield Problem(
+            ("memory.moments_dtype",),
+            "memory.moments_dtype=int8 needs torchao, which is not installed; run: pip install 'burst-train[int8]', "
+            "or set memory.moments_dtype=float32",
         )
 
 
@@ -305,7 +335,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     if attention.preset == "auto":  # takes a legal method, or says later why there is none
         return
     try:
-        layer_tiling(config, resolve_attention(config, _topology(config, cp_size)))
+        tile_tokens_of(config, resolve_attention(config, _topology(config, cp_size)))
     except ConfigError as error:
         keys = tuple(f"attention.{name}" for name in ("preset", *METHOD_SETTINGS))
         for text in error.problems:

@@ -4,6 +4,9 @@
     tokens             text tokens of the step over all ranks, padding not counted
     *_tflops, mfu, hfu of the mean device, against summary.json's peak_flops_per_device; conventions: engine/flops.py
     peak_memory_*      largest over ranks; what is counted is named by `peak_memory_source` in summary.json
+    peak_tensor_bytes  most bytes of live tensors of a rank, host memory apart, over forward, loss, backward and
+                       optimizer; on a CPU, in the warm-up steps that medians leave out: counting takes time
+    peak_host_bytes    most host memory for activations of a rank; CPU: counted in the same steps; CUDA: pinned memory
     comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
 
 A figure that cannot be had is None, never 0.
@@ -12,16 +15,17 @@ A figure that cannot be had is None, never 0.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.attention.api import ParallelAttention
 from engine.flops import Flops, mfu
+from engine.memory.oom import peak_resident_bytes
+from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.mesh import Mesh
 from engine.parallel.reduce import max_over_ranks
 from engine.peak import Peak, above_peak_warning
@@ -53,21 +57,43 @@ class PeakMemory:
         return peak_resident_bytes(), None
 
 
-def peak_resident_bytes() -> int | None:
-    """Largest resident set of this process so far, or None where the system does not say.
-
-    VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
-    """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:
+def peak_pinned_bytes() -> int | None:
+    """Most pinned host memory of this process so far, or None where torch does not say (before 2.7) or has no GPU."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    if stats is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = stats().get("allocated_bytes.peak")
+    return None if peak is None else int(peak)
+
+
+class TensorMemory:
+    """Peaks of live tensors in the first `steps` steps of a CPU run, and of host memory.
+
+    Optimizer state is known from the end of the first step on, so one step alone shows less than the next ones.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._tracker = LiveTensorTracker() if device.type == "cpu" and steps else None
+        self._steps_left = steps
+        self._tracked = False
+
+    @contextlib.contextmanager
+    def count(self) -> Iterator[None]:
+        """Around one step; counts in its body, if it is one of the first."""
+        self._tracked = self._tracker is not None and self._steps_left > 0
+        if not self._tracked or self._tracker is None:
+            yield
+            return
+        self._steps_left -= 1
+        self._tracker.reset_peak()
+        with self._tracker:
+            yield
+
+    def read(self) -> tuple[int | None, int | None]:
+        """(device, host) peak of the last step in bytes."""
+        if self._tracked and self._tracker is not None:
+            return self._tracker.peak_bytes, self._tracker.peak_host_bytes
+        return None, peak_pinned_bytes()
 
 
 @dataclass(frozen=True)
@@ -102,13 +128,24 @@ class StepCost:
 
 
 class StepMeter:
-    """Measures one optimizer step between `start` and `finish`; all ranks must call both."""
+    """Measures one optimizer step between `start` and `finish`; all ranks must call both.
 
-    def __init__(self, mesh: Mesh, attention: ParallelAttention, cost: StepCost) -> None:
+    tracked_steps   so many first steps of a CPU run count their tensors (see `TensorMemory`)
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        attention: ParallelAttention,
+        cost: StepCost,
+        *,
+        tracked_steps: int = 0,
+    ) -> None:
         self._mesh = mesh
         self._attention = attention
         self._cost = cost
         self._memory = PeakMemory(mesh.device)
+        self._tensors = TensorMemory(mesh.device, tracked_steps)
         self._started = 0.0
 
     @property
@@ -127,13 +164,18 @@ class StepMeter:
         self._synchronize()
         self._started = time.perf_counter()
 
+    def count_tensors(self) -> contextlib.AbstractContextManager[None]:
+        """Between `start` and `finish`, around forward, loss, backward and optimizer."""
+        return self._tensors.count()
+
     def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
         """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
         self._synchronize()
         seconds = time.perf_counter() - self._started
         traffic = self._attention.traffic()
-        own = [seconds, *self._memory.read(), traffic.intra_bytes, traffic.inter_bytes, float(stop)]
-        slowest, allocated, reserved, intra, inter, stopping = max_over_ranks(own, self._mesh.device)
+        own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
+        found = max_over_ranks(own, self._mesh.device)
+        slowest, allocated, reserved, tensors, host, intra, inter, stopping = found
         assert slowest is not None
         row = {
             "step": step,
@@ -145,6 +187,8 @@ class StepMeter:
             **self._cost.rates(slowest, self._mesh.world_size),
             "peak_memory_bytes": _whole(allocated),
             "peak_memory_reserved_bytes": _whole(reserved),
+            "peak_tensor_bytes": _whole(tensors),
+            "peak_host_bytes": _whole(host),
             "comm_intra_bytes": _whole(intra),
             "comm_inter_bytes": _whole(inter),
             "comm_exposed_s": None,  # needs the same plan with a null transport: not measured in training

@@ -2,11 +2,18 @@
 
 Statistics, rotations and softmax are computed in fp32 whatever the dtype of the tensors. A whole fp32 copy would be
 written to and read from main memory by every operation; a block of it lives in cache from the first to the last.
+
+A prediction of memory (`engine.memory.predict`) runs the same code on tensors without values. While it does, `rehearse`
+says which device they stand for, and walks visit their first two spans and the last: those in between need the same
+memory as the second, which finds what the first left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,12 +24,56 @@ CPU_BLOCK_ELEMENTS = 2**19
 ACCELERATOR_BLOCK_ELEMENTS = 2**26
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """How code runs whose values nobody reads.
+
+    as_accelerator   tensors of the CPU stand for those of an accelerator
+    ends_only        walks visit their first two spans and the last
+    """
+
+    as_accelerator: bool = False
+    ends_only: bool = True
+
+
+_REHEARSAL: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+
+
+@contextmanager
+def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
+    """Inside the body, in this thread or task alone, code runs as `rehearsal` says; the results are worthless."""
+    token = _REHEARSAL.set(rehearsal)
+    try:
+        yield
+    finally:
+        _REHEARSAL.reset(token)
+
+
+def rehearses_accelerator() -> bool:
+    """Whether tensors of the CPU stand for an accelerator's now: work whose results it leaves out is never missed."""
+    rehearsal = _REHEARSAL.get()
+    return rehearsal is not None and rehearsal.as_accelerator
+
+
+def acts_as_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` is done as an accelerator does it: it is one, or stands for one in a rehearsal."""
+    return device.type != "cpu" or rehearses_accelerator()
+
+
+def spans(total: int, size: int) -> Iterator[slice]:
+    """Slices of `size` that cover [0, total) in order, the last one maybe shorter; in a rehearsal three of them."""
+    rehearsal = _REHEARSAL.get()
+    starts: range | tuple[int, ...] = range(0, total, size)
+    if rehearsal is not None and rehearsal.ends_only and len(starts) > 3:
+        starts = (starts[0], starts[1], starts[-1])
+    for start in starts:
+        yield slice(start, min(start + size, total))
+
+
 def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover [0, rows) in order, each of at least one row and about one block of elements."""
-    limit = CPU_BLOCK_ELEMENTS if device.type == "cpu" else ACCELERATOR_BLOCK_ELEMENTS
-    step = max(1, limit // max(1, row_elements))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    limit = ACCELERATOR_BLOCK_ELEMENTS if acts_as_accelerator(device) else CPU_BLOCK_ELEMENTS
+    return spans(rows, max(1, limit // max(1, row_elements)))
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -121,6 +121,7 @@ class TrainStep:
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention)
             self._status.phase = "loss"
             loss = self.model.head(hidden, batch.rows.labels)
+            del hidden  # would live through the whole backward pass
             self._status.phase = "backward"
             (loss / label_tokens).backward()
             loss_sum += loss.detach()

@@ -18,6 +18,7 @@ from engine.data import PackedSampler, PreparedData, open_prepared, prepare, seq
 from engine.errors import ConfigError, DataError
 from engine.evaluate import evaluate
 from engine.flops import count_parameters, step_flops
+from engine.memory.recompute import recomputed_by
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, Placement, build_mesh, choose_device, read_placement, start_process_group
@@ -28,9 +29,8 @@ from engine.run.lifecycle import run_states
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
 from engine.run.stopping import StopRequest
-from engine.run.summary import summarise
+from engine.run.summary import predicted_facts, summarise
 from engine.runs import RunFolder
-from engine.tiling import recomputed_by
 from engine.train_step import TrainStep
 
 
@@ -50,11 +50,11 @@ class Trainer:
         )
         recorder.phase("build model")
         self.model, self.attention = build_model(config, mesh)
-        self.train_step = TrainStep(config, mesh, self.model, self.attention)
+        self.train_step = TrainStep(config, mesh, self.model, self.attention, status)
         recorder.phase("measure peak")
         self.peak = find_peak(config.train, mesh.device)
         self.cost = step_cost(config, mesh.dp_size, self.peak, self.attention)
-        self._meter = StepMeter(mesh, self.attention, self.cost)
+        self._meter = StepMeter(mesh, self.attention, self.cost, tracked_steps=config.train.warmup_metric_steps)
         self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
 
     def run(self) -> dict[str, Any]:
@@ -90,7 +90,8 @@ class Trainer:
                 self.sampler.batch(step, micro_step, mesh.dp_rank, mesh.dp_size, train.micro_batch_size)
                 for micro_step in range(train.grad_accum_steps)
             ]
-            result = self.train_step(step, batches)
+            with self._meter.count_tensors():
+                result = self.train_step(step, batches)
             return self._meter.finish(step + 1, result, stop=self._stop.requested)
 
     def _validation_is_due(self, step: int) -> bool:
@@ -118,6 +119,7 @@ class Trainer:
         return {
             "status": status,
             **run_facts(self.config, self.mesh, self.attention),
+            **predicted_facts(self._run_folder.read_memory_plan()),
             "flops_per_step": asdict(self.cost.flops),
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
@@ -150,8 +152,8 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
 
 
 def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:
-    """Gives a CPU rank its share of the cores: torchrun alone would leave it with one."""
-    if device.type == "cpu":
+    """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one."""
+    if device.type == "cpu" or config.memory.optimizer_store == "host":
         share = max(1, (os.cpu_count() or 1) // placement.local_world_size)
         torch.set_num_threads(config.cluster.threads_per_rank or share)
 
@@ -197,7 +199,7 @@ def step_cost(config: RunConfig, dp_size: int, peak: Peak, attention: ParallelAt
         seq_len=train.seq_len,
         visible_pairs=visible_pairs(config, attention),
         sequences=sequences,
-        recomputed=recomputed_by(config, attention.method),
+        recomputed=recomputed_by(config, attention.method, attention.context().layers),
     )
     return StepCost(sequences * train.seq_len, flops, peak)
 

@@ -32,7 +32,7 @@ class Pass(enum.StrEnum):
 
     forward = "forward"
     backward = "backward"
-    both = "both"
+    all = "all"
 
 
 @app.command()
@@ -82,7 +82,9 @@ def plan(
             "--compare and --all use the formulas.",
         ),
     ] = MemoryBy.exact,
-    shown_pass: Annotated[Pass, typer.Option("--pass", help="Which pass the picture shows.")] = Pass.both,
+    shown_pass: Annotated[
+        Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
+    ] = Pass.all,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a configuration will do without doing it: attention's steps and bytes per link, memory, predicted time.
@@ -191,5 +193,5 @@ def _draw(candidate: Candidate, path: Path, shown: Pass) -> None:
         raise ConfigError(
             f"--picture {path}: matplotlib is not installed ({error}); run: pip install 'burst-train[picture]'"
         ) from error
-    directions = ("forward", "backward") if shown is Pass.both else (shown.value,)
-    draw_schedule(candidate, [one for one in candidate.legal_preview.passes if one.direction in directions], path)
+    passes = candidate.legal_preview.every_pass
+    draw_schedule(candidate, [one for one in passes if shown in (Pass.all, one.direction)], path)

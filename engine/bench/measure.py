@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine.bench.spec import Rounds
-from engine.memory_tracker import LiveTensorTracker
+from engine.memory.tracker import LiveTensorTracker
 
 Item = TypeVar("Item")
 

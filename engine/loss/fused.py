@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.loss.options import LossOptions, check_shapes
-from engine.row_blocks import accumulate_dtype, row_blocks, scaled
+from engine.row_blocks import accumulate_dtype, acts_as_accelerator, row_blocks, scaled, spans
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions) -> Tensor:
@@ -88,8 +88,7 @@ def _walk_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOp
     chunk_rows = min(options.chunk_tokens, hidden.shape[0])
     buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     scratch: Tensor | None = None
-    for start in range(0, hidden.shape[0], options.chunk_tokens):
-        rows = slice(start, min(start + options.chunk_tokens, hidden.shape[0]))
+    for rows in spans(hidden.shape[0], options.chunk_tokens):
         chunk = hidden[rows]
         logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
         total += _loss_of_logits(logits, labels[rows], options, overwrite=gradients.are_wanted)
@@ -132,7 +131,7 @@ def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch:
     if dlogits.dtype == total.dtype:
         torch.addmm(total, dlogits.t(), hidden, out=total)  # FlopCounterMode does not know addmm_
         return None
-    if dlogits.is_cuda:
+    if acts_as_accelerator(dlogits.device):
         for rows in row_blocks(total.shape[0], total.shape[1], total.device):
             total[rows] += torch.mm(dlogits[:, rows].t(), hidden, out_dtype=total.dtype)
         return None

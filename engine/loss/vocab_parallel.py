@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from engine.loss.fused import add_weight_gradient
 from engine.loss.options import LossOptions, check_shapes
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
-from engine.row_blocks import accumulate_dtype, row_blocks, scaled
+from engine.row_blocks import accumulate_dtype, row_blocks, scaled, spans
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class _Walk:
         buffer = torch.empty(chunk_rows, self.weight.shape[0], dtype=hidden.dtype, device=hidden.device)
         scratch: Tensor | None = None
         all_labels = all_gather_first(labels, self.vocabulary.group).view(self.vocabulary.ranks, -1)
-        for start in range(0, hidden.shape[0], own_rows):
-            own = slice(start, min(start + own_rows, hidden.shape[0]))
+        for own in spans(hidden.shape[0], own_rows):
             chunk = all_gather_first(hidden[own], self.vocabulary.group)
             chunk_labels = all_labels[:, own].flatten()
             logits = torch.mm(chunk, self.weight.t(), out=buffer[: chunk.shape[0]])

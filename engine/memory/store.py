@@ -35,8 +35,9 @@ from engine.attention.plan import Channel
 from engine.attention.staging import NoStreams
 from engine.attention.streams import CudaStreams, StreamOps
 from engine.errors import RunError
-from engine.memory.host import HostBudget, HostPool
+from engine.memory.host import HostBudget, HostPool, host_empty
 from engine.memory.saved import offloaded
+from engine.row_blocks import rehearses_accelerator
 
 __all__ = ["ActivationStore", "DeviceStore", "HostStore", "Kept", "ReleasedError", "host_store", "offloaded"]
 
@@ -320,7 +321,13 @@ def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStor
     budget = HostBudget(limit_bytes)
     if device.type == "cuda":
         return HostStore(device, CudaStreams(device), HostPool(budget, pinned=True))
+    if rehearses_accelerator():  # a rehearsal: buffers as large as pinned ones
+        return HostStore(device, NoStreams(), HostPool(budget, pinned=True, allocate=_host_empty_unpinned))
     return HostStore(device, NoStreams(), HostPool(budget), copies_in_flight=0, loads_ahead=0)
+
+
+def _host_empty_unpinned(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    return host_empty(shape, dtype, pinned=False)
 
 
 def _pairs(tensors: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:

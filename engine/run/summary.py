@@ -22,7 +22,7 @@ MEDIANS = (
     "comm_exposed_s",
 )
 # Largest value over all steps; each row already holds the largest over ranks.
-MAXIMA = ("peak_memory_bytes", "peak_memory_reserved_bytes")
+MAXIMA = ("peak_memory_bytes", "peak_memory_reserved_bytes", "peak_tensor_bytes", "peak_host_bytes")
 # The last value that was measured -> its name in the summary.
 FINALS = {
     "loss": "final_train_loss",
@@ -69,7 +69,8 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
     """{predicted_peak_bytes, predicted_peak_source} from the run's memory_plan.json; empty when it has none.
 
-    What one rank's device was predicted to hold at most, to be read beside peak_memory_bytes.
+    What one rank's device was predicted to hold at most, to be read beside peak_memory_bytes on CUDA and beside
+    peak_tensor_bytes on a CPU.
     """
     if memory_plan is None or memory_plan.get("device_peak_bytes") is None:
         return {}

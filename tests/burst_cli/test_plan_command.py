@@ -250,7 +250,13 @@ def test_memory_auto_shows_what_it_chose_from(burst) -> None:
         "attn_out_every",
     }
     shown = burst("plan", *QUICK, *arguments).out
-    for words in ("memory=auto, best first", "kept per rank", "moved per step", "extra time", "adds least to a step"):
+    for words in (
+        "memory=auto, best first",
+        "kept per rank",
+        "moved per step",
+        "extra time",
+        "none saves more than 1% of a step",
+    ):
         assert words in shown
 
 
@@ -270,3 +276,12 @@ def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
     expected = step_flops(config.model, seq_len=2**22, visible_pairs=attention_pairs("causal", 2**22))
     assert plan["flops"]["model"] == expected.model
     assert "which stand for 1024" in burst("plan", *QUICK, *arguments).out
+
+
+def test_memory_is_predicted_exactly_unless_told_otherwise(burst) -> None:
+    result = burst("plan", "exp=tiny", "memory=full", "train.seq_len=512", "--device", "cpu", "--json")
+    memory = document(result)["memory"]
+    assert memory["by"] == "fake_step"
+    assert memory["device_peak_bytes"] != memory["closed_form"]["device_peak_bytes"]
+    assert sum(memory["components"]["device"].values()) == memory["device_peak_bytes"]
+    assert "rehearsing a step under full as one of 4 ranks" in result.err

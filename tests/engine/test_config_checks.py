@@ -21,7 +21,22 @@ def config(**changes: dict[str, Any]) -> RunConfig:
 
 RANKS4 = {"ranks_per_node": 4}
 
+NOT_CLIPPED = {"max_grad_norm": None}
+
 BROKEN = {
+    "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto": {
+        "memory": {"activation_checkpoint": "auto", "checkpoint_layers": ("full", "none")}
+    },
+    "memory.kept_fraction: got 1.5, expected 0 or more, at most 1": {"memory": {"kept_fraction": 1.5}},
+    "memory.every_layers: got 0, expected 1 or more layers": {"memory": {"every_layers": 0}},
+    "memory.optimizer_in_backward=true updates layers before the norm of all gradients is known": {
+        "memory": {"optimizer_in_backward": True}
+    },
+    "memory.optimizer_in_backward=true updates a layer after its first backward pass": {
+        "memory": {"optimizer_in_backward": True},
+        "optimizer": NOT_CLIPPED,
+        "train": {"grad_accum_steps": 2},
+    },
     "model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4": {"model": {"num_kv_heads": 3}},
     "model.num_kv_heads: got 8": {"model": {"num_kv_heads": 8}},
     "model.head_dim: got 63, expected an even number": {"model": {"head_dim": 63}},
@@ -91,6 +106,9 @@ BROKEN = {
 
 LEGAL = [
     {},
+    {"memory": {"activation_checkpoint": "auto"}},
+    {"memory": {"checkpoint_layers": ("attn_out_every", "full"), "kept_fraction": 0.25}},
+    {"memory": {"optimizer_in_backward": True}, "optimizer": NOT_CLIPPED},
     {"model": {"num_kv_heads": 1}},
     {"model": {"vocab_size": 4096}, "data": {"tokenizer": "bpe"}},
     {"model": {"vocab_size": 2}, "data": {"format": "shards", "paths": ("/",)}},  # the shards name their own vocabulary

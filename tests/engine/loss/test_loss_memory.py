@@ -10,7 +10,7 @@ import torch
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.loss.plain import cross_entropy_plain
-from engine.memory_tracker import LiveTensorTracker
+from engine.memory.tracker import LiveTensorTracker
 
 VOCAB, SIZE, CHUNK = 2000, 16, 128
 

@@ -23,9 +23,9 @@ from engine.attention.topology import Topology
 from engine.attention.transport import LocalTransport
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from engine.memory.tracker import LiveTensorTracker
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
+from engine.memory.tracker import LiveTensorTracker
 from engine.model.checkpointed import LayerManner, apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.config import LossConfig
 from engine.errors import ConfigError
-from engine.memory_tracker import LiveTensorTracker
+from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import compile_layers
 from engine.parallel.fsdp import fsdp_modules

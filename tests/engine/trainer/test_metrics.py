@@ -12,7 +12,8 @@ from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from engine.flops import Flops
-from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_resident_bytes
+from engine.memory.oom import peak_resident_bytes
+from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_pinned_bytes
 from engine.parallel.reduce import max_over_ranks
 from engine.peak import Peak
 from engine.train_step import StepResult
@@ -124,15 +125,15 @@ def test_host_memory_of_a_cpu_run_counts_apart(ranks: Pools) -> None:
     assert row["peak_host_bytes"] == kept_bytes
 
 
-def test_host_memory_of_a_gpu_run_is_what_its_budget_says() -> None:
-    memory = TensorMemory(torch.device("cuda"), steps=3, host_peak=lambda: 17)
+def test_the_tensors_of_a_gpu_run_are_its_allocators_to_count() -> None:
+    memory = TensorMemory(torch.device("cuda"), steps=3)
     with memory.count():
         torch.zeros(10)
-    assert memory.read() == (None, 17)
+    assert memory.read() == (None, peak_pinned_bytes())
 
 
 def test_a_step_that_fails_leaves_no_tracker_behind() -> None:
-    memory = TensorMemory(torch.device("cpu"), steps=1, host_peak=lambda: None)
+    memory = TensorMemory(torch.device("cpu"), steps=1)
     with pytest.raises(ValueError, match="failed"), memory.count():
         raise ValueError("failed")
     assert not _get_current_dispatch_mode_stack()

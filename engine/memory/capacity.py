@@ -1,0 +1,282 @@
+"""How much memory there is: of a device by its name, of this machine, or as the configuration says. Standard library.
+
+Device memory is all that the driver reports; what no tensor can have of it is in `engine.memory.reserve`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import RunConfig
+from engine.errors import ConfigError
+
+MIB = 2**20
+# The operating system, the page cache that data are read through, and the processes' own code.
+HOST_RESERVE_SHARE = 0.03
+DEFAULT_DEVICE = "h100"
+
+
+@dataclass(frozen=True)
+class KnownDevice:
+    """A device by a pattern of its name: memory as nvidia-smi reports it; host memory of the vendor's own server."""
+
+    name: str
+    pattern: str
+    total_mib: int
+    node_host_bytes: int | None
+    source: str
+
+
+# First match wins: variants before families. Host memory: of the DGX of that generation with eight devices.
+DEVICES = (
+    KnownDevice("b200", r"\bG?B200\b", 183359, 2 * 10**12, "NVIDIA DGX B200 user guide: 180 GB, host 2 TB"),
+    KnownDevice("h200", r"\bH200\b", 143771, 2 * 10**12, "NVIDIA H200 datasheet: 141 GB, DGX H200 host 2 TB"),
+    KnownDevice("h100-nvl", r"\bH100.NVL\b", 95830, None, "NVIDIA H100 NVL datasheet: 94 GB"),
+    KnownDevice("h100", r"\bH[18]00\b", 81559, 2 * 10**12, "NVIDIA H100 datasheet: 80 GB, DGX H100 host 2 TB"),
+    KnownDevice("h20", r"\bH20\b", 97871, None, "NVIDIA H20 specification: 96 GB"),
+    KnownDevice("a100-40gb", r"\bA100\b.*\b40.?GB\b", 40960, 10**12, "NVIDIA A100 datasheet: 40 GB; DGX host 1 TB"),
+    KnownDevice("a100", r"\bA[18]00\b", 81920, 2 * 10**12, "NVIDIA A100 datasheet: 80 GB, DGX A100 640GB host 2 TB"),
+    KnownDevice("l40s", r"\bL40S?\b", 46068, None, "NVIDIA L40S datasheet: 48 GB"),
+    KnownDevice("a40", r"\bA40\b", 46068, None, "NVIDIA A40 datasheet: 48 GB"),
+    KnownDevice("l4", r"\bL4\b", 23034, None, "NVIDIA L4 datasheet: 24 GB"),
+    KnownDevice("a10", r"\bA10G?\b", 23028, None, "NVIDIA A10 datasheet: 24 GB"),
+    KnownDevice("rtx5090", r"\bRTX.?5090\b", 32607, None, "NVIDIA RTX 5090: 32 GB"),
+    KnownDevice("rtx4090", r"\bRTX.?4090\b", 24564, None, "NVIDIA RTX 4090: 24 GB"),
+    KnownDevice("rtx3090", r"\bRTX.?3090\b", 24576, None, "NVIDIA RTX 3090: 24 GB"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine as the driver names it."""
+
+    name: str
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine has."""
+
+    gpus: tuple[Gpu, ...]
+    host_bytes: int | None
+    host_source: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Memory that a run may use.
+
+    device_bytes          of one device, for one rank
+    host_bytes_per_node   for all ranks of a node together; None: unknown
+    host_is_device        ranks compute on the CPU: device memory is a share of host memory, and both count together
+    """
+
+    device_name: str
+    device_bytes: int
+    device_source: str
+    host_bytes_per_node: int | None
+    host_source: str
+    local_ranks: int
+    host_is_device: bool = False
+
+    @property
+    def host_bytes_per_rank(self) -> int | None:
+        """An equal share of the node's host memory."""
+        return None if self.host_bytes_per_node is None else self.host_bytes_per_node // self.local_ranks
+
+    def headroom_bytes(self, device_peak_bytes: int, host_peak_bytes: int) -> int:
+        """What one rank leaves free in the memory that is fuller; negative: so much is missing."""
+        if self.host_is_device:
+            return self.device_bytes - device_peak_bytes - host_peak_bytes
+        headroom = self.device_bytes - device_peak_bytes
+        if self.host_bytes_per_rank is not None:
+            headroom = min(headroom, self.host_bytes_per_rank - host_peak_bytes)
+        return headroom
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "device": self.device_name,
+            "device_capacity_bytes": self.device_bytes,
+            "device_source": self.device_source,
+            "host_capacity_bytes": self.host_bytes_per_node,
+            "host_source": self.host_source,
+            "local_ranks": self.local_ranks,
+            "host_is_device": self.host_is_device,
+        }
+
+
+def find_device(name: str) -> KnownDevice | None:
+    """The known device that torch, a driver or a person calls so; a MIG slice is none."""
+    words = re.sub(r"[-_ ]+", " ", name)
+    if re.search(r"\bMIG\b", words, re.IGNORECASE):
+        return None
+    exact = [device for device in DEVICES if device.name == name.lower()]
+    found = [device for device in DEVICES if re.search(device.pattern, words, re.IGNORECASE)]
+    return (*exact, *found, None)[0]
+
+
+def capacity_of(
+    config: RunConfig, local_ranks: int, *, device: str | None = None, hardware: Hardware | None = None
+) -> Capacity:
+    """The memory of a run with `local_ranks` ranks on every node; memory.device_bytes and memory.host_bytes overrule.
+
+    device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or bytes (80e9); None: as cluster.machine and
+               cluster.backend say, else this machine's GPUs, else an H100
+    hardware   this machine, from `find_hardware`; None: it is asked when needed
+
+    Raises ConfigError for a device that is not known.
+    """
+    machine = _Machine(hardware)
+    memory = config.memory
+    name = device or _configured_device(config) or (machine.found.gpus[0].name if machine.found.gpus else None)
+    if name == "cpu":
+        found = _cpu(local_ranks, machine.found, memory.host_bytes)
+    else:
+        found = _accelerator(name or DEFAULT_DEVICE, local_ranks, machine)
+    if memory.device_bytes is None and memory.host_bytes is None:
+        return found
+    return Capacity(
+        found.device_name,
+        memory.device_bytes or found.device_bytes,
+        found.device_source if memory.device_bytes is None else "memory.device_bytes",
+        memory.host_bytes or found.host_bytes_per_node,
+        found.host_source if memory.host_bytes is None else "memory.host_bytes",
+        local_ranks,
+        found.host_is_device,
+    )
+
+
+def find_hardware(
+    read_gpus: Callable[[], tuple[Gpu, ...]] | None = None, proc: Path = Path("/proc"), cgroup: Path | None = None
+) -> Hardware:
+    """What this machine has: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its control group."""
+    host_bytes, source = host_memory(proc, cgroup or Path("/sys/fs/cgroup"))
+    return Hardware((read_gpus or read_nvidia_smi)(), host_bytes, source)
+
+
+def read_nvidia_smi(timeout_s: float = 5.0) -> tuple[Gpu, ...]:
+    """GPUs as nvidia-smi lists them; none without it, or when it does not answer in time."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_nvidia_smi(answer.stdout)
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """GPUs in lines such as `NVIDIA H200, 143771`; a line whose memory is no number ([N/A]) is left out."""
+    rows = [line.rpartition(",") for line in text.splitlines()]
+    return tuple(Gpu(name.strip(), int(mib) * MIB) for name, _, mib in rows if mib.strip().isdigit())
+
+
+def host_memory(proc: Path, cgroup: Path) -> tuple[int | None, str]:
+    """(bytes that processes here may use, where the number is from); the smallest of RAM and control group limits."""
+    limit = _cgroup_limit(proc, cgroup)
+    found = {} if limit is None else {"cgroup memory limit": limit}
+    try:
+        match = re.search(r"^MemTotal:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match:
+        found["/proc/meminfo MemTotal"] = int(match[1]) * 1024
+    elif (size := _psutil_total()) is not None:
+        found["psutil"] = size
+    if not found:
+        return None, "unknown"
+    source, size = min(found.items(), key=lambda item: item[1])
+    return round(size * (1 - HOST_RESERVE_SHARE)), source
+
+
+def _cgroup_limit(proc: Path, cgroup: Path) -> int | None:
+    """The tightest limit of this process's group and its parents: memory.max (v2), memory.limit_in_bytes (v1)."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    v2, v1 = paths.get("", ""), next((p for names, p in paths.items() if "memory" in names.split(",")), "")
+    files = [folder / "memory.max" for folder in _upwards(cgroup, v2)]
+    files += [folder / "memory.limit_in_bytes" for folder in _upwards(cgroup / "memory", v1)]
+    limits = []
+    for file in files:
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 2**60:  # v1 writes a number near 2**63 for none
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _upwards(root: Path, relative: str) -> list[Path]:
+    """root/relative and its parents up to root."""
+    folder = root / relative
+    return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
+
+
+def _psutil_total() -> int | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().total)
+
+
+class _Machine:
+    """This machine, asked at most once and only if need be."""
+
+    def __init__(self, hardware: Hardware | None) -> None:
+        self._hardware = hardware
+
+    @property
+    def found(self) -> Hardware:
+        if self._hardware is None:
+            self._hardware = find_hardware()
+        return self._hardware
+
+
+def _configured_device(config: RunConfig) -> str | None:
+    """What the configuration says about the device, if anything."""
+    cluster = config.cluster
+    if cluster.backend == "gloo" and not cluster.ranks_share_device:
+        return "cpu"
+    return None if cluster.machine.name == "auto" else cluster.machine.name
+
+
+def _cpu(local_ranks: int, hardware: Hardware, host_bytes: int | None) -> Capacity:
+    total = host_bytes or hardware.host_bytes
+    if total is None:
+        raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
+    source = f"host memory of this machine ({hardware.host_source}) / {local_ranks} ranks"
+    return Capacity("cpu", total // local_ranks, source, total, hardware.host_source, local_ranks, host_is_device=True)
+
+
+def _accelerator(name: str, local_ranks: int, machine: _Machine) -> Capacity:
+    """A device by name or by bytes; one of this machine has this machine's host memory."""
+    try:
+        given = float(name)
+    except ValueError:
+        given = 0.0
+    if given >= 1:
+        return Capacity(f"{given / 1e9:.4g} GB", int(given), f"as given: {name} bytes", None, "unknown", local_ranks)
+    present = [gpu for gpu in machine.found.gpus if gpu.name == name]
+    if present:
+        total = min(gpu.total_bytes for gpu in present)
+        hardware = machine.found
+        return Capacity(name, total, "nvidia-smi", hardware.host_bytes, hardware.host_source, local_ranks)
+    known = find_device(name)
+    if known is None:
+        names = ", ".join(device.name for device in DEVICES)
+        raise ConfigError(f"device: got {name!r}, expected cpu, a number of bytes such as 80e9, or one of {names}")
+    total = known.total_mib * MIB
+    source = f"{known.source}; {known.total_mib} MiB"
+    host_source = "unknown" if known.node_host_bytes is None else f"{known.source} per node (set memory.host_bytes)"
+    return Capacity(known.name, total, source, known.node_host_bytes, host_source, local_ranks)

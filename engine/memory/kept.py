@@ -1,0 +1,177 @@
+"""What a checkpoint policy keeps, computes again and moves: exact counts, without torch.
+
+Bytes per layer and rank in a 16-bit compute dtype, for T tokens, width d and H heads with H * D = d (memory of
+Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
+
+    full              2 T d
+    attn_out          4 T d + 4 T H
+    seq_fraction      2 T d + rho (2 T d + 4 T H)
+    attn_out_every    2 T d + 4 T H, and 2 T d in every k-th layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.attention.layers import LayerAttention, attention_layers
+from engine.attention.layout import Layout, Segment
+from engine.attention.lengths import padded_length
+from engine.attention.mask import Mask
+from engine.attention.methods import Blocks, divide_sequence
+from engine.attention.presets import AttentionMethod
+from engine.config import RunConfig, Store
+from engine.memory.policy import LayerPolicy, layer_policies
+from engine.memory.recompute import recomputed_pairs, recomputed_parameters
+from engine.memory.shapes import RankShape, rank_shape
+from engine.tiling import tile_tokens_of
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer under its policy.
+
+    kept_bytes         of one rank (of the one that keeps most), per micro-step
+    linear_flops       of what backward computes again outside attention, over all ranks of one sequence
+    attention_flops    of attention that is computed again, over all ranks of one sequence: the mask's pairs
+    busiest_share      part of attention_flops that the busiest rank does
+    """
+
+    policy: LayerPolicy
+    kept_bytes: int
+    linear_flops: int
+    attention_flops: int
+    busiest_share: float
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    """A checkpoint policy over all layers of a step.
+
+    kept_bytes                 of one rank at the end of a forward pass
+    linear_flops,              computed again in one optimizer step over all ranks and micro-steps
+    attention_flops
+    moved_bytes                between the device of one rank and host memory in one optimizer step, both directions
+    """
+
+    layers: tuple[LayerCost, ...]
+    kept_bytes: int
+    linear_flops: int
+    attention_flops: int
+    moved_bytes: int
+
+    @property
+    def recompute_flops(self) -> int:
+        """All that is computed again in one optimizer step, over all ranks."""
+        return self.linear_flops + self.attention_flops
+
+
+def activation_store(config: RunConfig, method: AttentionMethod) -> Store:
+    """Where what is kept for backward lies: as configured, else beside the chunks of attention."""
+    return config.memory.activation_store or method.chunk_store
+
+
+def kept_bytes(policy: LayerPolicy, shape: RankShape, kept_rows: float = 0.0, *, tiled: bool = False) -> int:
+    """Bytes that one layer keeps on one rank; `kept_rows` tokens have attention's results kept under seq_fraction."""
+    result_row = shape.result_bytes // shape.rows
+    if policy.kind == "none":
+        # Tiled layers compute all but attention again whatever the policy: they keep what attention saves.
+        inputs = shape.hidden_bytes + shape.qkv_bytes + shape.result_bytes
+        return inputs if tiled else inputs + _graph_bytes(shape)
+    if policy.kind == "full":
+        return shape.hidden_bytes
+    if policy.kind == "attn_out_every":
+        return shape.result_bytes + shape.hidden_bytes * policy.keeps_input
+    rows = shape.rows if policy.kind == "attn_out" else kept_rows
+    return shape.hidden_bytes + round(rows * result_row)
+
+
+def _graph_bytes(shape: RankShape) -> int:
+    """What autograd saves beside input and attention: both norms' results, the stream between, gate, up and product.
+
+    A norm keeps one fp32 number per row; inputs of sliced matrices are gathered, so they have T rows.
+    """
+    inside = shape.rows * (2 * shape.hidden + 3 * shape.ffn) * shape.element_bytes
+    return inside + shape.hidden_bytes + 2 * 4 * shape.rows_between
+
+
+def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
+    """The cost of the configured policy. `memory=auto` must have been settled."""
+    shape, memory = rank_shape(config, method), config.memory
+    work = _Recomputation(config, method)
+    layers = tuple(
+        work.layer_cost(index, policy, shape)
+        for index, policy in enumerate(layer_policies(memory, config.model.num_layers))
+    )
+    kept = sum(layer.kept_bytes for layer in layers)
+    micro_steps = config.train.grad_accum_steps
+    moved = 2 * kept * micro_steps if activation_store(config, method) == "host" else 0
+    sequences = config.train.micro_batch_size * micro_steps
+    sequences *= config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+    return PolicyCost(
+        layers=layers,
+        kept_bytes=kept,
+        linear_flops=sequences * sum(layer.linear_flops for layer in layers),
+        attention_flops=sequences * sum(layer.attention_flops for layer in layers),
+        moved_bytes=moved + moved_by_optimizer(config, shape),
+    )
+
+
+def moved_by_optimizer(config: RunConfig, shape: RankShape) -> int:
+    """Bytes between device and host per step when the shards live on the host: up for every pass, gradients down."""
+    if config.memory.optimizer_store == "device":
+        return 0
+    numbers = config.model.num_layers * shape.layer_numbers + 2 * shape.vocab_numbers
+    return config.train.grad_accum_steps * 3 * 4 * numbers // shape.shards
+
+
+class _Recomputation:
+    """Masks, cuts and rows of a run, from which each layer's share is counted."""
+
+    def __init__(self, config: RunConfig, method: AttentionMethod) -> None:
+        self._config = config
+        self._exchanged = method.head_parallel_size > 1
+        self._tiled = tile_tokens_of(config, method) is not None
+        self._turn = attention_layers(config, method)
+        padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
+        self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
+        self._known: dict[LayerAttention, tuple[int, float]] = {}
+
+    def layer_cost(self, index: int, policy: LayerPolicy, shape: RankShape) -> LayerCost:
+        """One layer of the model."""
+        model, train = self._config.model, self._config.train
+        attention = self._turn[index % len(self._turn)]
+        if attention not in self._known:
+            self._known[attention] = recomputed_pairs(attention), busiest_share(attention, self._blocks.ring)
+        pairs, share = self._known[attention]
+        rows = train.micro_batch_size * most_kept_rows(self._blocks, attention.recompute_before or 0)
+        matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
+        return LayerCost(
+            policy=policy,
+            kept_bytes=kept_bytes(policy, shape, rows, tiled=self._tiled),
+            linear_flops=2 * matrices * train.seq_len,
+            attention_flops=4 * model.num_heads * model.head_dim * pairs,
+            busiest_share=share,
+        )
+
+
+def most_kept_rows(blocks: Blocks, cut: int) -> float:
+    """Tokens at or after the cut of the rank with most of them; head parallel ranks keep an equal part each."""
+    ring = blocks.ring
+    return max(ring.rows(rank) - ring.rows_before(rank, cut) for rank in range(ring.size)) / blocks.grid.heads
+
+
+def busiest_share(layer: LayerAttention, layout: Layout) -> float:
+    """Part of the pairs computed again that the busiest ring member has; of a stride the mean over its positions."""
+    if not layer.recompute_before:
+        return 0.0
+    mask = layer.mask.queries_before(layer.recompute_before)
+    loads = [sum(_load(mask, segment) for segment in segments) for segments in layout.segments]
+    return max(loads) / sum(loads) if sum(loads) else 0.0
+
+
+def _load(mask: Mask, segment: Segment) -> float:
+    """Pairs of the queries of one segment."""
+    first, stop = mask.pairs_before(np.array([segment.start, segment.last + 1], dtype=np.int64)).tolist()
+    return float(stop - first) / segment.stride

@@ -1,0 +1,157 @@
+"""What stands in for ranks and kernels while a training step runs on tensors without values.
+
+A plan's buffers are allocated before its first step, so its later steps add nothing but the temporaries of one tile or
+one local op at a time: a rehearsal runs the largest of each kind once, whatever the number of ranks and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
+from engine.attention.kernels.cuda import HeadSlices, split_heads
+from engine.attention.plan import LocalOp, RankPlan, Step, Tile
+from engine.attention.runtime import AttentionRuntime
+from engine.attention.transport import Parcel
+
+Item = TypeVar("Item")
+_ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this
+
+
+def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
+    """`runtime` with all its plans rehearsed."""
+    plans = {name: value for name, value in vars(runtime).items() if isinstance(value, RankPlan)}
+    return replace(runtime, **{name: rehearsed(plan) for name, plan in plans.items()})  # type: ignore[arg-type]
+
+
+def rehearsed(plan: RankPlan) -> RankPlan:
+    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles."""
+    ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
+    chosen = _largest(ops, lambda op: _op_kind(plan, op), lambda op: op.dst.stop - op.dst.start)
+    if not plan.steps:
+        return plan
+    return replace(plan, steps=(Step(0, pre=tuple(chosen), tiles=tuple(_largest_tiles(plan))),))
+
+
+def _op_kind(plan: RankPlan, op: LocalOp) -> Hashable:
+    """Ops of one kind differ in rows only."""
+    ends = [plan.slots[view.slot] for view in (op.dst, op.src) if view is not None]
+    return (op.op, *((slot.kind, slot.heads, slot.where) for slot in ends))
+
+
+def _largest_tiles(plan: RankPlan) -> list[Tile]:
+    """A tile's temporaries are those of its queries and of its keys, and a general band needs a bias besides."""
+
+    def kind(tile: Tile) -> Hashable:
+        band = BandSpec(tile.low, tile.high)
+        return plan.slots[tile.q.slot].heads, tile.acc_kv is None, band.is_full, band.is_causal
+
+    def queries(tile: Tile) -> int:
+        return tile.q.stop - tile.q.start
+
+    def keys(tile: Tile) -> int:
+        return tile.kv.stop - tile.kv.start
+
+    measures = (queries, keys, lambda tile: queries(tile) + keys(tile))
+    tiles = list(plan.tiles())
+    found = [tile for measure in measures for tile in _largest(tiles, kind, measure)]
+    return list(dict.fromkeys(found))
+
+
+def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> Sequence[Item]:
+    """The first of the largest items of every kind."""
+    found: dict[Hashable, Item] = {}
+    for item in items:
+        key = kind(item)
+        if key not in found or measure(item) > measure(found[key]):
+            found[key] = item
+    return list(found.values())
+
+
+class SilentTransport:
+    """A Transport that moves nothing: for rehearsals, in which nobody reads a value."""
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Nothing."""
+
+    def wait(self, messages: Sequence[int]) -> None:
+        """Nothing."""
+
+
+class StandInFlashKernel:
+    """Allocates what FlashAttention-2 allocates for a tile, and computes nothing.
+
+    forward    out, and lse [H, nq] fp32
+    backward   dq, dk, dv; dq summed in fp32 [nq rounded to 128, H, D rounded to 32, above 128 to 64]; rowsum(dout *
+               out) fp32 [H, nq rounded]; with grouped heads dk and dv once per query head
+
+    Source: mha_fwd and mha_bwd in flash_api.cpp of flash-attention 2 and of torch's copy of it. A tile of which a
+    tensor has 2^31 elements is computed in parts of its heads, as `engine.attention.kernels.cuda` does.
+    """
+
+    name = "stand_in_flash"
+    capabilities = Capabilities(frozenset({"cpu"}), frozenset({torch.bfloat16, torch.float16}), max_head_dim=256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+        """Memory for (out, lse)."""
+        parts = split_heads(q, k)
+        if len(parts) == 1:
+            return _forward(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in _ends(parts):
+            copies = _cut(part, q, k, v)
+            results = _forward(copies[0])
+            del copies, results
+        return out, lse
+
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+        """Memory for (dq, dk, dv)."""
+        parts = split_heads(q, k)
+        if len(parts) == 1:
+            return _backward(grads, q, k)
+        shared = len(parts) > len({part.keys.start for part in parts})
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32 if shared else x.dtype, device=x.device) for x in (k, v))
+        for part in _ends(parts):
+            part_grads = TileGradients(*(x[:, part.queries].contiguous() for x in grads))
+            copies = _cut(part, q, k, v)
+            result = _backward(part_grads, copies[0], copies[1])
+            del part_grads, copies, result
+        return TileResult(dq, dk, dv)
+
+
+def _ends(parts: Sequence[HeadSlices]) -> list[HeadSlices]:
+    return [parts[0], parts[-1]]
+
+
+def _cut(part: HeadSlices, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q[:, part.queries].contiguous(), k[:, part.keys].contiguous(), v[:, part.keys].contiguous()
+
+
+def _forward(q: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
+
+
+def _backward(grads: TileGradients, q: Tensor, k: Tensor) -> TileResult:
+    rows, num_heads, head_dim = q.shape
+    rounded = _rounded(rows, _ROUNDED_ROWS)
+    width = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+    held = [grads.dout.contiguous(), grads.lse.transpose(0, 1).contiguous()]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, k))
+    held.append(torch.empty(num_heads, rounded, dtype=torch.float32, device=q.device))
+    held.append(torch.empty(rounded, num_heads, width, dtype=torch.float32, device=q.device))
+    if num_heads != k.shape[1]:
+        expanded = (k.shape[0], num_heads, head_dim)
+        held += [torch.empty(expanded, dtype=k.dtype, device=k.device) for _ in range(2)]
+    return TileResult(dq, dk, dv)
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

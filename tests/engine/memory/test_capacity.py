@@ -1,0 +1,163 @@
+"""How much memory there is: by name, by this machine's own files, by the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import RunConfig
+from engine.errors import ConfigError
+from engine.memory.capacity import (
+    MIB,
+    Gpu,
+    Hardware,
+    capacity_of,
+    find_device,
+    find_hardware,
+    host_memory,
+    parse_nvidia_smi,
+)
+
+LAPTOP = Hardware((), 16 * 10**9, "test")
+SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    base = RunConfig()
+    return replace(base, **{name: replace(getattr(base, name), **fields) for name, fields in sections.items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("a100-40gb", "a100-40gb"),
+        ("NVIDIA A800-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H800", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("h100", "h100"),
+    ],
+)
+def test_devices_are_known_by_the_names_that_drivers_and_people_use(name: str, device: str) -> None:
+    found = find_device(name)
+    assert found is not None
+    assert found.name == device
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA T4", "cpu"])
+def test_a_slice_or_an_unknown_device_is_none(name: str) -> None:
+    assert find_device(name) is None
+
+
+def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
+    found = capacity_of(config(), 8, hardware=LAPTOP)
+    assert (found.device_name, found.device_bytes) == ("h100", 81559 * MIB)
+    assert not found.host_is_device
+    assert "datasheet" in found.device_source
+
+
+def test_the_gpus_of_this_machine_come_first() -> None:
+    found = capacity_of(config(), 8, hardware=SERVER)
+    assert (found.device_name, found.device_bytes) == ("NVIDIA H200", 143771 * MIB)
+    assert found.host_bytes_per_node == 10**12
+
+
+def test_a_named_machine_and_an_option_overrule_what_is_there() -> None:
+    named = config(cluster={"machine": replace(RunConfig().cluster.machine, name="a100")})
+    assert capacity_of(named, 8, hardware=SERVER).device_name == "a100"
+    assert capacity_of(named, 8, device="h100", hardware=SERVER).device_name == "h100"
+
+
+def test_a_device_may_be_given_in_bytes() -> None:
+    found = capacity_of(config(), 8, device="80e9", hardware=LAPTOP)
+    assert (found.device_bytes, found.device_name) == (80 * 10**9, "80 GB")
+    assert found.host_bytes_per_rank is None
+
+
+def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
+    found = capacity_of(config(cluster={"backend": "gloo"}), 4, hardware=LAPTOP)
+    assert (found.device_name, found.device_bytes, found.host_is_device) == ("cpu", 4 * 10**9, True)
+    assert found.headroom_bytes(3 * 10**9, 2 * 10**9) == -(10**9)
+
+
+def test_the_configuration_has_the_last_word() -> None:
+    memory = {"device_bytes": 5 * 10**9, "host_bytes": 7 * 10**9}
+    for device in (None, "h100", "1e9", "cpu"):
+        found = capacity_of(config(memory=memory), 7, device=device, hardware=SERVER)
+        assert (found.device_bytes, found.host_bytes_per_rank) == (5 * 10**9, 10**9)
+        assert (found.device_source, found.host_source) == ("memory.device_bytes", "memory.host_bytes")
+
+
+def test_headroom_is_that_of_the_fuller_memory() -> None:
+    found = capacity_of(config(memory={"device_bytes": 100, "host_bytes": 80}), 2, device="1e9", hardware=LAPTOP)
+    assert found.headroom_bytes(90, 0) == 10
+    assert found.headroom_bytes(10, 39) == 1
+    assert found.headroom_bytes(10, 41) == -1
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"got 'h10'.*bytes such as 80e9.*h100"):
+        capacity_of(config(), 8, device="h10", hardware=LAPTOP)
+
+
+def test_lines_of_nvidia_smi_are_read() -> None:
+    text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
+    assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Path, Path]:
+    """(/proc, /sys/fs/cgroup) of a machine with 8 GiB."""
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:        8388608 kB\nMemFree:  1 kB\n")
+    cgroup.mkdir()
+    return proc, cgroup
+
+
+def test_memory_is_all_of_the_machine_but_a_reserve(machine: tuple[Path, Path]) -> None:
+    found, source = host_memory(*machine)
+    assert found == round(8 * 2**30 * 0.97)
+    assert source == "/proc/meminfo MemTotal"
+
+
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [
+        ("0::/jobs/one\n", "jobs/one/memory.max"),
+        ("0::/jobs/one\n", "jobs/memory.max"),  # a parent's limit binds, too
+        ("0::/\n", "memory.max"),  # seen from inside a container
+        ("9:memory:/jobs/one\n8:cpu:/x\n", "memory/jobs/one/memory.limit_in_bytes"),
+        ("9:cpu,memory:/jobs\n", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group: str, file: str) -> None:
+    proc, cgroup = machine
+    (proc / "self" / "cgroup").write_text(group)
+    (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
+    (cgroup / file).write_text(f"{2**30}\n")
+    assert host_memory(proc, cgroup) == (round(2**30 * 0.97), "cgroup memory limit")
+
+
+@pytest.mark.parametrize("text", ["max", str(2**63 - 4096)])
+def test_a_group_without_a_limit_does_not(machine: tuple[Path, Path], text: str) -> None:
+    proc, cgroup = machine
+    (proc / "self" / "cgroup").write_text("0::/\n9:memory:/\n")
+    (cgroup / "memory.max").write_text("max")
+    (cgroup / "memory").mkdir()
+    (cgroup / "memory" / "memory.limit_in_bytes").write_text(text)
+    assert host_memory(proc, cgroup)[1] == "/proc/meminfo MemTotal"
+
+
+def test_hardware_is_gpus_and_host(machine: tuple[Path, Path]) -> None:
+    proc, cgroup = machine
+    found = find_hardware(lambda: SERVER.gpus, proc, cgroup)
+    assert found == Hardware(SERVER.gpus, round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")

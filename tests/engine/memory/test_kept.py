@@ -1,0 +1,108 @@
+"""What policies keep, compute again and move, counted against the published table."""
+
+from __future__ import annotations
+
+import pytest
+from memory_cases import WORLD, seven_b
+
+from engine.attention.topology import Topology
+from engine.config import CheckpointKind, RunConfig
+from engine.memory.fit import method_on
+from engine.memory.kept import PolicyCost, kept_bytes, policy_cost
+from engine.memory.policy import LayerPolicy
+from engine.memory.shapes import rank_shape
+
+T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
+
+
+def cost_of(config: RunConfig, world: Topology = WORLD) -> PolicyCost:
+    return policy_cost(config, method_on(config, world))
+
+
+TABLE = {
+    "full": 2 * T * D,
+    "attn_out": 4 * T * D + 4 * T * H,
+}
+
+
+@pytest.mark.parametrize(("kind", "expected"), TABLE.items())
+def test_kept_bytes_of_a_layer_are_those_of_the_table(kind: CheckpointKind, expected: int) -> None:
+    cost = cost_of(seven_b(memory={"activation_checkpoint": kind}))
+    assert {layer.kept_bytes for layer in cost.layers} == {expected}
+    assert cost.kept_bytes == 32 * expected
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("layout", ["striped", "chunk_cyclic"])
+def test_seq_fraction_keeps_its_share_of_results(rho: float, layout: str) -> None:
+    attention = {"preset": "striped"} if layout == "striped" else {"preset": "fpdt", "chunk_store": "device"}
+    config = seven_b(memory={"activation_checkpoint": "seq_fraction", "kept_fraction": rho}, attention=attention)
+    assert {layer.kept_bytes for layer in cost_of(config).layers} == {2 * T * D + round(rho * (2 * T * D + 4 * T * H))}
+
+
+def test_seq_fraction_counts_the_rank_that_keeps_most() -> None:
+    """Contiguous blocks: the last ranks have all of the later half."""
+    memory = {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5}
+    cost = cost_of(seven_b(memory=memory, attention={"preset": "ring", "layout": "contiguous"}))
+    assert {layer.kept_bytes for layer in cost.layers} == {4 * T * D + 4 * T * H}
+
+
+def test_attn_out_every_keeps_every_kth_input() -> None:
+    cost = cost_of(seven_b(memory={"activation_checkpoint": "attn_out_every", "every_layers": 4}))
+    assert cost.kept_bytes == 32 * (2 * T * D + 4 * T * H) + 8 * 2 * T * D
+
+
+def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
+    shape = rank_shape(seven_b(), method_on(seven_b(), WORLD))
+    whole, tiled = (kept_bytes(LayerPolicy("none"), shape, tiled=tiled) for tiled in (False, True))
+    results = 2 * T * D + 4 * T * H
+    assert tiled == 2 * T * D + 3 * 2 * T * D + results
+    assert whole == tiled + 2 * T * (2 * D + 3 * 11008) + 2 * T * D + 8 * T
+
+
+@pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
+def test_seq_fraction_attends_the_earlier_part_squared(rho: float, share: float) -> None:
+    full = cost_of(seven_b(memory={"activation_checkpoint": "full"})).attention_flops
+    part = cost_of(seven_b(memory={"activation_checkpoint": "seq_fraction", "kept_fraction": rho})).attention_flops
+    assert part / full == pytest.approx(share, abs=1e-5)
+
+
+def test_kept_attention_is_never_computed_again() -> None:
+    for kind in ("none", "attn_out", "attn_out_every"):
+        assert cost_of(seven_b(memory={"activation_checkpoint": kind})).attention_flops == 0
+    assert cost_of(seven_b(memory={"activation_checkpoint": "none"})).linear_flops == 0
+
+
+def test_a_list_of_layers_mixes_policies() -> None:
+    cost = cost_of(seven_b(memory={"checkpoint_layers": ("full", "attn_out")}))
+    assert [layer.kept_bytes for layer in cost.layers[:3]] == [TABLE["full"], TABLE["attn_out"], TABLE["full"]]
+
+
+def test_what_lies_on_the_host_is_moved_there_and_back() -> None:
+    memory = {"activation_checkpoint": "full", "activation_store": "host"}
+    assert cost_of(seven_b(memory=memory)).moved_bytes == 2 * 32 * 2 * T * D
+    config = seven_b(memory=memory, train={"grad_accum_steps": 3})
+    assert cost_of(config).moved_bytes == 3 * 2 * 32 * 2 * T * D
+    assert cost_of(seven_b(memory={"activation_checkpoint": "full"})).moved_bytes == 0
+
+
+def test_the_busiest_rank_of_contiguous_blocks_has_most_of_the_work() -> None:
+    contiguous = cost_of(seven_b(attention={"preset": "ring", "layout": "contiguous"})).layers[0].busiest_share
+    striped = cost_of(seven_b(attention={"preset": "striped"})).layers[0].busiest_share
+    assert contiguous == pytest.approx(15 / 64, rel=1e-3)  # the last of eight equal parts of a triangle
+    assert striped == pytest.approx(1 / 8, rel=1e-3)
+
+
+def test_tensor_parallel_ranks_divide_heads_and_rows() -> None:
+    config = seven_b(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
+    (kept,) = {layer.kept_bytes for layer in cost_of(config).layers}
+    assert kept == TABLE["attn_out"]  # twice the rows inside attention, half of the heads
+
+
+def test_sequences_of_a_batch_are_more_rows() -> None:
+    one, two = (
+        cost_of(seven_b(memory={"activation_checkpoint": "seq_fraction"}, train={"micro_batch_size": size}))
+        for size in (1, 2)
+    )
+    assert two.kept_bytes == 2 * one.kept_bytes
+    assert two.recompute_flops == 2 * one.recompute_flops

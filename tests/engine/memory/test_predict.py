@@ -1,0 +1,165 @@
+"""Predicted peaks are those that a tracker measures on a real run; a prediction leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import Pools
+from tiny_training import own_part, random_batches, start_run, tiny_config
+
+from engine.attention.topology import Topology
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.memory.predict import MemoryPrediction, fake_ranks, predict_memory
+from engine.memory.tracker import LiveTensorTracker
+
+TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal
+MODEL = ModelConfig(
+    name="test",
+    vocab_size=512,
+    hidden_size=64,
+    ffn_hidden_size=192,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+
+
+def small_config(seq_len: int = 512, **changes: Any) -> RunConfig:
+    """A model whose activations outweigh its weights."""
+    train = {"seq_len": seq_len, **changes.pop("train", {})}
+    return tiny_config(model=MODEL, loss={"chunk_tokens": 64}, train=train, **changes)
+
+
+# (world size, configuration). A row per way to train; every one is measured.
+CASES: dict[str, tuple[int, RunConfig]] = {
+    "none": (1, small_config(memory={"activation_checkpoint": "none"})),
+    "full": (1, small_config(memory={"activation_checkpoint": "full"})),
+    "attn_out, long": (1, small_config(1024, memory={"activation_checkpoint": "attn_out"})),
+    "bfloat16, tiles": (
+        1,
+        small_config(memory={"activation_checkpoint": "full", "tile_tokens": 64}, train={"compute_dtype": "bfloat16"}),
+    ),
+    "two micro-steps of two sequences": (1, small_config(train={"grad_accum_steps": 2, "micro_batch_size": 2})),
+    "host store": (1, small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host"})),
+    "4 ranks, burst": (4, small_config(1024, attention={"preset": "burst"}, memory={"activation_checkpoint": "none"})),
+    "4 ranks, ring": (4, small_config(1024, attention={"preset": "ring"}, memory={"activation_checkpoint": "full"})),
+    "4 ranks, two of them slicing matrices": (
+        4,
+        small_config(1024, attention={"preset": "ring"}, parallel={"tp_size": 2}),
+    ),
+    "4 ranks, chunks in host memory": (
+        4,
+        small_config(
+            1024,
+            attention={"preset": "fpdt", "chunk_tokens": 64, "head_parallel_size": 2},
+            memory={"activation_checkpoint": "attn_out"},
+        ),
+    ),
+}
+
+
+def measured_peaks(config: RunConfig) -> tuple[int, int]:
+    """(device, host) peak of this rank over its second step."""
+    run = start_run(config)
+    train = config.train
+    micro = train.grad_accum_steps
+    sequences = run.mesh.dp_size * train.micro_batch_size * micro
+    batches = own_part(
+        random_batches(0, sequences=sequences, seq_len=train.seq_len, vocab_size=config.model.vocab_size),
+        run.mesh,
+        micro_steps=micro,
+    )
+    run.train_step(0, batches)
+    with LiveTensorTracker() as tracker:
+        tracker.watch(run.model.parameters())
+        tracker.watch(x for state in run.train_step.optimizer.state.values() for x in state.values())
+        run.train_step(1, batches)
+    return tracker.peak_bytes, tracker.peak_host_bytes
+
+
+def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
+    return predict_memory(config, Topology(1, world_size), world_size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
+    world_size, config = CASES[name]
+    found = ranks(world_size).run(measured_peaks, config)
+    prediction = predicted(config, world_size)
+    assert prediction.device_peak_bytes == pytest.approx(max(device for device, _ in found), rel=TOLERANCE)
+    assert prediction.host_peak_bytes == pytest.approx(max(host for _, host in found), rel=TOLERANCE)
+
+
+def test_components_and_phases_add_up() -> None:
+    prediction = predicted(small_config())
+    device = prediction.components["device"]
+    assert sum(device.values()) == prediction.device_peak_bytes
+    assert max(prediction.phase_peaks.values()) == prediction.device_peak_bytes
+    assert prediction.phase_peaks[prediction.phase] == prediction.device_peak_bytes
+    assert list(prediction.phase_peaks) == ["forward", "loss", "backward", "optimizer"]
+    assert json.loads(json.dumps(prediction.to_dict()))["needed_bytes"] == prediction.device_peak_bytes
+
+
+def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
+    config = small_config(train={"compute_dtype": "bfloat16"})
+    on_device = predict_memory(config, Topology(1, 1), 1, device="cuda")
+    moved = replace(config, memory=replace(config.memory, optimizer_store="host"))
+    on_host = predict_memory(moved, Topology(1, 1), 1, device="cuda")
+    for component in ("parameters", "optimizer"):
+        assert on_host.components["device"][component] == 0
+        # The two peaks are moments apart: the norm of the gradients may be there or not.
+        expected = on_device.components["device"][component]
+        assert on_host.components["host"][component] == pytest.approx(expected, rel=0.001)
+    assert on_host.device_peak_bytes < on_device.device_peak_bytes
+    assert on_host.reserve_bytes > 0
+
+
+def test_a_host_limit_does_not_stop_a_prediction() -> None:
+    memory = {"activation_checkpoint": "attn_out", "activation_store": "host", "host_bytes": 1}
+    assert predicted(small_config(memory=memory)).host_peak_bytes > 1
+
+
+def test_the_rank_that_sees_most_is_found() -> None:
+    config = small_config(1024, attention={"preset": "ring", "layout": "contiguous"})
+    assert predicted(config, 4).rank > 0
+
+
+def test_a_process_of_a_group_is_refused() -> None:
+    with fake_ranks(0, 2), pytest.raises(RuntimeError, match="process of its own"):
+        predicted(small_config())
+
+
+def test_a_topology_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 4 ranks, world_size is 2"):
+        predict_memory(small_config(), Topology(2, 2), 2)
+
+
+def test_predicting_twice_gives_the_same_and_leaves_no_process_group() -> None:
+    config = small_config(attention={"preset": "burst"})
+    first, second = predicted(config, 4), predicted(config, 4)
+    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_70b_with_a_million_tokens_on_1024_ranks_takes_less_than_a_minute() -> None:
+    model = ModelConfig(
+        name="llama70b",
+        vocab_size=128256,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
+    prediction = predict_memory(config, Topology(128, 8), 1024, device="cuda")
+    assert prediction.seconds < 60
+    layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
+    assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)

@@ -1,0 +1,84 @@
+"""A rehearsed plan has the same buffers and the largest work of each kind; the stand-in kernel takes what it should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.mask import Mask
+from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.plan import RankPlan, Tile
+from engine.attention.presets import resolve_attention
+from engine.attention.topology import Topology
+from engine.config import AttentionConfig, ModelConfig, RunConfig
+from engine.memory.rehearsal import StandInFlashKernel, rehearsed
+from engine.memory.tracker import LiveTensorTracker
+
+MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
+
+
+def plans_of(preset: str, seq_len: int = 256) -> list[RankPlan]:
+    """Plans of both passes of all ranks of two nodes of four."""
+    config = RunConfig(model=MODEL, attention=AttentionConfig(preset=preset))  # type: ignore[arg-type]
+    method = resolve_attention(config, Topology(2, 4))
+    blocks = divide_sequence(method, seq_len)
+    pair = plan_method(method, Mask(seq_len), blocks)
+    return [plan for passes in (pair.forward, pair.backward) for plan in passes.ranks.values()]
+
+
+def rows_of(tile: Tile) -> tuple[int, int]:
+    return tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+
+
+@pytest.mark.parametrize("preset", ["burst", "ring", "striped", "usp", "megatron_allgather", "loongtrain"])
+def test_a_rehearsal_keeps_the_buffers_and_the_largest_tiles(preset: str) -> None:
+    for plan in plans_of(preset):
+        short = rehearsed(plan)
+        assert short.slots == plan.slots
+        assert len(short.steps) == 1
+        assert not list(short.transfers())
+        assert set(short.tiles()) <= set(plan.tiles())
+        for axis in (0, 1):
+            assert max(rows_of(t)[axis] for t in short.tiles()) == max(rows_of(t)[axis] for t in plan.tiles())
+
+
+def test_a_rehearsal_has_every_kind_of_local_op() -> None:
+    for plan in plans_of("usp"):
+        kinds = {op.op for step in plan.steps for op in (*step.pre, *step.after)}
+        assert {op.op for step in rehearsed(plan).steps for op in step.pre} == kinds
+
+
+def test_a_plan_without_steps_stays_as_it_is() -> None:
+    plan = RankPlan(0, (), ())
+    assert rehearsed(plan) == plan
+
+
+def kernel_peak(rows: int, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Bytes that forward and backward of one tile take at most, beyond their inputs."""
+    kernel = StandInFlashKernel()
+    q = torch.zeros(rows, heads, head_dim, dtype=torch.bfloat16)
+    k, v = (torch.zeros(rows, kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.zeros(rows, heads)
+    grads = TileGradients(torch.zeros_like(q), torch.zeros_like(q), lse)
+    inputs = (*grads, q, k, v)
+    with LiveTensorTracker() as tracker:
+        tracker.watch(inputs)
+        before = tracker.live_bytes
+        kernel.forward(q, k, v, BandSpec())
+        forward = tracker.peak_bytes - before
+        tracker.reset_peak()
+        kernel.backward(grads, q, k, v, BandSpec())
+    return forward, tracker.peak_bytes - before
+
+
+def test_the_stand_in_kernel_takes_what_flash_attention_2_takes() -> None:
+    rows, heads, kv_heads, head_dim = 200, 4, 2, 48
+    forward, backward = kernel_peak(rows, heads, kv_heads, head_dim)
+    assert forward == rows * heads * (2 * head_dim + 4)  # out in bf16, lse in fp32
+    results = 2 * rows * head_dim * (heads + 2 * kv_heads)
+    rounded = 256  # rows, to a multiple of 128
+    summed = 4 * rounded * heads * 64 + 4 * rounded * heads  # dq with 48 columns rounded to 64, and rowsum(dout * out)
+    expanded = 2 * 2 * rows * heads * head_dim
+    lse_copy = 4 * rows * heads
+    assert backward == results + summed + expanded + lse_copy

@@ -1,0 +1,202 @@
+"""Live bytes are those of storages: each once, views free, gone when freed, also in backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from engine.memory.host import host_empty
+from engine.memory.tracker import Label, LiveTensorTracker
+
+FLOAT = 4
+
+
+def test_each_storage_counts_once_and_views_nothing() -> None:
+    with LiveTensorTracker() as tracker:
+        x = torch.zeros(100)
+        views = [x[10:], x.view(10, 10), x.detach(), x.t()]
+        assert tracker.live_bytes == 100 * FLOAT
+        assert len(views) == 4
+    assert tracker.peak_bytes == 100 * FLOAT
+
+
+def test_freed_tensors_leave_and_the_peak_stays() -> None:
+    with LiveTensorTracker() as tracker:
+        x = torch.zeros(100)
+        y = x + 1
+        del x
+        assert tracker.live_bytes == 100 * FLOAT
+        z = y * 2
+        del y, z
+        assert tracker.live_bytes == 0
+        assert tracker.peak_bytes == 200 * FLOAT
+        tracker.reset_peak()
+        assert tracker.peak_bytes == 0
+
+
+def test_a_view_keeps_its_whole_storage_alive() -> None:
+    with LiveTensorTracker() as tracker:
+        part = torch.zeros(100)[:1]
+        gc.collect()
+        assert part.numel() == 1
+        assert tracker.live_bytes == 100 * FLOAT
+
+
+def test_in_place_and_out_operations_add_nothing() -> None:
+    with LiveTensorTracker() as tracker:
+        x = torch.zeros(100)
+        x.add_(1).mul_(2)
+        torch.exp(x, out=x)
+        assert tracker.peak_bytes == 100 * FLOAT
+
+
+def test_watched_and_read_tensors_count() -> None:
+    watched, read, unseen = torch.zeros(10), torch.zeros(20), torch.zeros(40)
+    with LiveTensorTracker() as tracker:
+        tracker.watch([watched])
+        assert tracker.peak_bytes == 10 * FLOAT
+        read.add_(1)
+        assert tracker.peak_bytes == 30 * FLOAT
+    assert unseen.numel() == 40
+
+
+def test_resized_storages_are_counted_at_their_size() -> None:
+    with LiveTensorTracker() as tracker:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)  # as FSDP frees gathered weights
+        y = torch.zeros(80)
+        assert y.numel() == 80
+        assert tracker.peak_bytes == 100 * FLOAT
+        assert tracker.live_bytes == 80 * FLOAT
+
+
+def test_host_memory_counts_apart_with_a_peak_of_its_own() -> None:
+    with LiveTensorTracker() as tracker:
+        on_host = host_empty((100,), torch.float32, pinned=False)
+        assert (tracker.live_bytes, tracker.live_host_bytes) == (0, 100 * FLOAT)
+        on_device = on_host[:30].clone()
+        del on_host
+        assert (tracker.live_bytes, tracker.live_host_bytes) == (on_device.nbytes, 0)
+        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (30 * FLOAT, 100 * FLOAT)
+
+
+def test_host_memory_that_is_older_than_the_tracker_is_known_by_its_mark() -> None:
+    on_host = host_empty((100,), torch.float32, pinned=False)
+    with LiveTensorTracker() as tracker:
+        on_host.zero_()
+        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (0, 100 * FLOAT)
+
+
+def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
+    with LiveTensorTracker() as tracker:
+        kept = torch.zeros(10)
+        with tracker.phase("forward"):
+            torch.zeros(100)
+        with tracker.phase("backward"):
+            torch.zeros(200)
+            with tracker.phase("loss"):
+                torch.zeros(5)
+            torch.zeros(50)
+        torch.zeros(20)
+    peaks = {name: peak.total_bytes for name, peak in tracker.phase_peaks.items()}
+    assert peaks == {"forward": 110 * FLOAT, "backward": 210 * FLOAT, "loss": 15 * FLOAT}
+    assert (tracker.peak.total_bytes, tracker.peak.phase) == (210 * FLOAT, "backward")
+    assert kept.numel() == 10
+
+
+def test_a_peak_outside_of_all_phases_has_no_phase() -> None:
+    with LiveTensorTracker() as tracker:
+        with tracker.phase("forward"):
+            torch.zeros(100)
+        torch.zeros(200)
+    assert (tracker.peak.total_bytes, tracker.peak.phase) == (200 * FLOAT, "")
+
+
+def test_components_add_up_to_the_peak_and_follow_new_labels() -> None:
+    def classify(func: Any, tensor: Tensor) -> Label:
+        return Label("large" if tensor.numel() >= 100 else "small")
+
+    with LiveTensorTracker(classify) as tracker:
+        large, small = torch.zeros(100), torch.zeros(10)
+        assert tracker.peak.components == {"large": large.nbytes, "small": small.nbytes}
+        tracker.watch([small], Label("weights"))
+        third = torch.zeros(20)
+        assert tracker.peak.components == {"large": 100 * FLOAT, "weights": 10 * FLOAT, "small": third.nbytes}
+    assert sum(tracker.peak.components.values()) == tracker.peak_bytes
+
+
+def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
+    with LiveTensorTracker(lambda func, tensor: Label("pool" if tensor.numel() == 7 else "work")) as tracker:
+        before = torch.zeros(10)
+        moment = tracker.moment
+        kept, pooled = torch.zeros(20), torch.zeros(7)
+        torch.zeros(30)  # gone when it is asked
+        tracker.relabel_since(moment, "kept", keep=frozenset({"pool"}))
+        tracker.reset_peak()
+    assert tracker.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
+
+
+class Wrapper(Tensor):
+    """A tensor that wraps another one and shows another size, as a quantised one does."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        wrapper: Wrapper = Tensor._make_wrapper_subclass(cls, (1000,))  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapper:
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_of_a_wrapper_what_it_wraps_counts() -> None:
+    wrapper = Wrapper(torch.zeros(8))
+    with LiveTensorTracker() as tracker:
+        tracker.watch([wrapper])
+    assert tracker.peak_bytes == 8 * FLOAT
+
+
+def test_the_tracker_keeps_no_tensor_alive() -> None:
+    tracker = LiveTensorTracker()
+    with tracker:
+        storage = weakref.ref(torch.zeros(100).untyped_storage())
+    assert storage() is None
+    assert tracker.live_bytes == 0
+
+
+def test_saved_activations_and_gradients_are_seen_in_backward() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    with LiveTensorTracker() as tracker:
+        loss = (x.exp() * x.sin()).sum()
+        # x, exp and sin saved for backward; their product is gone.
+        saved = 3 * 1000 * FLOAT + loss.nbytes
+        assert tracker.live_bytes == saved
+        loss.backward()
+        assert tracker.peak_bytes > saved
+        del loss
+        assert x.grad is not None
+        assert tracker.live_bytes == 2 * 1000 * FLOAT
+
+
+def test_memory_is_as_with_hooks_that_save_nothing_extra() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    saved: list[int] = []
+    with LiveTensorTracker() as tracker, saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        out = torch.relu(weight @ weight)
+        assert tracker.live_bytes == weight.nbytes + out.nbytes
+    assert saved

@@ -1,0 +1,56 @@
+"""Spans cover everything once; a rehearsal visits three of them and stands for an accelerator, in its body only."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.row_blocks import Rehearsal, acts_as_accelerator, rehearse, rehearses_accelerator, row_blocks, spans
+
+CPU = torch.device("cpu")
+
+
+@given(total=st.integers(0, 500), size=st.integers(1, 60))
+def test_spans_cover_every_row_once(total: int, size: int) -> None:
+    rows = [row for span in spans(total, size) for row in range(span.start, span.stop)]
+    assert rows == list(range(total))
+
+
+def test_a_rehearsal_visits_the_first_two_spans_and_the_last() -> None:
+    with rehearse(Rehearsal()):
+        assert list(spans(45, 10)) == [slice(0, 10), slice(10, 20), slice(40, 45)]
+        assert list(spans(25, 10)) == [slice(0, 10), slice(10, 20), slice(20, 25)]
+    assert len(list(spans(45, 10))) == 5
+
+
+def test_blocks_of_a_rehearsed_accelerator_are_as_large_as_on_one() -> None:
+    on_cpu = next(iter(row_blocks(2**20, 2**10, CPU)))
+    with rehearse(Rehearsal(as_accelerator=True)):
+        assert acts_as_accelerator(CPU)
+        in_rehearsal = next(iter(row_blocks(2**20, 2**10, CPU)))
+    assert in_rehearsal == next(iter(row_blocks(2**20, 2**10, torch.device("cuda"))))
+    assert in_rehearsal.stop > on_cpu.stop
+
+
+def test_a_rehearsal_stays_in_its_thread() -> None:
+    seen: list[bool] = []
+    with rehearse(Rehearsal(as_accelerator=True)):
+        other = threading.Thread(target=lambda: seen.append(acts_as_accelerator(CPU)))
+        other.start()
+        other.join()
+    assert seen == [False]
+
+
+def test_a_rehearsal_ends_with_its_body() -> None:
+    with pytest.raises(ValueError, match="broken"), rehearse(Rehearsal(as_accelerator=True)):
+        raise ValueError("broken")
+    assert not acts_as_accelerator(CPU)
+
+
+def test_a_real_accelerator_is_no_rehearsal() -> None:
+    assert acts_as_accelerator(torch.device("cuda"))
+    assert not rehearses_accelerator()
