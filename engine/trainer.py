@@ -18,6 +18,7 @@ from engine.data import PackedSampler, PreparedData, open_prepared, prepare, seq
 from engine.errors import ConfigError, DataError
 from engine.evaluate import evaluate
 from engine.flops import count_parameters, step_flops
+from engine.memory.policy import policy_name
 from engine.memory.recompute import recomputed_by
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_model
@@ -221,7 +222,7 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> di
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
-        "memory_policy": config.memory.activation_checkpoint,
+        "memory_policy": policy_name(config.memory),
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,
         "world_size": mesh.world_size,

@@ -21,6 +21,7 @@ from engine.memory.estimate import MemoryEstimate, estimate_memory
 from engine.memory.fit import Fit, Predict, Prediction, advise, fit_of, method_on, sequence_topology
 from engine.memory.kept import PolicyCost, policy_cost
 from engine.memory.overhead import extra_seconds, plain_step_seconds
+from engine.memory.policy import policy_name
 from engine.simulate.machine import Machine
 
 # The closed form is within about a tenth of the exact prediction; a policy must fit although it were so much larger.
@@ -56,12 +57,7 @@ class MemoryCandidate:
     @property
     def name(self) -> str:
         """The policy in words that name its settings."""
-        memory, kind = self.memory, self.memory.activation_checkpoint
-        detail = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
-        parts = [f"{kind}{detail.get(kind, '')}", f"on {memory.activation_store}"]
-        parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
-        parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
-        return ", ".join(parts)
+        return policy_name(self.memory)
 
     @property
     def settings(self) -> str:

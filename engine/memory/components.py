@@ -21,21 +21,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engine.memory.estimate import COMPONENTS
 from engine.memory.host import lies_in_host_memory
 from engine.memory.tracker import Label, LiveTensorTracker, is_host_allocator
 
-COMPONENTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "checkpoints",
-    "attention",
-    "communication",
-    "mlp",
-    "loss",
-    "embedding",
-    "other",
-)
 # Storages that outlive a layer's forward pass without being kept for backward: FSDP's and attention's reusable block.
 POOLED = "attention pool"
 _NOT_KEPT = frozenset({"communication", "parameters", "gradients", "optimizer", POOLED})

@@ -51,6 +51,17 @@ def policy_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
     return (memory.activation_checkpoint,)
 
 
+def policy_name(memory: MemoryConfig) -> str:
+    """The policy in words that name its settings, such as `seq_fraction 0.5, on host, tiles of 4096`."""
+    details = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
+    kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
+    parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
+    parts += [f"on {memory.activation_store}"] if memory.activation_store else []
+    parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
+    parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
+    return ", ".join(parts)
+
+
 def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:
     """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`."""
     turn = policy_kinds(memory)

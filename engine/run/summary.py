@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.config import RunConfig, config_fingerprint
+from engine.memory.policy import policy_name
 
 # A median with its quartiles and the number of steps behind it.
 MEDIANS = (
@@ -59,7 +60,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
         "config_fingerprint": config_fingerprint(config),
         "model": config.model.name,
         "attention_preset": config.attention.preset,
-        "memory_policy": config.memory.activation_checkpoint,
+        "memory_policy": policy_name(config.memory),
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,
         "world_size": config.cluster.ranks_per_node,

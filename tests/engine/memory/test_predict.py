@@ -52,6 +52,40 @@ CASES: dict[str, tuple[int, RunConfig]] = {
         4,
         small_config(1024, attention={"preset": "ring"}, parallel={"tp_size": 2}),
     ),
+    "attn_out_every": (1, small_config(768, memory={"activation_checkpoint": "attn_out_every", "every_layers": 2})),
+    "updates in backward": (
+        1,
+        small_config(memory={"optimizer_in_backward": True}, optimizer={"max_grad_norm": None}),
+    ),
+    "4 ranks, half of the sequence, burst": (
+        4,
+        small_config(2048, attention={"preset": "burst"}, memory={"activation_checkpoint": "seq_fraction"}),
+    ),
+    "4 ranks, half of the sequence, contiguous": (
+        4,
+        small_config(
+            1024,
+            attention={"preset": "ring", "layout": "contiguous"},
+            memory={"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25},
+        ),
+    ),
+    "4 ranks, heads": (
+        4,
+        small_config(
+            1024,
+            attention={"preset": "usp", "head_parallel_size": 2},
+            memory={"activation_checkpoint": "attn_out_every", "every_layers": 4, "activation_store": "host"},
+        ),
+    ),
+    "4 ranks, window and two sequences": (
+        4,
+        small_config(
+            1024,
+            attention={"preset": "ring", "mask": "window", "window_tokens": 100},
+            parallel={"dp_shard_size": 2},
+            memory={"activation_checkpoint": "attn_out"},
+        ),
+    ),
     "4 ranks, chunks in host memory": (
         4,
         small_config(

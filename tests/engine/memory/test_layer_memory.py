@@ -1,0 +1,172 @@
+"""What layers really keep, and what they never make: bytes in the store, FLOPs in backward, sizes of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pools
+from tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from engine.attention.api import build_parallel_attention
+from engine.attention.layers import attention_layers
+from engine.attention.presets import resolve_attention
+from engine.attention.topology import Topology
+from engine.config import ModelConfig, RunConfig
+from engine.memory.kept import policy_cost
+from engine.memory.policy import LayerPolicy
+from engine.memory.recompute import recomputed_by, recomputed_parameters
+from engine.memory.store import DeviceStore, Kept
+from engine.model.checkpointed import apply_policies
+from engine.model.init import init_weights
+from engine.model.llama import LlamaModel
+from engine.model.parallelize import layer_manners
+from engine.train_step import rank_batch, sequence_loss
+
+MODEL = ModelConfig(
+    name="test",
+    vocab_size=1000,
+    hidden_size=32,
+    ffn_hidden_size=900,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+SEQ_LEN = 512
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"activation_checkpoint": "full"},
+    "attn_out": {"activation_checkpoint": "attn_out"},
+    "rho 0.25": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25},
+    "rho 0.5": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5},
+    "every 2": {"activation_checkpoint": "attn_out_every", "every_layers": 2},
+    "layers": {"checkpoint_layers": ("full", "attn_out", "attn_out_every", "attn_out_every", "seq_fraction")},
+}
+
+
+class CountingStore:
+    """A DeviceStore that remembers how much it was given."""
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self._store = DeviceStore()
+
+    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+        kept = self._store.keep(tensors)
+        self.kept_bytes += sum(tensor.untyped_storage().nbytes() for tensor in kept.fetch())
+        return kept
+
+
+def config_of(preset: str, memory: dict[str, Any], **attention: Any) -> RunConfig:
+    return tiny_config(
+        model=MODEL,
+        attention={"preset": preset, **attention},
+        memory=memory,
+        train={"seq_len": SEQ_LEN},
+        parallel={"cp_size": 1 if preset == "single" else 4},
+    )
+
+
+def kept_bytes(config: RunConfig) -> int:
+    """Bytes in the store of this rank between forward and backward, whole model in bf16."""
+    mesh = mesh_of(config.parallel, config.cluster)
+    attention = build_parallel_attention(config, mesh)
+    model = LlamaModel(config.model, config.loss)
+    init_weights(model, 0)
+    model.to(torch.bfloat16)
+    store = CountingStore()
+    manners = [replace(manner, store=store) for manner in layer_manners(config, attention.method, mesh)]
+    apply_policies(model, manners)
+    (batch,) = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), mesh)
+    local = rank_batch(batch, model, attention, mesh)
+    sequence_loss(model, local.rows, local.attention).backward()
+    return store.kept_bytes
+
+
+@pytest.mark.parametrize("preset", ["burst", "loongtrain", "ring"])
+def test_what_is_kept_is_what_the_table_says(ranks: Pools, preset: str) -> None:
+    for name, memory in POLICIES.items():
+        # A ring of contiguous blocks: the ranks with the end of the sequence keep most of it.
+        config = config_of(preset, memory, **({"layout": "contiguous"} if preset == "ring" else {}))
+        config = replace(config, train=replace(config.train, compute_dtype="bfloat16"))
+        expected = policy_cost(config, resolve_attention(config, Topology(1, 4))).kept_bytes
+        assert max(ranks(4).run(kept_bytes, config)) == expected, name
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else [result]
+        self.elements = max([self.elements, *(x.numel() for x in made if isinstance(x, Tensor))])
+        return result
+
+
+def largest_tensor(config: RunConfig) -> int:
+    run = start_run(config)
+    batches = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), run.mesh)
+    with LargestTensor() as largest:
+        run.train_step(0, batches)
+    return largest.elements
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_out", "seq_fraction", "attn_out_every"])
+def test_with_tiles_nothing_has_as_many_elements_as_rows_times_ffn_or_vocabulary(ranks: Pools, policy: str) -> None:
+    whole = SEQ_LEN * MODEL.ffn_hidden_size  # and more for the vocabulary
+    tiled = config_of("single", {"activation_checkpoint": policy, "tile_tokens": 32})
+    (largest,) = ranks(1).run(largest_tensor, tiled)
+    assert largest < whole / 4  # all weights of a layer, which FSDP gathers in one piece
+    (untiled,) = ranks(1).run(largest_tensor, config_of("single", {"activation_checkpoint": policy}))
+    assert untiled >= whole
+
+
+class CountedFlops(TorchDispatchMode):
+    """What torch's counter counts; the counter itself follows modules by hooks, which ask for a graph everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def matmul_flops(config: RunConfig) -> int:
+    """FLOPs that torch counts in one forward and backward pass; the reference kernel's tiles included."""
+    run = start_run(replace(config, attention=replace(config.attention, kernel="reference")))
+    (batch,) = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), run.mesh)
+    local = rank_batch(batch, run.model, run.attention, run.mesh)
+    with CountedFlops() as counted:
+        sequence_loss(run.model, local.rows, local.attention).backward()
+    return counted.total
+
+
+@pytest.mark.parametrize("name", ["attn_out", "every 2"])
+def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ranks: Pools, name: str) -> None:
+    """The counter sees all products, so a single one of attention's would show."""
+    config = config_of("single", POLICIES[name])
+    method = resolve_attention(config, Topology(1, 1))
+    again = recomputed_by(config, method, attention_layers(config, method))
+    (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
+    (found,) = ranks(1).run(matmul_flops, config)
+    assert found - kept == 2 * again.matmul_parameters * SEQ_LEN
+
+
+def test_the_last_product_of_a_layer_is_not_done_again() -> None:
+    width, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
+    everything = width * (2 * 32 + 2 * 16) + 3 * width * ffn
+    assert recomputed_parameters(LayerPolicy("full"), MODEL, tiled=False, exchanged=False) == everything - width * ffn
