@@ -51,8 +51,13 @@ def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
 
 def rehearses_accelerator() -> bool:
     """Whether tensors of the CPU stand for an accelerator's now: work whose results it leaves out is never missed."""
-    rehearsal = _REHEARSAL.get()
+    rehearsal = _rehearsal()
     return rehearsal is not None and rehearsal.as_accelerator
+
+
+def _rehearsal() -> Rehearsal | None:
+    """The one that is going on; compiled code has none, and the compiler cannot trace the question."""
+    return None if torch.compiler.is_compiling() else _REHEARSAL.get()
 
 
 def acts_as_accelerator(device: torch.device) -> bool:
@@ -62,7 +67,7 @@ def acts_as_accelerator(device: torch.device) -> bool:
 
 def spans(total: int, size: int) -> Iterator[slice]:
     """Slices of `size` that cover [0, total) in order, the last one maybe shorter; in a rehearsal three of them."""
-    rehearsal = _REHEARSAL.get()
+    rehearsal = _rehearsal()
     starts: range | tuple[int, ...] = range(0, total, size)
     if rehearsal is not None and rehearsal.ends_only and len(starts) > 3:
         starts = (starts[0], starts[1], starts[-1])

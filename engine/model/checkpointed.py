@@ -43,11 +43,16 @@ from engine.row_blocks import spans
 
 @dataclass(frozen=True)
 class LayerManner:
-    """How one layer runs: what it keeps, where, and in tiles of how many rows (None: all at once)."""
+    """How one layer runs: what it keeps, where, and in tiles of how many rows (None: all at once).
+
+    projects_once   backward keeps the graph of q, k and v, and with it the normed input, where making it anew costs
+                    messages (tensor parallelism); needs tile_tokens None
+    """
 
     policy: LayerPolicy
     store: ActivationStore
     tile_tokens: int | None = None
+    projects_once: bool = False
 
     def tiles(self, rows: int) -> Iterator[slice]:
         """Row ranges that cover so many rows."""
@@ -167,13 +172,19 @@ class _Call:
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def attended(self, hidden: Tensor, kept: dict[str, Tensor]) -> tuple[Tensor, SavedAttention]:
-        """What `attend` gave, from what was kept of it."""
+    def attended(
+        self, hidden: Tensor, kept: dict[str, Tensor], projected: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, SavedAttention]:
+        """What `attend` gave, from what was kept of it; `projected`: what the layer's `project` gives, if known."""
         if "q" in kept:
             saved = SavedAttention(*(kept[name] for name in ("q", "k", "v", "out", "lse")))
             return kept.get("own_out", saved.out), saved
+        if projected is None:
+            q, k, v = self.project(hidden)
+        else:
+            q, k, v = (fold(part.detach()).contiguous() for part in projected)
         results = KeptResults(kept["out"], kept["lse"]) if "out" in kept else None
-        return self.runtime.attend_again(self.project(hidden), results, self.device)
+        return self.runtime.attend_again((q, k, v), results, self.device)
 
     def own_out(self, hidden: Tensor, kept: dict[str, Tensor]) -> Tensor:
         """Attention's out of the own rows under a policy that keeps it all; after a head exchange it lies elsewhere."""
@@ -183,10 +194,20 @@ class _Call:
     def backpropagate(self, hidden: Tensor, kept: dict[str, Tensor], dy: Tensor, kv_heads: int) -> LayerGradients:
         """Gradients of everything, given that of the output [B, T, d]; kv_heads: those of k [T, kv_heads, D]."""
         gradients = LayerGradients([p for p in self.layer.parameters() if p.requires_grad])
-        execution = self._through_finish(hidden, self.attended(hidden, kept), dy, gradients, kv_heads)
+        graph = self._graph_of_project(hidden) if self.manner.projects_once else None
+        attended = self.attended(hidden, kept, graph[1] if graph else None)
+        execution = self._through_finish(hidden, attended, dy, gradients, kv_heads)
         execution.run()
-        self._through_project(hidden, execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"], gradients)
+        del attended
+        dq, dkv = execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"]
+        self._through_project(hidden, (dq, dkv), gradients, graph)
         return gradients
+
+    def _graph_of_project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(input, q, k and v) of all rows with the graph between them."""
+        x = leaf(hidden)
+        with torch.enable_grad():
+            return x, self.layer.project(x, self.cos, self.sin)
 
     def _through_finish(
         self,
@@ -216,13 +237,23 @@ class _Call:
                 stats[rows].copy_(backward_stats(folded, fold(out_rows.detach()), lse), non_blocking=True)
         return self.runtime.backward_execution(saved, dout, kv_heads, stats=stats, device=dy.device)
 
-    def _through_project(self, hidden: Tensor, dq: Tensor, dkv: Tensor, gradients: LayerGradients) -> None:
-        """Add what flows back through q, k and v: dq [T, B*H, D], dkv [T, 2, B*K, D]."""
+    def _through_project(
+        self,
+        hidden: Tensor,
+        flowing_back: tuple[Tensor, Tensor],
+        gradients: LayerGradients,
+        graph: tuple[Tensor, tuple[Tensor, ...]] | None,
+    ) -> None:
+        """Add what flows back through q, k and v: dq [T, B*H, D], dkv [T, 2, B*K, D]; over the `graph`, if there is."""
+        dq, dkv = flowing_back
         batch, device, dtype = hidden.shape[0], self.device, hidden.dtype
         for rows in self.tiles(hidden):
-            x_rows = leaf(hidden_rows(hidden, rows, device))
-            with torch.enable_grad():
-                projected = self.layer.project(x_rows, self.cos[rows], self.sin[rows], values=False)
+            if graph is not None:
+                x_rows, projected = graph
+            else:
+                x_rows = leaf(hidden_rows(hidden, rows, device))
+                with torch.enable_grad():
+                    projected = self.layer.project(x_rows, self.cos[rows], self.sin[rows], values=False)
             dq_rows, dkv_rows = (fetched(x[rows], device).to(dtype) for x in (dq, dkv))
             flowing = [unfold(part, batch) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
             (dx,) = gradients.add(projected, flowing, [x_rows])

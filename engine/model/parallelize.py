@@ -84,9 +84,8 @@ def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh) -> lis
     """How every layer runs: its policy, the store of what it keeps, its tiles."""
     tile_tokens = tile_tokens_of(config, method)
     store = build_store(config, mesh)
-    return [
-        LayerManner(policy, store, tile_tokens) for policy in layer_policies(config.memory, config.model.num_layers)
-    ]
+    policies = layer_policies(config.memory, config.model.num_layers)
+    return [LayerManner(policy, store, tile_tokens, projects_once=mesh.tp_size > 1) for policy in policies]
 
 
 def build_store(config: RunConfig, mesh: Mesh) -> ActivationStore:

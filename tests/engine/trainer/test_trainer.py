@@ -38,6 +38,8 @@ CONTRACT = [
     "hfu",
     "peak_memory_bytes",
     "peak_memory_reserved_bytes",
+    "peak_tensor_bytes",
+    "peak_host_bytes",
     "comm_intra_bytes",
     "comm_inter_bytes",
     "comm_exposed_s",
