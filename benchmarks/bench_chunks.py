@@ -42,7 +42,8 @@ from engine.config import ModelConfig
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
-from engine.model.checkpointed import LayerManner, apply_policies
+from engine.model.checkpointed import apply_policies
+from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 
 CPU = torch.device("cpu")

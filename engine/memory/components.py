@@ -41,6 +41,7 @@ PLACES: tuple[Place, ...] = (
     ("torch/distributed/fsdp/", None, "communication"),
     ("engine/loss/", None, "loss"),
     ("engine/optim.py", None, "optimizer"),
+    ("engine/updates.py", None, "optimizer"),
     ("torch/optim/", None, "optimizer"),
     ("torch/nn/modules/sparse.py", None, "embedding"),
     ("engine/model/rope.py", "rope_table", "other"),

@@ -19,8 +19,9 @@ from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
 from engine.memory.policy import layer_policies
 from engine.memory.store import ActivationStore, DeviceStore, host_store
-from engine.model.checkpointed import LayerManner, apply_policies
+from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
+from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh

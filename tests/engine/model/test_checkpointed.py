@@ -26,8 +26,9 @@ from engine.errors import ConfigError
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
-from engine.model.checkpointed import LayerManner, apply_policies
+from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
+from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import shard_model
 from engine.tiling import tile_tokens_of

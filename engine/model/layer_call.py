@@ -1,0 +1,192 @@
+"""One call of a layer: what runs in its forward pass, what is kept of it, and the four parts of its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.executor import Execution
+from engine.attention.merge import backward_stats
+from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttention
+from engine.memory.policy import LayerPolicy
+from engine.memory.store import ActivationStore
+from engine.model.llama import TransformerBlock
+from engine.model.tiles import LayerGradients, fetched, fold, hidden_rows, leaf, unfold
+from engine.row_blocks import spans
+
+
+@dataclass(frozen=True)
+class LayerManner:
+    """How one layer runs: what it keeps, where, and in tiles of how many rows (None: all at once).
+
+    projects_once   backward keeps the graph of q, k and v, and with it the normed input, where making it anew costs
+                    messages (tensor parallelism); needs tile_tokens None
+    """
+
+    policy: LayerPolicy
+    store: ActivationStore
+    tile_tokens: int | None = None
+    projects_once: bool = False
+
+    def tiles(self, rows: int) -> Iterator[slice]:
+        """Row ranges that cover so many rows."""
+        return spans(rows, self.tile_tokens or rows)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer; holds no results."""
+
+    layer: TransformerBlock
+    manner: LayerManner
+    cos: Tensor
+    sin: Tensor
+    runtime: AttentionRuntime
+    device: torch.device
+
+    def tiles(self, hidden: Tensor) -> Iterator[slice]:
+        """Row ranges of hidden [B, T, d]; one that leaves the rows as they are, without tiles."""
+        if self.manner.tile_tokens is None:
+            return iter([slice(None)])
+        return self.manner.tiles(hidden.shape[1])
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
+        """(out [T, B*H, D], what backward needs)."""
+        execution = self.runtime.forward_execution(q, k, v, self.device)
+        execution.run()
+        return self.runtime.collect(execution, q, k, v)
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, B*H, D], k and v [T, B*K, D], where the attention plan wants them."""
+        stores: list[Tensor] = []
+        for rows in self.tiles(hidden):
+            parts = self.layer.project(hidden_rows(hidden, rows, self.device), self.cos[rows], self.sin[rows])
+            if self.manner.tile_tokens is None and not self.runtime.on_host:
+                q, k, v = (fold(part).contiguous() for part in parts)
+                return q, k, v
+            stores = stores or [self._store(part, hidden.shape[1]) for part in parts]
+            for store, part in zip(stores, parts, strict=True):
+                store[rows].copy_(part.transpose(0, 1), non_blocking=True)
+        q, k, v = (store.flatten(1, 2) for store in stores)
+        return q, k, v
+
+    def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The layer's output [B, T, d] of hidden [B, T, d] and attention's out."""
+        if self.manner.tile_tokens is None and hidden.device == out.device:
+            return self.layer.finish(hidden, unfold(out, hidden.shape[0]))
+        result = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
+        for rows in self.tiles(hidden):
+            out_rows = unfold(fetched(out[rows], self.device), hidden.shape[0])
+            result[:, rows] = self.layer.finish(hidden_rows(hidden, rows, self.device), out_rows)
+        return result
+
+    def to_keep(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
+        """What the policy keeps, by name."""
+        policy = self.manner.policy
+        kept = {"hidden": self.runtime.stored(hidden.detach())} if policy.keeps_input else {}
+        if policy.kind == "none":
+            kept |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
+            return kept if out is saved.out else kept | {"own_out": out}
+        if policy.kind != "full":
+            results = self.runtime.kept_of(saved)
+            kept |= {"out": results.out, "lse": results.lse}
+        return kept
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def attended(
+        self, hidden: Tensor, kept: dict[str, Tensor], projected: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, SavedAttention]:
+        """What `attend` gave, from what was kept of it; `projected`: what the layer's `project` gives, if known."""
+        if "q" in kept:
+            saved = SavedAttention(*(kept[name] for name in ("q", "k", "v", "out", "lse")))
+            return kept.get("own_out", saved.out), saved
+        if projected is None:
+            q, k, v = self.project(hidden)
+        else:
+            q, k, v = (fold(part.detach()).contiguous() for part in projected)
+        results = KeptResults(kept["out"], kept["lse"]) if "out" in kept else None
+        return self.runtime.attend_again((q, k, v), results, self.device)
+
+    def own_out(self, hidden: Tensor, kept: dict[str, Tensor]) -> Tensor:
+        """Attention's out of the own rows under a policy that keeps it all; after a head exchange it lies elsewhere."""
+        exchanged = self.runtime.recompute is not None and "out" in self.runtime.recompute.pins
+        return self.attended(hidden, kept)[0] if exchanged else kept["out"]
+
+    def backpropagate(self, hidden: Tensor, kept: dict[str, Tensor], dy: Tensor, kv_heads: int) -> LayerGradients:
+        """Gradients of everything, given that of the output [B, T, d]; kv_heads: those of k [T, kv_heads, D]."""
+        gradients = LayerGradients([p for p in self.layer.parameters() if p.requires_grad])
+        graph = self._graph_of_project(hidden) if self.manner.projects_once else None
+        attended = self.attended(hidden, kept, graph[1] if graph else None)
+        execution = self._through_finish(hidden, attended, dy, gradients, kv_heads)
+        execution.run()
+        del attended
+        dq, dkv = execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"]
+        self._through_project(hidden, (dq, dkv), gradients, graph)
+        return gradients
+
+    def _graph_of_project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(input, q, k and v) of all rows with the graph between them."""
+        x = leaf(hidden)
+        with torch.enable_grad():
+            return x, self.layer.project(x, self.cos, self.sin)
+
+    def _through_finish(
+        self,
+        hidden: Tensor,
+        attended: tuple[Tensor, SavedAttention],
+        dy: Tensor,
+        gradients: LayerGradients,
+        kv_heads: int,
+    ) -> Execution:
+        """Backward pass of attention, ready to run, after that of all that follows it."""
+        out, saved = attended
+        dout = self.runtime.empty(out.shape, out.dtype, dy.device)
+        exchanged = "dout" in self.runtime.backward.pins
+        stats = None if exchanged else self.runtime.empty((*saved.lse.shape, 2), saved.lse.dtype, dy.device)
+        for rows in self.tiles(hidden):
+            x_rows = leaf(hidden_rows(hidden, rows, dy.device))
+            out_rows = leaf(unfold(fetched(out[rows], dy.device), dy.shape[0]))
+            with torch.enable_grad():
+                y_rows = self.layer.finish(x_rows, out_rows, values=False)
+            dx, dout_rows = gradients.add([y_rows], [dy[:, rows]], [x_rows, out_rows])
+            del y_rows
+            gradients.add_input(rows, dx, dy)
+            folded = fold(dout_rows)
+            dout[rows].copy_(folded, non_blocking=True)
+            if stats is not None:
+                lse = fetched(saved.lse[rows], dy.device)
+                stats[rows].copy_(backward_stats(folded, fold(out_rows.detach()), lse), non_blocking=True)
+        return self.runtime.backward_execution(saved, dout, kv_heads, stats=stats, device=dy.device)
+
+    def _through_project(
+        self,
+        hidden: Tensor,
+        flowing_back: tuple[Tensor, Tensor],
+        gradients: LayerGradients,
+        graph: tuple[Tensor, tuple[Tensor, ...]] | None,
+    ) -> None:
+        """Add what flows back through q, k and v: dq [T, B*H, D], dkv [T, 2, B*K, D]; over the `graph`, if there is."""
+        dq, dkv = flowing_back
+        batch, device, dtype = hidden.shape[0], self.device, hidden.dtype
+        for rows in self.tiles(hidden):
+            if graph is not None:
+                x_rows, projected = graph
+            else:
+                x_rows = leaf(hidden_rows(hidden, rows, device))
+                with torch.enable_grad():
+                    projected = self.layer.project(x_rows, self.cos[rows], self.sin[rows], values=False)
+            dq_rows, dkv_rows = (fetched(x[rows], device).to(dtype) for x in (dq, dkv))
+            flowing = [unfold(part, batch) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
+            (dx,) = gradients.add(projected, flowing, [x_rows])
+            gradients.add_input(rows, dx, hidden)
+
+    def _store(self, part: Tensor, tokens: int) -> Tensor:
+        """Memory [T, B, heads, D] for what `part` [B, n, heads, D] is a tile of."""
+        batch, _, heads, head_dim = part.shape
+        return self.runtime.empty((tokens, batch, heads, head_dim), part.dtype, part.device)
