@@ -198,10 +198,14 @@ def test_every_convention_of_mfu_is_labelled() -> None:
 def test_markdown_of_two_runs(runs_dir: Path) -> None:
     records = [run_record(run) for run in select_runs(runs_dir, ["tiny"])]
     header, _, first, second, *_ = report_markdown(records).splitlines()
-    assert header.startswith("| run | status | attention | seq_len | ranks | steps | tokens/s/device | step time | n |")
+    expected = (
+        "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time | n |"
+    )
+    assert header.startswith(expected)
     assert first == (
-        "| tiny/20260101-000000-aaaaaa | completed | ring | 512 | 2 | 4 | 1.67K (1.46K…2.08K) | 300 ms (250 ms…350 ms) "
-        "| 3 | 50% | 60% | 70% | 1 GiB | 4 KiB / 0 B | 1.0000 | – | – | 1 TFLOP/s, measured |"
+        "| tiny/20260101-000000-aaaaaa | completed | ring | full | 512 | 2 | 4 | 1.67K (1.46K…2.08K) "
+        "| 300 ms (250 ms…350 ms) | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
+        "| 1 TFLOP/s, measured |"
     )
     assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")
 
