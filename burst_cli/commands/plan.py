@@ -35,6 +35,32 @@ class Pass(enum.StrEnum):
     all = "all"
 
 
+MachineFieldsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FIELD=NUMBER",
+        help="Change a figure of the machine, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Compare memory with this device: a100, a100-40gb, h100, h200, b200, cpu, ... or bytes such as 80e9.",
+    ),
+]
+MemoryByOption = Annotated[
+    MemoryBy,
+    typer.Option(
+        "--memory-by",
+        help="exact: rehearse a step without data, some seconds; closed-form: formulas, at once; none: leave out. "
+        "--compare and --all use the formulas.",
+    ),
+]
+
+
 @app.command()
 def plan(
     overrides: OverridesArgument = None,
@@ -54,34 +80,13 @@ def plan(
         str | None,
         typer.Option("--machine", metavar="NAME", help="Predict seconds on this machine: a100, h100, h200 or cpu."),
     ] = None,
-    machine_fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="FIELD=NUMBER",
-            help="Change a figure of the machine, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
-        ),
-    ] = None,
+    machine_fields: MachineFieldsOption = None,
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --machine."),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="Compare memory with this device: a100, a100-40gb, h100, h200, b200, cpu, ... or bytes such as 80e9.",
-        ),
-    ] = None,
-    memory_by: Annotated[
-        MemoryBy,
-        typer.Option(
-            "--memory-by",
-            help="exact: rehearse a step without data, some seconds; closed-form: formulas, at once; none: leave out. "
-            "--compare and --all use the formulas.",
-        ),
-    ] = MemoryBy.exact,
+    device: DeviceOption = None,
+    memory_by: MemoryByOption = MemoryBy.exact,
     shown_pass: Annotated[
         Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
     ] = Pass.all,
