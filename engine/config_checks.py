@@ -125,31 +125,53 @@ def _train(config: RunConfig) -> Iterator[Problem]:
 
 def _memory(config: RunConfig) -> Iterator[Problem]:
     """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
-    memory, train = config.memory, config.train
+    memory = config.memory
     if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
         yield Problem(
             ("memory.activation_checkpoint", "memory.checkpoint_layers"),
             "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
             "them; set memory.checkpoint_layers=[], or another activation_checkpoint",
         )
-    if memory.optimizer_in_backward and config.optimizer.max_grad_norm is not None:
-        yield Problem(
-            ("memory.optimizer_in_backward", "optimizer.max_grad_norm"),
-            f"memory.optimizer_in_backward=true updates layers before the norm of all gradients is known, but "
-            f"optimizer.max_grad_norm={config.optimizer.max_grad_norm:g}; set optimizer.max_grad_norm=null",
-        )
-    if memory.optimizer_in_backward and train.grad_accum_steps > 1:
-        yield Problem(
-            ("memory.optimizer_in_backward", "train.grad_accum_steps"),
-            "memory.optimizer_in_backward=true updates a layer after its first backward pass, but "
-            f"train.grad_accum_steps={train.grad_accum_steps} adds up several; set train.grad_accum_steps=1",
-        )
+    if memory.optimizer_in_backward:
+        yield from update_in_backward_problems(config)
     if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
         yield Problem(
             ("memory.moments_dtype",),
             "memory.moments_dtype=int8 needs torchao, which is not installed; run: pip install 'burst-train[int8]', "
             "or set memory.moments_dtype=float32",
         )
+
+
+def update_in_backward_problems(config: RunConfig) -> list[Problem]:
+    """Why weights cannot be updated inside backward under this configuration; empty: they can."""
+    clip, micro_steps = config.optimizer.max_grad_norm, config.train.grad_accum_steps
+    replicas = config.parallel.dp_replicate_size
+    problems = []
+    if clip is not None:
+        problems.append(
+            Problem(
+                ("memory.optimizer_in_backward", "optimizer.max_grad_norm"),
+                "memory.optimizer_in_backward=true updates layers before the norm of all gradients is known, but "
+                f"optimizer.max_grad_norm={clip:g}; set optimizer.max_grad_norm=null",
+            )
+        )
+    if micro_steps > 1:
+        problems.append(
+            Problem(
+                ("memory.optimizer_in_backward", "train.grad_accum_steps"),
+                "memory.optimizer_in_backward=true updates a layer after its first backward pass, but "
+                f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1",
+            )
+        )
+    if replicas > 1:
+        problems.append(
+            Problem(
+                ("memory.optimizer_in_backward", "parallel.dp_replicate_size"),
+                "memory.optimizer_in_backward=true saves nothing here: FSDP2 keeps all reduced gradients until the end "
+                f"of backward, but parallel.dp_replicate_size={replicas}; set parallel.dp_replicate_size=1",
+            )
+        )
+    return problems
 
 
 def _data_format(config: RunConfig) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import RunConfig
+from engine.config_checks import update_in_backward_problems
 from engine.errors import ConfigError
 from engine.optim import clip_gradients
 from engine.parallel.mesh import Mesh
@@ -45,31 +46,8 @@ def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: to
     if not config.memory.optimizer_in_backward:
         return UpdateAfterBackward(model, optimizer, config.optimizer.max_grad_norm)
     if problems := update_in_backward_problems(config):
-        raise ConfigError(problems)
+        raise ConfigError([problem.text for problem in problems])
     return UpdateInBackward(model, optimizer, mesh.device)
-
-
-def update_in_backward_problems(config: RunConfig) -> list[str]:
-    """Why weights cannot be updated in backward under this configuration; empty: they can."""
-    start = "memory.optimizer_in_backward: "
-    problems: list[str] = []
-    if config.optimizer.max_grad_norm is not None:
-        problems.append(
-            f"{start}gradients are gone before their global norm is known, but optimizer.max_grad_norm="
-            f"{config.optimizer.max_grad_norm} wants them clipped to it; set optimizer.max_grad_norm=null"
-        )
-    if config.train.grad_accum_steps != 1:
-        problems.append(
-            f"{start}micro-steps keep the whole model's gradients until the last one, but train.grad_accum_steps="
-            f"{config.train.grad_accum_steps}; set train.grad_accum_steps=1"
-        )
-    if config.parallel.dp_replicate_size != 1:
-        problems.append(
-            f"{start}FSDP2 keeps every unit's all-reduced gradients until the end of backward, so nothing would be "
-            f"saved with parallel.dp_replicate_size={config.parallel.dp_replicate_size}; set "
-            "parallel.dp_replicate_size=1"
-        )
-    return problems
 
 
 @dataclass(frozen=True)
