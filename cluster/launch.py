@@ -89,18 +89,20 @@ def launch_local(
     observer: LaunchObserver,
     stop: StopRequests,
     timing: LaunchTiming = LaunchTiming(),
+    memory: MemoryWatch | None = None,
 ) -> LaunchOutcome:
     """Run the one node of `plan` in the foreground; the outcome, also written to run.json.
 
     The run folder holds the plan's files already. Whatever happens here, an exception of the observer included, no
     process of the run is left when this returns. Raises RunFolderError when the run folder cannot be written.
+    `memory` watches host memory; None: by this machine's procfs.
     """
     if len(plan.nodes) != 1:
         raise RunError(f"launch_local runs one node, but the plan has {len(plan.nodes)}.")
     run.transition("starting", world_size=plan.world_size, backend=plan.backend.name)
     if stop.count:
         return _finish(run, LaunchOutcome("cancelled", INTERRUPTED))
-    watch = _Watch(plan, run, observer, stop, timing)
+    watch = _Watch(plan, run, observer, stop, timing, memory or MemoryWatch())
     try:
         exit_code = watch.until_end()
     except BaseException as error:
@@ -116,13 +118,19 @@ class _Watch:
     """One started command, from its first to its last moment."""
 
     def __init__(
-        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, timing: LaunchTiming
+        self,
+        plan: LaunchPlan,
+        run: RunFolder,
+        observer: LaunchObserver,
+        stop: StopRequests,
+        timing: LaunchTiming,
+        memory: MemoryWatch,
     ) -> None:
         self.config = plan.config
         self.run, self.observer, self.stop, self.timing = run, observer, stop, timing
         self.node = plan.nodes[0]
         self.log = Path(self.node.log_dir) / "torchrun.log"
-        self.memory = MemoryWatch()
+        self.memory = memory
         self.pid: int | None = None
         self._stop_deadline: float | None = None
         self._failure_deadline: float | None = None

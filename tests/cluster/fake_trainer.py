@@ -62,6 +62,8 @@ def act(mode: str, rank: int, step: int) -> None:
         raise MemoryError("cannot hold the logits")
     if mode == "hoard":
         hoard()
+    if mode == "counted":
+        killed_and_counted()
     if mode == "limited":
         limited()
     if mode == "killed":
@@ -76,6 +78,14 @@ def hoard() -> None:
     for _ in range(400):
         taken.append(b"x" * (4 * 2**20))
         time.sleep(0.02)
+
+
+def killed_and_counted() -> None:
+    """Die as one whom the kernel kills for lack of memory, and count it as the kernel would, in a file given."""
+    taken = b"x" * (100 * 2**20)
+    time.sleep(2.5)  # resident sets are looked at every second
+    Path(os.environ["FAKE_VMSTAT"]).write_text(f"pgfault {len(taken)}\noom_kill 1\n", encoding="ascii")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limited() -> None:

@@ -161,7 +161,7 @@ class Wrapper(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # torch asks for the method; an operation on the wrapper would be a mistake here
 
 
 def test_of_a_wrapper_what_it_wraps_counts() -> None:
