@@ -255,8 +255,9 @@ def _cpu(local_ranks: int, hardware: Hardware, host_bytes: int | None) -> Capaci
     total = host_bytes or hardware.host_bytes
     if total is None:
         raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
-    source = f"host memory of this machine ({hardware.host_source}) / {local_ranks} ranks"
-    return Capacity("cpu", total // local_ranks, source, total, hardware.host_source, local_ranks, host_is_device=True)
+    origin = "memory.host_bytes" if host_bytes else hardware.host_source
+    source = f"host memory of this machine ({origin}) / {local_ranks} ranks"
+    return Capacity("cpu", total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
 
 
 def _accelerator(name: str, local_ranks: int, machine: _Machine) -> Capacity:

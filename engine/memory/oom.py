@@ -179,9 +179,11 @@ def _cheaper_storage(config: RunConfig, *, on_gpu: bool) -> list[str]:
 
 def _less_on_host(config: RunConfig, *, on_gpu: bool) -> list[str]:
     """What takes less host memory: on a CPU run all that takes less on a device, on a GPU run less offloading."""
+    memory, changes = config.memory, list[str]()
     if not on_gpu:
-        return _cheaper_storage(config, on_gpu=False)
-    memory, changes = config.memory, []
+        # The store has a bound of its own there, memory.host_bytes, inside the same memory.
+        changes += ["memory.activation_store=device"] if memory.activation_store == "host" else []
+        return changes + _cheaper_storage(config, on_gpu=False)
     if memory.activation_store == "host":
         changes += [*_cheaper_policy(config), "memory.activation_store=device"]
     if memory.optimizer_store == "host":

@@ -161,3 +161,12 @@ def test_hardware_is_gpus_and_host(machine: tuple[Path, Path]) -> None:
     proc, cgroup = machine
     found = find_hardware(lambda: SERVER.gpus, proc, cgroup)
     assert found == Hardware(SERVER.gpus, round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")
+
+
+def test_ranks_on_the_cpu_say_whose_bytes_they_count() -> None:
+    given = capacity_of(config(memory={"host_bytes": 8 * 10**9}), 4, device="cpu", hardware=LAPTOP)
+    assert (given.device_bytes, given.host_source) == (2 * 10**9, "memory.host_bytes")
+    assert "memory.host_bytes" in given.device_source
+    found = capacity_of(config(), 4, device="cpu", hardware=LAPTOP)
+    assert found.host_source == LAPTOP.host_source
+    assert found.device_source != given.device_source

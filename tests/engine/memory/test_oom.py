@@ -147,3 +147,10 @@ def test_large_micro_batches_and_plain_loss_are_named() -> None:
     )
     text = less_memory_text(config, "device")
     assert all(words in text for words in ("loss.kind=fused", "train.micro_batch_size=1", "memory.tile_tokens=64"))
+
+
+def test_on_the_cpu_a_bounded_store_is_left_first() -> None:
+    config = RunConfig(
+        cluster=ClusterConfig(backend="gloo"), memory=MemoryConfig(activation_store="host", host_bytes=10**6)
+    )
+    assert less_memory(config, "host")[0] == "memory.activation_store=device"
