@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.env.facts import EnvironmentVariable
 from cluster.facts import NodeFacts
 from engine.config import RunConfig, dump_config
 from engine.errors import ConfigError
@@ -27,15 +28,6 @@ class Backend:
     reason: str
     local_ranks: int
     threads_per_rank: int
-
-
-@dataclass(frozen=True)
-class EnvironmentVariable:
-    """One variable the plan sets for every rank of a node, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -98,6 +90,7 @@ def build_launch_plan(
     `module` is what torchrun starts on every rank with the path of config.yaml as its argument. Raises ConfigError when
     the backend that was asked for does not fit the machine.
     """
+    _refuse_other_machines(config)
     backend = choose_backend(config, facts)
     cluster = replace(
         config.cluster,
@@ -113,6 +106,20 @@ def build_launch_plan(
         ("plan.sh", plan_script(node, run_path)),
     )
     return LaunchPlan(str(run_path), resolved, backend.local_ranks, backend, (node,), files)
+
+
+def _refuse_other_machines(config: RunConfig) -> None:
+    """Better no run than one that quietly uses this machine in place of those that were named."""
+    if config.cluster.nodes is not None:
+        raise ConfigError(
+            f"cluster.nodes={config.cluster.nodes}: a launch starts ranks on this machine only, so far. "
+            "Add cluster=local to run here; check-nodes, env and image work on those nodes."
+        )
+    if config.cluster.container.runtime != "bare":
+        raise ConfigError(
+            "cluster.container.runtime=docker: a launch starts ranks outside of containers only, so far. "
+            "Add cluster.container.runtime=bare, or run `burst launch` inside the image."
+        )
 
 
 def choose_backend(config: RunConfig, facts: NodeFacts) -> Backend:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from engine.config_cluster import ClusterConfig
 from engine.config_reader import read_dataclass, to_plain
 from engine.config_schema import Problem, note
 from engine.errors import ConfigError
@@ -323,57 +324,6 @@ class DataConfig:
     max_bytes: int | None = field(
         default=None, metadata=note("stop reading the corpus after so much text", "bytes", at_least=1)
     )
-
-
-@dataclass(frozen=True)
-class MachineConfig:
-    """Speeds that predictions use; null: those of the named machine."""
-
-    name: Literal["auto", "a100", "h100", "h200", "cpu"] = field(
-        default="auto", metadata=note("known machine; auto: by the device, else cpu with backend gloo, else h100")
-    )
-    forward_flops_per_s: float | None = field(
-        default=None, metadata=note("attention forward on large tiles, per rank", "FLOP/s", above=0)
-    )
-    backward_flops_per_s: float | None = field(
-        default=None, metadata=note("attention backward on large tiles, per rank", "FLOP/s", above=0)
-    )
-    intra_bytes_per_s: float | None = field(
-        default=None, metadata=note("between ranks of a node, one direction", "bytes/s", above=0)
-    )
-    inter_bytes_per_s: float | None = field(
-        default=None, metadata=note("between nodes, one direction, per rank", "bytes/s", above=0)
-    )
-    host_bytes_per_s: float | None = field(
-        default=None, metadata=note("between device and host memory, one direction", "bytes/s", above=0)
-    )
-    shared_nic: bool | None = field(default=None, metadata=note("all ranks of a node share one link to other nodes"))
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """The machines: this machine only, for now."""
-
-    name: str = field(
-        default="local", metadata=note("name of these machines, for tables; the option of the group cluster")
-    )
-    ranks_per_node: int | None = field(
-        default=None, metadata=note("processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1)
-    )
-    backend: Literal["auto", "nccl", "gloo"] = field(
-        default="auto", metadata=note("transport of torch.distributed; auto: nccl with GPUs, else gloo")
-    )
-    ranks_share_device: bool = field(
-        default=False,
-        metadata=note("backend gloo: let several ranks use each GPU, for tests; messages go through host memory"),
-    )
-    threads_per_rank: int | None = field(
-        default=None, metadata=note("CPU threads of one rank; null: cores / local ranks", "threads", at_least=1)
-    )
-    topology_nodes: int | None = field(
-        default=None, metadata=note("treat the ranks as lying on so many nodes; null: as they do", "nodes", at_least=1)
-    )
-    machine: MachineConfig = field(default_factory=MachineConfig)
 
 
 @dataclass(frozen=True)

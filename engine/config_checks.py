@@ -38,7 +38,7 @@ def config_problems(config: RunConfig) -> list[Problem]:
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
     rules = (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files)
-    for rule in (*rules, _memory, _degrees, _tensor_parallel, _masks, _attention):
+    for rule in (*rules, _memory, _container, _degrees, _tensor_parallel, _masks, _attention):
         problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
     return problems
 
@@ -220,6 +220,16 @@ def _tokenizer_file(data: DataConfig) -> Iterator[Problem]:
         f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists "
         f"(looked from {Path.cwd()})",
     )
+
+
+def _container(config: RunConfig) -> Iterator[Problem]:
+    container = config.cluster.container
+    if container.runtime == "docker" and not container.image:
+        yield Problem(
+            ("cluster.container.runtime", "cluster.container.image"),
+            "cluster.container.runtime=docker needs an image: set cluster.container.image=NAME:TAG, the one that "
+            "`burst image build --tag NAME:TAG` makes",
+        )
 
 
 def _degrees(config: RunConfig) -> Iterator[Problem]:

@@ -13,7 +13,6 @@ import torch
 from engine.attention.api import ParallelAttention
 from engine.config import (
     AttentionConfig,
-    ClusterConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,6 +20,7 @@ from engine.config import (
     RunConfig,
     TrainConfig,
 )
+from engine.config_cluster import ClusterConfig
 from engine.data import Batch
 from engine.loss.options import IGNORE_INDEX
 from engine.model.llama import LlamaModel

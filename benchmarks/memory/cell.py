@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.bench.spec import CELL_FILE, RankSetup, Rounds, read_attention, split_point
-from engine.config import (
-    ClusterConfig,
-    Dtype,
-    LossConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from engine.config import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.config_checks import check_config
+from engine.config_cluster import ClusterConfig
 from engine.config_reader import read_dataclass, to_plain
 from engine.errors import ConfigError
 from engine.flops import attention_pairs, count_parameters, forward_flops

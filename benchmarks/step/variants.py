@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.memory.cell import read_memory
-from engine.config import ClusterConfig, Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from engine.config import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.config_checks import check_config
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 
 OURS = "burst"

@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from engine.attention.presets import PRESETS
-from engine.config import AttentionConfig, ClusterConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config_checks import check_config
+from engine.config_cluster import ClusterConfig
 from engine.config_reader import read_dataclass, to_plain
 from engine.errors import ConfigError
 

@@ -24,7 +24,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.attention.topology import Topology
-from engine.config import ClusterConfig, ParallelConfig
+from engine.config import ParallelConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 from engine.parallel.shard import RowPart
 

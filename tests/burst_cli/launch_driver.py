@@ -14,7 +14,8 @@ from burst_cli.launching import LaunchManner, run_plan
 from cluster.facts import probe_local_node
 from cluster.launch import LaunchTiming
 from cluster.plan import build_launch_plan
-from engine.config import ClusterConfig, DataConfig, RunConfig, TrainConfig
+from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
 from engine.runs import new_run_path
 
 FAKES = Path(__file__).parent.parent / "cluster"

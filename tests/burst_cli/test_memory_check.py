@@ -13,7 +13,8 @@ from burst_cli.plan_view import memory_notes
 from cluster.facts import NodeFacts
 from cluster.plan import build_launch_plan
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ClusterConfig, MemoryConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError, RunError
 from engine.memory.auto import MemoryChoice, settle_memory
 from engine.memory.capacity import Capacity

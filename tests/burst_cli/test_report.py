@@ -14,7 +14,8 @@ import pytest
 from burst_cli.app import main
 from burst_cli.report_table import COLUMNS, headings, report_csv, report_markdown
 from burst_cli.run_records import run_record, select_runs
-from engine.config import AttentionConfig, ClusterConfig, RunConfig, TrainConfig, dump_config
+from engine.config import AttentionConfig, RunConfig, TrainConfig, dump_config
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 from engine.run.summary import config_facts, summarise
 from engine.runs import RunFolder, create_run

@@ -18,7 +18,8 @@ from cluster.facts import NodeFacts
 from cluster.launch import LaunchOutcome, LaunchTiming, StopRequests, launch_local
 from cluster.plan import LaunchPlan, build_launch_plan
 from cluster.processes import run_processes
-from engine.config import ClusterConfig, RunConfig
+from engine.config import RunConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import RunError
 from engine.runs import RunFolder, create_run, new_run_path
 

@@ -19,7 +19,8 @@ from cluster.launch import LaunchOutcome, LaunchTiming, StopRequests, launch_loc
 from cluster.memory_watch import MemoryWatch
 from cluster.plan import build_launch_plan
 from cluster.processes import run_processes
-from engine.config import ClusterConfig, RunConfig
+from engine.config import RunConfig
+from engine.config_cluster import ClusterConfig
 from engine.run.records import json_text
 from engine.runs import RunFolder, create_run, new_run_path
 

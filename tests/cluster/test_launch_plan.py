@@ -12,7 +12,8 @@ import yaml
 
 from cluster.facts import NodeFacts
 from cluster.plan import LaunchPlan, build_launch_plan, choose_backend
-from engine.config import ClusterConfig, RunConfig, config_from_dict
+from engine.config import RunConfig, config_from_dict
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 
 RUN = Path("/runs/my exp/20260101-000000-abcdef")
@@ -54,6 +55,19 @@ def test_nccl_exactly_when_every_rank_has_a_gpu(
 def test_backend_reason_names_the_facts() -> None:
     assert choose_backend(config(ranks_per_node=4), facts(gpus=1)).reason == "on the CPU: 1 visible GPU for 4 ranks"
     assert choose_backend(config(), facts(gpus=2)).reason == "2 visible GPUs for 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "remedy"),
+    [
+        ({"nodes": "n[1-4]"}, "cluster.nodes=n[1-4]: a launch starts ranks on this machine only"),
+        ({"container": {"runtime": "docker", "image": "burst:1"}}, "cluster.container.runtime=docker: "),
+    ],
+)
+def test_machines_and_containers_that_no_launch_reaches_are_refused(cluster: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_launch_plan(config_from_dict({"cluster": cluster}), facts(), RUN)
+    assert str(caught.value).startswith(remedy)
 
 
 def test_nccl_without_enough_gpus_is_refused_with_the_remedy() -> None:

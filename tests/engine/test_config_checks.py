@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import RunConfig
 from engine.config_checks import check_config, config_problems, known_cp_size
+from engine.config_cluster import ContainerConfig, SshConfig
 from engine.errors import ConfigError
 
 
@@ -73,6 +74,8 @@ BROKEN = {
     "data.paths: no such file or folder: '/no/such/*.txt'": {"data": {"format": "text", "paths": ("/no/such/*.txt",)}},
     "data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or": {"data": {"tokenizer": "/no/tokenizer.json"}},
     "data.prepared_dir: ": {"data": {"prepared_dir": __file__}},
+    "cluster.container.runtime=docker needs an image: ": {"cluster": {"container": ContainerConfig(runtime="docker")}},
+    "cluster.ssh.port: got 70000, expected 1 or more, at most 65535": {"cluster": {"ssh": SshConfig(port=70000)}},
     "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},
     "cluster.topology_nodes: 3 nodes cannot share 4 ranks": {
         "cluster": {**RANKS4, "topology_nodes": 3},

@@ -16,7 +16,8 @@ from engine.attention.arithmetic import AttentionShape
 from engine.attention.mask import Mask
 from engine.attention.methods import plan_method
 from engine.attention.plan import LinkBytes
-from engine.config import AttentionConfig, ClusterConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
 from engine.parallel.mesh import build_mesh
 
 HEADS, HEAD_DIM = 4, 8

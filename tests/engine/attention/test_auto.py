@@ -9,7 +9,8 @@ import pytest
 from engine.attention.auto import MOST_RANKS_REPLAYED, judged_group, machine_of, rank_methods, settle_auto
 from engine.attention.preview import preview_attention
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ClusterConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig, MachineConfig
 from engine.errors import ConfigError
 from engine.simulate.machine import find_machine
 

@@ -206,7 +206,8 @@ def traffic_of_rank(preset: str, nodes: int) -> tuple[LinkBytes, LinkBytes]:
     import torch
 
     from engine.attention.api import build_parallel_attention
-    from engine.config import ClusterConfig, ParallelConfig
+    from engine.config import ParallelConfig
+    from engine.config_cluster import ClusterConfig
     from engine.parallel.mesh import build_mesh
 
     config = config_of(preset)

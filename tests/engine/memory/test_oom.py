@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ClusterConfig, LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
 from engine.memory.oom import is_out_of_memory, less_memory, less_memory_text, measure_out_of_memory
 from engine.run.rank_errors import describe_error
 

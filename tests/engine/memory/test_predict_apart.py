@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ClusterConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError, RunError
 from engine.memory.predict_apart import PredictedMemory, predict_apart
 

@@ -8,7 +8,8 @@ import pytest
 from ranks import Pools
 
 from engine.attention.topology import Topology
-from engine.config import ClusterConfig, ParallelConfig
+from engine.config import ParallelConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 from engine.parallel.mesh import (
     Degrees,

@@ -8,7 +8,8 @@ import pytest
 from ranks import Pools
 from tiny_training import TINY, own_part, random_batches, start_run, tiny_config, train_losses
 
-from engine.config import AttentionConfig, ClusterConfig, ParallelConfig, RunConfig
+from engine.config import AttentionConfig, ParallelConfig, RunConfig
+from engine.config_cluster import ClusterConfig
 
 RELATIVE = 1e-5  # fp32 over 20 steps, as the project promises; seen: 5e-8
 BF16_RELATIVE = 2e-2  # bf16 has 8 bits of mantissa; differences grow over the steps

@@ -1,0 +1,156 @@
+"""What a plan of the environment rests on, and the plan itself. Values only: nothing here reads a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
+from cluster.parse.topology import GpuTopology
+
+
+@dataclass(frozen=True)
+class Route:
+    """One line of a node's IPv4 routes: packets to `destination` (a prefix, or `default`) leave by `interface`."""
+
+    destination: str
+    interface: str
+    gateway: str | None = None
+
+
+@dataclass(frozen=True)
+class StorageRoute:
+    """A network file system that the node has mounted, and the interface by which it reaches the server."""
+
+    mount_point: str
+    server: str
+    interface: str
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """What lets an adapter read GPU memory itself (GPUDirect RDMA); None: the node did not tell."""
+
+    peer_memory: bool | None = None  # nvidia_peermem, or nv_peer_mem before it, is loaded
+    dma_buf: bool | None = None  # the open kernel modules, which need neither
+
+
+@dataclass(frozen=True)
+class NodeEnvironmentFacts:
+    """One node, as far as its environment depends on it.
+
+    topology: None when nvidia-smi shows none. routes: None when they could not be read. lower_interfaces: what lies
+    below a bond, bridge or VLAN: `bond0` -> (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any;
+    interface_reason: why it, or none. nccl_version: of the node's Python, such as (2, 27, 5). cores: CPUs of a login.
+    notes: what could not be read, in words.
+    """
+
+    node: str
+    ports: tuple[HcaPort, ...] = ()
+    interfaces: tuple[NetInterface, ...] = ()
+    gpus: tuple[GpuAddress, ...] = ()
+    topology: GpuTopology | None = None
+    interface: NetInterface | None = None
+    interface_reason: str = ""
+    routes: tuple[Route, ...] | None = None
+    storage: tuple[StorageRoute, ...] = ()
+    lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nccl_version: tuple[int, ...] | None = None
+    cores: int | None = None
+    driver: DriverFacts = DriverFacts()
+    notes: tuple[str, ...] = ()
+
+    def carriers(self, interface: str) -> frozenset[str]:
+        """`interface` and everything below it, down to the adapters' own interfaces."""
+        found: set[str] = set()
+        ahead = [interface]
+        while ahead:
+            name = ahead.pop()
+            if name not in found:
+                found.add(name)
+                ahead += self.lower_interfaces.get(name, ())
+        return frozenset(found)
+
+
+@dataclass(frozen=True)
+class HcaDecision:
+    """Whether NCCL shall use one port, and why."""
+
+    port: HcaPort
+    kept: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rail:
+    """The port that is nearest to one GPU. found_by: what said so, in words."""
+
+    gpu: int
+    port: HcaPort
+    found_by: str
+
+
+@dataclass(frozen=True)
+class EnvironmentVariable:
+    """One environment variable of every rank on a node, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A variable that was considered and is not set, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeEnvironment:
+    """The environment of the ranks on one node, and how it came about.
+
+    hcas: every port of the node, kept ones first, in rail order (by the GPU that they serve). rails: by GPU index.
+    """
+
+    node: str
+    variables: tuple[EnvironmentVariable, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    hcas: tuple[HcaDecision, ...] = ()
+    rails: tuple[Rail, ...] = ()
+    interface: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> tuple[HcaPort, ...]:
+        """The ports that NCCL shall use, in rail order."""
+        return tuple(decision.port for decision in self.hcas if decision.kept)
+
+    def value(self, name: str) -> str | None:
+        """The value of a variable; None when the plan does not set it."""
+        return next((variable.value for variable in self.variables if variable.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with these names as keys."""
+        return {
+            "node": self.node,
+            "interface": self.interface,
+            "variables": {variable.name: variable.value for variable in self.variables},
+            "reasons": {variable.name: variable.reason for variable in self.variables},
+            "left_out": {variable.name: variable.reason for variable in self.left_out},
+            "hcas": [
+                {
+                    "port": decision.port.name,
+                    "kept": decision.kept,
+                    "reason": decision.reason,
+                    "link_layer": decision.port.link_layer,
+                    "rate_gbps": decision.port.rate_gbps,
+                    "netdev": decision.port.netdev,
+                }
+                for decision in self.hcas
+            ],
+            "rails": [{"gpu": rail.gpu, "port": rail.port.name, "found_by": rail.found_by} for rail in self.rails],
+            "warnings": list(self.warnings),
+        }

@@ -1,0 +1,1 @@
+"""What nodes print, as values: pure functions from text to frozen dataclasses."""

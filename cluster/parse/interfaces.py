@@ -1,0 +1,332 @@
+"""Network interfaces of a node from the sections `net.*`, and which of them the nodes talk over."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.parse.fabric import NetInterface
+from cluster.parse.infiniband import pci_path
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import NodeProbe, Section
+from cluster.remote_text import one_line
+
+_MAX_INTERFACES = 4096
+_MAX_PROC_LINES = 256
+_MAX_ADDRESSES = 64
+# What container engines and hypervisors make for themselves; other machines cannot be reached over it.
+_INTERNAL_NAME = re.compile(
+    r"(docker|virbr|veth|cni|flannel|cali|cilium|lxc|lxd|podman|kube|tun|tap|vnet|dummy|ifb|br-[0-9a-f]{12})"
+)
+_INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
+_TYPES = {"1": "ether", "32": "infiniband", "772": "loopback", "776": "sit", "778": "gre"}  # ARPHRD_* of the kernel
+_LINK_LINE = re.compile(r"(\d+): ([^\s:@]+)(@\S+)?:? <([A-Z0-9_,-]*)>(.*)")
+_ADDRESS_LINE = re.compile(r"\d+: +(\S+) +inet (\S+) ")
+
+
+@dataclass(frozen=True)
+class InterfaceChoice:
+    """The interface that the nodes talk over, or None, and why."""
+
+    interface: NetInterface | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One interface as `ip` tells it."""
+
+    name: str
+    is_up: bool
+    mtu: int | None
+    kind: str
+    addresses: tuple[str, ...]
+    master: str | None
+
+
+def parse_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
+    """Every interface of the node, in its order; () when it did not tell: ask `read_interfaces` for the reason."""
+    try:
+        return read_interfaces(probe)
+    except UnreadableError:
+        return ()
+
+
+def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
+    """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed.
+
+    What /sys adds (speed, where the adapter sits) may be missing without harm.
+    """
+    details = _read_sysfs(probe.section("net.sysfs"))
+    routes = _read(probe.section("net.route"), {"json": _json_routes, "text": _text_routes, "proc": _proc_routes})
+    section = probe.section("net.links")
+    if section.ok and section.output.startswith("proc\n"):
+        links = _proc_links(section, details, probe.section("net.route"))
+    else:
+        links = _read(section, {"json": _json_links, "text": _text_links})
+    if not links:
+        raise UnreadableError(f"{section.name}: no interface at all, not even lo")
+    best = min((metric for metric, _ in routes), default=0)
+    default = {name for metric, name in routes if metric == best}
+    return tuple(_interface(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
+
+
+def choose_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> NetInterface | None:
+    """The interface named `wanted`, else that of the default route, else the only one that fits; None without one.
+
+    Never lo, never one without IPv4 or link, and never one that a container engine or hypervisor made for itself.
+    """
+    return explain_interface(interfaces, wanted).interface
+
+
+def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
+    """Like `choose_interface`, with the reason."""
+    interfaces = tuple(interfaces)
+    if wanted is not None:
+        named = next((interface for interface in interfaces if interface.name == wanted), None)
+        if named is None:
+            return InterfaceChoice(None, f"there is no interface {wanted}; there are {_names(interfaces)}")
+        trouble = unfit(named)
+        return InterfaceChoice(None if trouble else named, trouble or "named by cluster.interface")
+    fitting = [interface for interface in interfaces if not unfit(interface)]
+    for interface in fitting:
+        if interface.is_default_route:
+            return InterfaceChoice(interface, "the default route leaves here")
+    # A bridge that leads nowhere by default is a network of this machine only.
+    fitting = [interface for interface in fitting if interface.kind != "bridge"]
+    if len(fitting) == 1:
+        return InterfaceChoice(fitting[0], "the only interface with a link and an IPv4 address")
+    if fitting:
+        return InterfaceChoice(None, f"{_names(fitting)} would do and none has the default route")
+    return InterfaceChoice(None, f"none of {_names(interfaces)} has a link and an IPv4 address that others can reach")
+
+
+def unfit(interface: NetInterface) -> str:
+    """Why nodes cannot talk over `interface`; empty when they can."""
+    name = interface.name
+    if interface.kind == "loopback" or name == "lo":
+        return f"{name} does not leave the machine"
+    if _INTERNAL_NAME.match(name) or interface.kind in _INTERNAL_KINDS:
+        return f"{name} ({interface.kind}) belongs to containers or virtual machines on this node"
+    if interface.master:
+        return f"{name} is a part of {interface.master}"
+    if not interface.is_up:
+        return f"{name} is down"
+    if not interface.addresses:
+        return f"{name} has no IPv4 address"
+    if all(address.startswith("169.254.") for address in interface.addresses):
+        return f"{name} has no IPv4 address but {interface.addresses[0]}, which it gave itself"
+    return ""
+
+
+def same_subnet(left: str, right: str) -> bool:
+    """Whether two addresses with prefix length, such as `10.0.0.1/24`, lie in one network; False for what is none."""
+    try:
+        return ipaddress.ip_interface(left).network == ipaddress.ip_interface(right).network
+    except ValueError:
+        return False
+
+
+def _names(interfaces: Sequence[NetInterface]) -> str:
+    shown = ", ".join(interface.name for interface in interfaces[:12])
+    return f"{shown}, ..." if len(interfaces) > 12 else shown or "nothing"
+
+
+def _interface(link: _Link, details: Mapping[str, str], is_default_route: bool) -> NetInterface:
+    speed = _integer(details.get("speed", ""))
+    return NetInterface(
+        name=link.name,
+        is_up=link.is_up,
+        mtu=link.mtu,
+        # ip does not tell kinds without linkinfo; /sys does.
+        kind=details["kind"] if link.kind == "ether" and details.get("kind") else link.kind,
+        addresses=link.addresses[:_MAX_ADDRESSES],
+        is_default_route=is_default_route,
+        speed_mbps=speed if speed is not None and speed > 0 else None,
+        pci_path=pci_path(details.get("path", "")),
+        master=link.master or details.get("master") or None,
+    )
+
+
+def _read(section: Section, formats: Mapping[str, Callable[[str], Any]]) -> Any:
+    """What the reader of the section's own format makes of the rest. Raises UnreadableError."""
+    if not section.ok:
+        raise UnreadableError(section.trouble())
+    name, _, rest = section.output.partition("\n")
+    if name not in formats:
+        raise UnreadableError(f"{section.name}: {one_line(name, 40)!r} is no format that was asked for")
+    try:
+        return formats[name](_whole(rest) if name != "json" else rest)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UnreadableError(f"{section.name}: {one_line(str(error), 120)}") from None
+
+
+def _whole(text: str) -> str:
+    body, _, end = text.rstrip("\n").rpartition("\n")
+    if end != "end":
+        raise ValueError("cut off")
+    return body
+
+
+def _list(text: str) -> list[Any]:
+    document = json.loads(text)
+    if not isinstance(document, list):
+        raise ValueError(f"{one_line(text, 40)!r} is no list")
+    return document
+
+
+def _json_links(text: str) -> list[_Link]:
+    """Interfaces of `ip -json -details addr show`."""
+    found = []
+    for item in _list(text):
+        if not item:  # iproute2 5.x prints {} for what a filter drops
+            continue
+        flags = item["flags"]
+        addresses = [
+            _address(f"{entry['local']}/{entry['prefixlen']}")
+            for entry in item.get("addr_info", [])
+            if entry.get("family") == "inet" and entry.get("scope") != "host"
+        ]
+        kind = item.get("linkinfo", {}).get("info_kind") or item.get("link_type") or "ether"
+        found.append(
+            _Link(
+                name=_name(item["ifname"]),
+                is_up="UP" in flags and "LOWER_UP" in flags,
+                mtu=_integer(str(item.get("mtu", ""))),
+                kind=one_line(str(kind), 32),
+                addresses=tuple(addresses),
+                master=_name(item["master"]) if item.get("master") else None,
+            )
+        )
+    return found
+
+
+def _text_links(text: str) -> list[_Link]:
+    """Interfaces of `ip -o link show` followed by `ip -o -4 addr show`."""
+    links: list[_Link] = []
+    addresses: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        link, address = _LINK_LINE.match(line), _ADDRESS_LINE.match(line)
+        if link:
+            flags, rest = link[4].split(","), link[5]
+            kind = re.search(r"link/(\S+)", rest)
+            master, mtu = re.search(r" master (\S+)", rest), re.search(r" mtu (\d{1,9})\b", rest)
+            links.append(
+                _Link(
+                    name=_name(link[2]),
+                    is_up="UP" in flags and "LOWER_UP" in flags,
+                    mtu=int(mtu[1]) if mtu else None,
+                    kind=kind[1] if kind else "ether",
+                    addresses=(),
+                    master=master[1] if master else None,
+                )
+            )
+        elif address and " scope host " not in line:
+            addresses.setdefault(_name(address[1]), []).append(_address(address[2]))
+        elif not address:
+            raise ValueError(f"{one_line(line, 60)!r} is no line of ip -o")
+    return [_with_addresses(link, tuple(addresses.get(link.name, ()))) for link in links]
+
+
+def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], routes: Section) -> list[_Link]:
+    """Interfaces of /sys, each with those addresses of this node that lie in a network which its routes lead to."""
+
+    def read(text: str) -> list[_Link]:
+        # The kernel lists an address in more than one of its tables.
+        told = dict.fromkeys(line.split("\t")[1] for line in text.splitlines() if line.startswith("local\t"))
+        local = [ipaddress.IPv4Address(address) for address in list(told)[:_MAX_PROC_LINES]]
+        networks = _read(routes, {"proc": _proc_networks})[:_MAX_PROC_LINES]
+        return [
+            _Link(
+                name=name,
+                is_up=fields.get("carrier") == "1",
+                mtu=_integer(fields.get("mtu", "")),
+                kind=fields.get("kind") or _TYPES.get(fields.get("type", ""), "other"),
+                addresses=tuple(
+                    f"{address}/{network.prefixlen}"
+                    for device, network in networks
+                    for address in local
+                    if device == name and network.prefixlen and address in network
+                ),
+                master=None,
+            )
+            for name, fields in details.items()
+        ]
+
+    links: list[_Link] = _read(section, {"proc": read})
+    return links
+
+
+def _json_routes(text: str) -> list[tuple[int, str]]:
+    """(metric, interface) of every default route; a route with several next hops counts for each."""
+    found = []
+    for item in _list(text):
+        if item and item["dst"] == "default":
+            metric = int(item.get("metric", 0))
+            found += [(metric, _name(hop["dev"])) for hop in item.get("nexthops", ()) or (item,) if "dev" in hop]
+    return found
+
+
+def _text_routes(text: str) -> list[tuple[int, str]]:
+    found, metric, in_default = [], 0, False
+    for line in text.splitlines():
+        if not line[:1].isspace():  # else a next hop of the route above
+            in_default = line.split(" ", 1)[0] in {"default", "0.0.0.0/0"}
+            told = re.search(r" metric (\d{1,10})\b", line)
+            metric = int(told[1]) if told else 0
+        device = re.search(r" dev (\S+)", line)
+        if in_default and device:
+            found.append((metric, _name(device[1])))
+    return found
+
+
+def _proc_routes(text: str) -> list[tuple[int, str]]:
+    rows = [line.split() for line in text.splitlines()[1:]]
+    return [(int(row[6]), _name(row[0])) for row in rows if row[1] == "00000000" and row[7] == "00000000"]
+
+
+def _proc_networks(text: str) -> list[tuple[str, ipaddress.IPv4Network]]:
+    """(interface, network) of every line of /proc/net/route, whose numbers are little endian."""
+    found = []
+    for line in text.splitlines()[1:]:
+        row = line.split()
+        address, mask = (ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(row[at]), "little")) for at in (1, 7))
+        found.append((_name(row[0]), ipaddress.IPv4Network(f"{address}/{mask}")))
+    return found
+
+
+def _read_sysfs(section: Section) -> dict[str, dict[str, str]]:
+    """Fields by interface of `net.sysfs`; {} when the section cannot be believed."""
+    lines = [line.split("\t") for line in section.output.splitlines()]
+    if not section.ok or not lines or lines[-1] != ["end", str(len(lines) - 1)]:
+        return {}
+    found = {}
+    for _, *parts in lines[:-1]:
+        fields = {key: value for key, _, value in (part.partition("=") for part in parts)}
+        if re.fullmatch(r"[^\s/]{1,15}", fields.get("name", "")):
+            found[fields["name"]] = fields
+    return found
+
+
+def _with_addresses(link: _Link, addresses: tuple[str, ...]) -> _Link:
+    return _Link(link.name, link.is_up, link.mtu, link.kind, addresses, link.master)
+
+
+def _address(text: str) -> str:
+    """`text` as IPv4 address with prefix length. Raises ValueError."""
+    return str(ipaddress.IPv4Interface(text))
+
+
+def _name(text: object) -> str:
+    """`text` as name of an interface. Raises ValueError."""
+    if not isinstance(text, str) or not re.fullmatch(r"[^\s/]{1,15}", text):
+        raise ValueError(f"{one_line(str(text), 40)!r} is no name of an interface")
+    return text
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None

@@ -1,0 +1,112 @@
+"""The part of the run configuration that describes machines: how to reach them, what they should be, how fast they are.
+
+Standard library only; `engine.config` puts it under the key `cluster`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.config_schema import note
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Speeds that predictions use; null: those of the named machine."""
+
+    name: Literal["auto", "a100", "h100", "h200", "cpu"] = field(
+        default="auto", metadata=note("known machine; auto: by the device, else cpu with backend gloo, else h100")
+    )
+    forward_flops_per_s: float | None = field(
+        default=None, metadata=note("attention forward on large tiles, per rank", "FLOP/s", above=0)
+    )
+    backward_flops_per_s: float | None = field(
+        default=None, metadata=note("attention backward on large tiles, per rank", "FLOP/s", above=0)
+    )
+    intra_bytes_per_s: float | None = field(
+        default=None, metadata=note("between ranks of a node, one direction", "bytes/s", above=0)
+    )
+    inter_bytes_per_s: float | None = field(
+        default=None, metadata=note("between nodes, one direction, per rank", "bytes/s", above=0)
+    )
+    host_bytes_per_s: float | None = field(
+        default=None, metadata=note("between device and host memory, one direction", "bytes/s", above=0)
+    )
+    shared_nic: bool | None = field(default=None, metadata=note("all ranks of a node share one link to other nodes"))
+
+
+@dataclass(frozen=True)
+class SshConfig:
+    """How the nodes are reached; null: what `ssh NODE` would do on this machine."""
+
+    user: str | None = field(default=None, metadata=note("login on the nodes; null: as ssh would"))
+    port: int | None = field(default=None, metadata=note("port of sshd; null: as ssh would", at_least=1, at_most=65535))
+    identity_file: str | None = field(default=None, metadata=note("private key; null: those that ssh would offer"))
+    jump: str | None = field(default=None, metadata=note("[USER@]HOST[:PORT] to go through; null: as ssh would"))
+    config_file: str | None = field(default=None, metadata=note("OpenSSH client configuration; null: your own"))
+    known_hosts: str | None = field(
+        default=None, metadata=note("host keys to trust beside those of `burst hosts trust`; null: those of ssh")
+    )
+    connect_timeout_s: float = field(default=10.0, metadata=note("for connecting and logging in", "seconds", above=0))
+    fan_out: int = field(default=64, metadata=note("nodes spoken to at the same time", "nodes", at_least=1))
+
+
+@dataclass(frozen=True)
+class ContainerConfig:
+    """Whether ranks run in a container, and which."""
+
+    runtime: Literal["bare", "docker"] = field(
+        default="bare", metadata=note("bare: Python on the node itself; docker: the image below")
+    )
+    image: str | None = field(default=None, metadata=note("NAME:TAG that `burst image push` distributes"))
+    command: str = field(default="docker", metadata=note("the engine's command line on every node"))
+
+
+@dataclass(frozen=True)
+class ExpectedHardware:
+    """What every node must have; null: what most nodes have."""
+
+    gpus: int | None = field(default=None, metadata=note("GPUs per node", "devices", at_least=0))
+    gpu_model: str | None = field(default=None, metadata=note("a part of the name, such as H100"))
+    driver: str | None = field(default=None, metadata=note("version of the NVIDIA driver, or how it begins"))
+    hcas: int | None = field(
+        default=None, metadata=note("InfiniBand or RoCE ports per node that must be up", at_least=0)
+    )
+    hca_rate_gbps: float | None = field(default=None, metadata=note("rate of each such port", "Gbit/s", above=0))
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines: this one, or those that `nodes` names."""
+
+    name: str = field(
+        default="local", metadata=note("name of these machines, for tables; the option of the group cluster")
+    )
+    nodes: str | None = field(
+        default=None, metadata=note("names in NodeSet grammar, node[1-4,7]; null: this machine only")
+    )
+    ranks_per_node: int | None = field(
+        default=None, metadata=note("processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1)
+    )
+    backend: Literal["auto", "nccl", "gloo"] = field(
+        default="auto", metadata=note("transport of torch.distributed; auto: nccl with GPUs, else gloo")
+    )
+    ranks_share_device: bool = field(
+        default=False,
+        metadata=note("backend gloo: let several ranks use each GPU, for tests; messages go through host memory"),
+    )
+    threads_per_rank: int | None = field(
+        default=None, metadata=note("CPU threads of one rank; null: cores / local ranks", "threads", at_least=1)
+    )
+    topology_nodes: int | None = field(
+        default=None, metadata=note("treat the ranks as lying on so many nodes; null: as they do", "nodes", at_least=1)
+    )
+    interface: str | None = field(
+        default=None, metadata=note("network interface for rendezvous and sockets; null: that of the default route")
+    )
+    shared_folder: str | None = field(default=None, metadata=note("a folder that all nodes see; null: none is shared"))
+    ssh: SshConfig = field(default_factory=SshConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    expected: ExpectedHardware = field(default_factory=ExpectedHardware)
+    machine: MachineConfig = field(default_factory=MachineConfig)
