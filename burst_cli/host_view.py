@@ -1,0 +1,74 @@
+"""Hosts and their keys as tables and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH
+from cluster.access.hosts import Host
+from cluster.access.known_hosts import HostKeys, blob_fingerprint
+from cluster.access.trust import ShownKey
+
+_STYLES = {"known": "green", "added": "green", "new": "yellow"}
+
+
+def describe_hosts(hosts: Sequence[Host]) -> list[dict[str, Any]]:
+    """How each host is reached, as plain values; `keys` are those that are trusted for it."""
+    known = {files: HostKeys.load(files) for files in {host.known_hosts for host in hosts}}
+    return [_describe(host, known[host.known_hosts]) for host in hosts]
+
+
+def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
+    jumps: list[str] = []
+    step = host.jump
+    while step is not None:
+        jumps.insert(0, f"{step.user}@{step.address}:{step.port}")
+        step = step.jump
+    keys = known.find(host.key_names)
+    return {
+        "name": host.name,
+        "address": host.address,
+        "port": host.port,
+        "user": host.user,
+        "jump": jumps,
+        "identity_files": list(host.identity_files),
+        "key_name": host.key_names[0],
+        "keys": [{"type": key.kind, "fingerprint": blob_fingerprint(key.blob), "file": key.file} for key in keys],
+    }
+
+
+def describe_key(key: ShownKey, *, added: bool = False) -> dict[str, Any]:
+    """A key that a server showed, as plain values."""
+    return {"type": key.kind, "fingerprint": key.fingerprint, "state": "added" if added else key.state}
+
+
+def host_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line per host of `describe_hosts`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", "address", "port", "user", "through", "host key", "known in"):
+        table.add_column(heading, justify="right" if heading == "port" else "left")
+    for row in rows:
+        keys = row["keys"]
+        shown = Text("unknown", style="yellow") if not keys else Text(f"{keys[0]['type']} {keys[0]['fingerprint']}")
+        if len(keys) > 1:
+            shown.append(f" and {len(keys) - 1} more")
+        through = ", ".join(row["jump"]) or DASH
+        file = keys[0]["file"] if keys else DASH
+        cells = (row["name"], row["address"], str(row["port"]), row["user"], through)
+        table.add_row(*(Text(cell) for cell in cells), shown, Text(file))
+    return table
+
+
+def key_table(keys: Sequence[ShownKey]) -> Table:
+    """One line per key that a server showed."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", "type", "fingerprint", "state"):
+        table.add_column(heading)
+    for key in keys:
+        state = Text(key.state, style=_STYLES.get(key.state, "bold red"))
+        table.add_row(Text(key.host.name), Text(key.kind), Text(key.fingerprint), state)
+    return table

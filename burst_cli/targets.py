@@ -1,0 +1,74 @@
+"""Which nodes a verb works on, and the options that say so; shared by every verb that reaches nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.access.hosts import Host
+    from cluster.access.nodes import NodeList
+    from engine.config import RunConfig
+
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts", "-w", metavar="NODES", help="Nodes, such as node[1-4,7]; default: cluster.nodes.", show_default=False
+    ),
+]
+
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option("--hostfile", metavar="FILE", help="File with one node per line, instead of --hosts."),
+]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a verb works on. source: where the list of nodes came from, in words."""
+
+    config: RunConfig
+    hosts: tuple[Host, ...]
+    source: str
+
+
+def select_targets(
+    overrides: Sequence[str], config_dirs: Sequence[Path], *, hosts: str | None, hostfile: Path | None
+) -> Targets:
+    """The composed configuration and the nodes: of --hosts, --hostfile, cluster.nodes or Slurm, the first given.
+
+    Raises ConfigError (HostsError among them) when none is, or when a name or the way to it makes no sense.
+    """
+    from burst_cli.compose import compose
+    from cluster.access.resolve import resolve_hosts
+
+    config = compose(overrides, config_dirs).config
+    nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
+    return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh), nodes.source)
+
+
+def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:
+    """The names alone."""
+    from cluster.access.nodes import parse_nodes, read_hostfile, slurm_nodes
+    from cluster.errors import HostsError
+
+    if hosts is not None and hostfile is not None:
+        raise HostsError("--hosts and --hostfile both name nodes; give one of them")
+    if hosts is not None:
+        return parse_nodes(hosts, "--hosts")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    if config.cluster.nodes is not None:
+        return parse_nodes(config.cluster.nodes, "cluster.nodes")
+    allocation = slurm_nodes(os.environ)
+    if allocation is None:
+        raise HostsError(
+            "no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME (a file in conf/cluster/ with "
+            "`nodes:`), or start burst inside a Slurm allocation; `burst testbed up` makes nodes to try things on"
+        )
+    return allocation

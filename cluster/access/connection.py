@@ -1,0 +1,98 @@
+"""The seam between what burst wants done on a node and how it gets there.
+
+`Connection` is what checks, image distribution and launches use. `cluster.access.ssh` implements it over SSH; tests
+implement it in a few lines.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from cluster.access.hosts import Host
+
+DEFAULT_OUTPUT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command on a node did. Output is raw: pass it through `cluster.remote_text.clean_text`.
+
+    exit_code: None when the command was killed by a signal. truncated: more than `max_output_bytes` of one stream came;
+    the rest was read and thrown away.
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    elapsed_s: float
+    truncated: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the exit code is 0 and nothing was cut off."""
+        return self.exit_code == 0 and not self.truncated
+
+
+class RemoteProcess(Protocol):
+    """A running command whose streams are used by hand; its user closes it. Safe for one reader and one writer."""
+
+    def write(self, data: bytes) -> None:
+        """Send all of `data` to stdin. Raises SshError (LOST) when the command no longer reads."""
+
+    def close_stdin(self) -> None:
+        """Send end of file."""
+
+    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+        """Up to `max_bytes` of stdout as soon as there are any; b"" at its end. Raises SshError after `timeout_s`."""
+
+    def wait(self, timeout_s: float) -> CommandResult:
+        """The end of the command: exit code, what was not yet read of stdout, and stderr (capped)."""
+
+    def close(self) -> None:
+        """Drop the channel. The remote command is not killed by that: it must end when stdin ends."""
+
+
+class Connection(Protocol):
+    """A logged-in connection to one host; a context manager. Several commands may run at once, from several threads."""
+
+    @property
+    def host(self) -> Host:
+        """The host that this connection leads to."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        """Run `argv` (quoted word by word, so nothing in it is interpreted) with `stdin`, and wait for its end.
+
+        Raises SshError: COMMAND_TIMEOUT after `timeout_s`, LOST when the connection ends first.
+        """
+
+    def start(self, argv: Sequence[str]) -> RemoteProcess:
+        """Start `argv`, quoted likewise, with open streams."""
+
+    def close(self) -> None:
+        """End the connection; remote commands see end of file."""
+
+    def __enter__(self) -> Self:
+        """This connection."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+
+
+def quote_command(argv: Sequence[str]) -> str:
+    """`argv` as one line for the login shell of a node: every word quoted. ValueError for an empty command or NUL."""
+    if not argv or any("\0" in word for word in argv):
+        raise ValueError(f"not a command: {list(argv)!r}")
+    return shlex.join(argv)

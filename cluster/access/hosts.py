@@ -1,0 +1,41 @@
+"""One node as SSH must know it, and how a name becomes that: OpenSSH's own configuration decides (`ssh -G`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+_NAME = re.compile(r"(?:::|[A-Za-z0-9_])[A-Za-z0-9_.:-]{0,252}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One node. Nothing here connects.
+
+    name: what people and reports call it. address: what the socket connects to (a name or an IP address).
+    key_names: under which known_hosts lists its key, in order of preference (`[address]:port` where port is not 22).
+    identity_files: private keys to offer. known_hosts: files with trusted keys; only these count.
+    jump: the host to go through. identities_only: of the agent's keys offer those that identity_files name, too.
+    agent_socket: of the SSH agent; None: that of SSH_AUTH_SOCK, empty: none.
+    """
+
+    name: str
+    address: str
+    port: int = 22
+    user: str = "root"
+    key_names: tuple[str, ...] = ()
+    identity_files: tuple[str, ...] = ()
+    known_hosts: tuple[str, ...] = ()
+    jump: Host | None = None
+    connect_timeout_s: float = 10.0
+    identities_only: bool = False
+    agent_socket: str | None = None
+
+    def with_name(self, name: str) -> Host:
+        """The same machine under another name."""
+        return replace(self, name=name)
+
+
+def is_host_name(text: str) -> bool:
+    """Whether `text` may name a host: letters, digits and `_ . : -`, never starting with a dash."""
+    return _NAME.fullmatch(text) is not None

@@ -1,0 +1,156 @@
+"""Names of nodes, from wherever somebody lists them: an option, a hostfile, the configuration, Slurm's environment.
+
+All of these use ClusterShell's NodeSet grammar: `node[1-4,7]`, `node[1-9]!node3`, `rack[1-2]n[01-16]`. Group names
+(`@all`) are refused: what they mean depends on files of this machine that burst knows nothing of.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+from cluster.access.hosts import is_host_name
+from cluster.errors import HostsError
+from cluster.remote_text import one_line
+
+MAX_NODES = 16384
+HOSTFILE_BYTES = 1 << 20
+_SLURM_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+# What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
+_SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"\s*(\d+)(?:-(\d+)(?:/(\d+))?)?\s*")
+
+
+@dataclass(frozen=True)
+class NodeList:
+    """Names without duplicates, and where they came from, in words."""
+
+    names: tuple[str, ...]
+    source: str
+
+
+def parse_nodes(text: str, source: str) -> NodeList:
+    """The nodes that `text` names, in the order of NodeSet (by name, then by number). Raises HostsError.
+
+    `source` says in messages where the text was given.
+    """
+    where = f"{source}: {one_line(text, 80)!r}"
+    if not text.strip():
+        raise HostsError(f"{source}: no node is named; expected names such as node1 or node[1-4]")
+    if "@" in text:
+        raise HostsError(
+            f"{where}: groups (@NAME) are not known here, and a login is set by cluster.ssh.user=NAME; "
+            f"expected names of nodes, such as node[1-4]"
+        )
+    _refuse_many(text, where)
+    names = tuple(_expand(text, where))
+    for name in names:
+        _check_name(name, where)
+    if not names:
+        raise HostsError(f"{where}: these operators leave no node")
+    if len(names) > MAX_NODES:
+        raise HostsError(f"{where}: {len(names)} nodes, more than the {MAX_NODES} that burst handles")
+    return NodeList(names, source)
+
+
+def read_hostfile(path: Path) -> NodeList:
+    """The nodes of a hostfile in its order: one entry per line, in NodeSet grammar; `#` begins a comment.
+
+    `slots=8` after a name, as MPI has it, is passed over: cluster.ranks_per_node says how many ranks a node takes.
+    """
+    source = f"hostfile {path}"
+    found: dict[str, None] = {}
+    for number, line in enumerate(_hostfile_lines(path, source), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{source}, line {number}"
+        odd = [word for word in words[1:] if _SLOTS.fullmatch(word) is None]
+        if odd:
+            given = one_line(" ".join(odd), 60)
+            raise HostsError(f"{where}: {given!r} after the name; expected one entry per line, at most with slots=N")
+        found.update(dict.fromkeys(parse_nodes(words[0], where).names))
+        if len(found) > MAX_NODES:
+            raise HostsError(f"{source}: more than the {MAX_NODES} nodes that burst handles")
+    if not found:
+        raise HostsError(f"{source}: names no node; expected one name per line, such as node1 or node[1-4]")
+    return NodeList(tuple(found), source)
+
+
+def slurm_nodes(environment: Mapping[str, str]) -> NodeList | None:
+    """The nodes of the Slurm allocation that this process runs in; None outside of one."""
+    for variable in _SLURM_VARIABLES:
+        if environment.get(variable):
+            return parse_nodes(environment[variable], f"Slurm ({variable})")
+    return None
+
+
+def fold_nodes(names: Iterable[str]) -> str:
+    """`names` in short: `node[1-3,7]`."""
+    return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
+
+
+def _hostfile_lines(path: Path, source: str) -> list[str]:
+    try:
+        with path.expanduser().open("rb") as stream:
+            raw = stream.read(HOSTFILE_BYTES + 1)
+    except OSError as error:
+        raise HostsError(f"{source}: {error.strerror or error}; expected a file with one node per line") from error
+    if len(raw) > HOSTFILE_BYTES:
+        raise HostsError(f"{source}: larger than {HOSTFILE_BYTES >> 20} MiB; is it a hostfile?")
+    try:
+        return raw.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise HostsError(f"{source}: not UTF-8 text; expected one node per line") from error
+
+
+def _refuse_many(text: str, where: str) -> None:
+    """Raise before NodeSet makes the names: it holds every one of a range in memory."""
+    total = 0
+    for pattern in re.split(r"[,&!^\s]+(?![^\[]*\])", text):
+        count = 1
+        for ranges in _BRACKETS.findall(pattern):
+            count *= max(1, sum(_range_length(part) for part in ranges.split(",")))
+        total += count
+    if total > MAX_NODES:
+        raise HostsError(f"{where}: about {total} nodes, more than the {MAX_NODES} that burst handles")
+
+
+def _range_length(part: str) -> int:
+    found = _RANGE.fullmatch(part)
+    if found is None or found[2] is None:
+        return 1
+    return max(0, (int(found[2]) - int(found[1])) // max(1, int(found[3] or 1)) + 1)
+
+
+def _expand(text: str, where: str) -> list[str]:
+    try:
+        return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
+    except (NodeSetException, AssertionError, ValueError) as error:
+        detail = one_line(str(error), 80)
+        raise HostsError(
+            f"{where}: not in the grammar of node lists ({detail}); expected such as node[1-4,7]"
+        ) from error
+
+
+def _check_name(name: str, where: str) -> None:
+    if not is_host_name(name):
+        raise HostsError(
+            f"{where}: {one_line(name, 60)!r} is no host name; expected letters, digits and . _ - with no dash in front"
+        )
+    if ":" in name and not _is_ip_address(name):
+        raise HostsError(f"{where}: {name!r}: a port is set by cluster.ssh.port=N or in your SSH configuration")
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,279 @@
+"""Hosts from names: OpenSSH is asked what `ssh NAME` would do (`ssh -G`), settings of `cluster.ssh` come on top.
+
+paramiko's own reader of ssh_config knows neither Include nor Match nor ProxyJump, and a node that `ssh` reaches must be
+reached here, too. Nothing here connects.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.access.hosts import Host, is_host_name
+from cluster.access.known_hosts import trust_file
+from cluster.errors import HostsError
+from cluster.remote_text import one_line
+from engine.config_cluster import SshConfig
+
+Options = Mapping[str, tuple[str, ...]]
+Ask = Callable[[Sequence[str]], Options]
+
+MAX_JUMPS = 8
+_ASK_TIMEOUT_S = 15.0
+_ASK_AT_ONCE = min(16, 2 * (os.cpu_count() or 1))
+_DEFAULT_TIMEOUT_S = SshConfig().connect_timeout_s
+_JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]\s]+)\]|(?P<host>[^:\s]+))(?::(?P<port>\d+))?/?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}\$?")
+
+
+@dataclass(frozen=True)
+class JumpHop:
+    """One element of a ProxyJump list, as written."""
+
+    name: str
+    user: str | None = None
+    port: int | None = None
+
+
+def resolve_hosts(names: Sequence[str], ssh: SshConfig) -> tuple[Host, ...]:
+    """The hosts that `names` stand for, in order. Raises HostsError with every name that cannot be reached this way.
+
+    One `ssh -G` per name takes 5 ms; a few run at the same time.
+    """
+    resolver = Resolver(ssh, _openssh(ssh))
+    with ThreadPoolExecutor(_ASK_AT_ONCE, thread_name_prefix="resolve") as pool:
+        answers = list(pool.map(lambda name: _attempt(resolver, name), names))
+    problems = [problem for answer in answers if isinstance(answer, HostsError) for problem in answer.problems]
+    if problems:
+        raise HostsError(list(dict.fromkeys(problems)))
+    return tuple(answer for answer in answers if isinstance(answer, Host))
+
+
+@dataclass(frozen=True)
+class Resolver:
+    """Names to hosts. ask: the options that OpenSSH has for these arguments; None where there is no OpenSSH."""
+
+    ssh: SshConfig
+    ask: Ask | None
+    home: str = field(default_factory=lambda: _home())
+
+    def node(self, name: str) -> Host:
+        """The host of a node, `cluster.ssh` applied."""
+        _check_name(name)
+        options = self._options(name, self.ssh.user, self.ssh.port)
+        jump = self.ssh.jump if self.ssh.jump is not None else _jump_option(options)
+        if jump is None:
+            _refuse_proxy_command(name, options)
+        host = self._host(name, options, self.ssh.user, self.ssh.port)
+        if self.ssh.identity_file is not None:
+            host = replace(host, identity_files=(self._own_key(self.ssh.identity_file),), identities_only=True)
+        return replace(host, jump=self._jump(jump, host, depth=0))
+
+    def _jump(self, chain: str | None, target: Host, depth: int) -> Host | None:
+        """The host in front of `target`. The last of the chain is the nearest; only the first may have its own."""
+        if chain is None or chain == "none" or not chain.strip():
+            return None
+        if depth >= MAX_JUMPS:
+            raise HostsError(f"{target.name}: more than {MAX_JUMPS} jump hosts in a row; do they point at each other?")
+        *before, last = chain.split(",")
+        hop = parse_jump(last, f"{target.name}: jump host")
+        options = self._options(hop.name, hop.user, hop.port)
+        host = self._host(hop.name, options, hop.user, hop.port)
+        if (host.address, host.port) == (target.address, target.port):
+            return None  # a jump host that a pattern of the configuration sends through itself
+        if self.ssh.identity_file is not None:
+            key = self._own_key(self.ssh.identity_file)
+            host = replace(host, identity_files=tuple(dict.fromkeys((*host.identity_files, key))))
+        inner = ",".join(before) if before else _jump_option(options)
+        if inner is None:
+            _refuse_proxy_command(hop.name, options)
+        return replace(host, jump=self._jump(inner, host, depth + 1))
+
+    def _options(self, name: str, user: str | None, port: int | None) -> Options:
+        if self.ask is None:
+            return {}
+        arguments = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
+        return self.ask([*arguments, "--", name])
+
+    def _host(self, name: str, options: Options, user: str | None, port: int | None) -> Host:
+        address = (_first(options, "hostname") or name).lower()
+        login = user or _first(options, "user") or _login()
+        number = port or int(_first(options, "port") or 22)
+        for text, what in ((address, "HostName"), (login, "user")):
+            if not (is_host_name(text) if what == "HostName" else _USER.fullmatch(text)):
+                raise HostsError(f"{name}: {one_line(text, 60)!r} cannot be a {what}")
+        alias = _first(options, "hostkeyalias")
+        words = {"h": address, "n": name, "r": login, "p": str(number), "k": alias or name}
+        return Host(
+            name,
+            address,
+            number,
+            login,
+            key_names=(alias,) if alias else (key_name(address, number),),
+            identity_files=tuple(self._path(text, words) for text in self._identities(options)),
+            known_hosts=self._known_hosts(options),
+            connect_timeout_s=self._timeout_s(options),
+            identities_only=_first(options, "identitiesonly") == "yes",
+            agent_socket=self._agent(options, words),
+        )
+
+    def _identities(self, options: Options) -> Sequence[str]:
+        if self.ask is None:
+            return [f"~/.ssh/{name}" for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
+        return [text for text in options.get("identityfile", ()) if text != "none"]
+
+    def _known_hosts(self, options: Options) -> tuple[str, ...]:
+        if self.ssh.known_hosts is not None:
+            given: list[str] = [self.ssh.known_hosts]
+        elif self.ask is None:
+            given = ["~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts"]
+        else:
+            lists = [*options.get("userknownhostsfile", ()), *options.get("globalknownhostsfile", ())]
+            # Absolute paths, parted by spaces and not quoted.
+            given = [path for text in lists for path in re.split(r" (?=[/~])", text)]
+        paths = [self._path(path, {}) for path in given if path not in ("none", "/dev/null")]
+        return tuple(dict.fromkeys((str(trust_file()), *paths)))
+
+    def _timeout_s(self, options: Options) -> float:
+        """That of cluster.ssh; where it has its default, ConnectTimeout of OpenSSH's configuration counts."""
+        text = _first(options, "connecttimeout") or ""
+        if self.ssh.connect_timeout_s == _DEFAULT_TIMEOUT_S and text.isdecimal() and int(text) > 0:
+            return float(text)
+        return self.ssh.connect_timeout_s
+
+    def _agent(self, options: Options, words: Mapping[str, str]) -> str | None:
+        text = _first(options, "identityagent")
+        if text is None or text == "SSH_AUTH_SOCK":
+            return None
+        if text == "none":
+            return ""
+        return os.environ.get(text[1:], "") if re.fullmatch(r"\$\w+", text) else self._path(text, words)
+
+    def _own_key(self, text: str) -> str:
+        path = self._path(text, {})
+        if not Path(path).is_file():
+            raise HostsError(f"cluster.ssh.identity_file={text}: no such file; expected a private key")
+        return path
+
+    def _path(self, text: str, words: Mapping[str, str]) -> str:
+        """`text` with the home of this user and the %-words that file names may have in ssh_config."""
+        me = {"%": "%", "d": self.home, "u": _login(), "i": str(os.getuid()), "l": socket.gethostname(), **words}
+        text = self.home + text[1:] if text == "~" or text.startswith("~/") else text
+        text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], found[0]), text)
+        return str(Path(re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)).expanduser())
+
+
+def parse_jump(text: str, source: str) -> JumpHop:
+    """[USER@]HOST[:PORT], or an ssh:// address, in parts. Raises HostsError."""
+    found = _JUMP.fullmatch(text.strip())
+    name = (found["v6"] or found["host"]) if found else ""
+    user = found["user"] if found else None
+    port = int(found["port"]) if found and found["port"] else None
+    is_port = port is None or 1 <= port <= 65535
+    if not found or not is_host_name(name) or (user and not _USER.fullmatch(user)) or not is_port:
+        raise HostsError(f"{source} {one_line(text, 80)!r}: expected [USER@]HOST[:PORT]")
+    return JumpHop(name, user, port)
+
+
+def key_name(address: str, port: int) -> str:
+    """How known_hosts spells a server: the address, or `[address]:port` where the port is not 22."""
+    return address if port == 22 else f"[{address}]:{port}"
+
+
+def read_options(text: str) -> Options:
+    """The output of `ssh -G`: key, in small letters, to its values in order."""
+    options: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return {key: tuple(values) for key, values in options.items()}
+
+
+def _openssh(ssh: SshConfig) -> Ask | None:
+    """A function that asks OpenSSH; None when it is not installed."""
+    program = shutil.which("ssh")
+    config: list[str] = []
+    if ssh.config_file is not None:
+        path = Path(ssh.config_file).expanduser()
+        if not path.is_file():
+            raise HostsError(
+                f"cluster.ssh.config_file={ssh.config_file}: no such file; expected an OpenSSH configuration"
+            )
+        if program is None:
+            raise HostsError(
+                f"cluster.ssh.config_file={ssh.config_file}: reading it takes OpenSSH's client (openssh-client)"
+            )
+        config = ["-F", str(path)]
+    if program is None:
+        return None
+    return lambda arguments: _ask([program, *config, "-G", *arguments])
+
+
+def _ask(command: Sequence[str]) -> Options:
+    name = command[-1]
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        text = f"{name}: `ssh -G {name}` did not end within {_ASK_TIMEOUT_S:.0f} s; does a Match exec of your SSH"
+        raise HostsError(f"{text} configuration hang?") from error
+    if answer.returncode != 0:
+        lines = answer.stderr.decode(errors="replace").splitlines()
+        detail = one_line("; ".join(line for line in lines if "Pseudo-terminal" not in line))
+        raise HostsError(f"your SSH configuration cannot be used: {detail or f'exit code {answer.returncode}'}")
+    return read_options(answer.stdout.decode(errors="replace"))
+
+
+def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
+    try:
+        return resolver.node(name)
+    except HostsError as error:
+        return error
+
+
+def _check_name(name: str) -> None:
+    if not is_host_name(name):
+        raise HostsError(f"{one_line(name, 60)!r} is no host name")
+
+
+def _refuse_proxy_command(name: str, options: Options) -> None:
+    command = _first(options, "proxycommand")
+    if command not in (None, "none"):
+        raise HostsError(
+            f"{name}: your SSH configuration reaches it by ProxyCommand ({one_line(command or '', 60)}), which burst "
+            f"does not run; use ProxyJump there, or set cluster.ssh.jump"
+        )
+
+
+def _jump_option(options: Options) -> str | None:
+    text = _first(options, "proxyjump")
+    return None if text in (None, "none") else text
+
+
+def _first(options: Options, key: str) -> str | None:
+    values = options.get(key)
+    return values[0] if values and values[0] else None
+
+
+def _home() -> str:
+    """The home that OpenSSH uses: that of the user's entry in passwd, whatever HOME says."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return str(Path.home())
+
+
+def _login() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return os.environ.get("USER", "root")

@@ -1,0 +1,77 @@
+"""TCP connections to nodes within a deadline: every address of a name is tried, and the reason of a failure is told."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from typing import Any, Protocol
+
+from cluster.access.deadline import Deadline
+from cluster.access.hosts import Host
+from cluster.errors import SshError, SshFailure
+
+# Of several addresses that fail differently, the answer that says most.
+_TELLING = (SshFailure.REFUSED, SshFailure.TIMEOUT, SshFailure.UNREACHABLE)
+
+
+class NameService(Protocol):
+    """`socket.getaddrinfo`, as it is used here."""
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+        """(family, type, protocol, name, address) of every address of `host`, best first."""
+
+
+def open_socket(host: Host, deadline: Deadline, ask: NameService = socket.getaddrinfo) -> socket.socket:
+    """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE. ask: the name service."""
+    addresses = _look_up(host, deadline, ask)
+    failures: list[SshError] = []
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        share = deadline.at_most(deadline.left_s / (len(addresses) - number))
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(max(0.01, share.left_s))
+        try:
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failures.append(_failure(host, str(address[0]), error))
+            continue
+        return sock
+    raise min(failures, key=lambda failure: _TELLING.index(failure.kind))
+
+
+def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any, ...]]:
+    """Addresses in the system's order of preference, without waiting longer than the deadline for a name server."""
+    try:
+        return socket.getaddrinfo(
+            host.address, host.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except (OSError, UnicodeError):
+        pass
+    answers: queue.SimpleQueue[list[tuple[Any, ...]] | Exception] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(list(ask(host.address, host.port, type=socket.SOCK_STREAM)))
+        except (OSError, UnicodeError) as error:
+            answers.put(error)
+
+    threading.Thread(target=wait, name=f"look up {host.address}", daemon=True).start()
+    try:
+        answer = answers.get(timeout=max(0.01, deadline.left_s))
+    except queue.Empty:
+        text = f"no name server told the address of {host.address} in time"
+        raise SshError(host.name, SshFailure.DNS, text, "check /etc/resolv.conf of this machine") from None
+    if isinstance(answer, Exception) or not answer:
+        text = f"{host.address} has no address"
+        raise SshError(host.name, SshFailure.DNS, text, "check the name, /etc/hosts and your SSH configuration")
+    return answer
+
+
+def _failure(host: Host, address: str, error: OSError) -> SshError:
+    where = f"{address} port {host.port}" if address == host.address else f"{host.address} ({address}) port {host.port}"
+    if isinstance(error, TimeoutError):
+        return SshError(host.name, SshFailure.TIMEOUT, f"{where} does not answer", "is the node up?")
+    if isinstance(error, ConnectionRefusedError):
+        return SshError(host.name, SshFailure.REFUSED, f"{where} refuses connections", "is sshd running?")
+    return SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {error.strerror or error}", "is the network up?")

@@ -1,0 +1,194 @@
+"""known_hosts files: what counts as trusted, changed, revoked, and what a damaged line does (nothing)."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import stat
+import threading
+from pathlib import Path
+
+import paramiko
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.access.hosts import Host
+from cluster.access.known_hosts import HostKeys, fingerprint, parse_line
+from cluster.access.trust import ShownKey, add_keys, forget_names, judge_keys
+from cluster.errors import ClusterError, SshError, SshFailure
+
+KEY = paramiko.ECDSAKey.generate()
+OTHER = paramiko.ECDSAKey.generate()
+RSA = paramiko.RSAKey.generate(2048)
+
+
+def line(names: str, key: paramiko.PKey = KEY, marker: str = "") -> str:
+    return f"{marker}{names} {key.get_name()} {key.get_base64()} a comment\n"
+
+
+def host(*names: str) -> Host:
+    return Host("node1", "10.0.0.1", key_names=names or ("10.0.0.1",))
+
+
+def load(tmp_path: Path, text: str) -> HostKeys:
+    path = tmp_path / "known_hosts"
+    path.write_text(text)
+    return HostKeys.load([str(path)])
+
+
+def hashed(name: str) -> str:
+    salt = b"twenty bytes of salt"
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "name"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("a,B.example.COM", "b.example.com"),
+        ("[10.0.0.1]:2222", "[10.0.0.1]:2222"),
+        ("10.0.0.*", "10.0.0.1"),
+        ("n?de1", "node1"),
+        ("*,!node2", "node1"),
+        (hashed("[10.0.0.1]:2222"), "[10.0.0.1]:2222"),
+    ],
+)
+def test_a_key_is_known_by_names_patterns_and_hashes(tmp_path: Path, patterns: str, name: str) -> None:
+    keys = load(tmp_path, line(patterns))
+    keys.check(host(name), KEY)
+    assert keys.types([name]) == (KEY.get_name(),)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "name"),
+    [
+        ("10.0.0.1", "10.0.0.11"),
+        ("10.0.0.1", "[10.0.0.1]:2222"),
+        ("[10.0.0.1]:2222", "10.0.0.1"),
+        ("!node1,*", "node1"),
+        ("*,!node1", "node1"),
+        ("n[0-9]", "n1"),
+        ("10.0.0.1", "10x0x0x1"),
+        (hashed("node2"), "node1"),
+        ("|1|damaged", "node1"),
+    ],
+)
+def test_other_names_are_unknown(tmp_path: Path, patterns: str, name: str) -> None:
+    with pytest.raises(SshError) as caught:
+        load(tmp_path, line(patterns)).check(host(name), KEY)
+    assert caught.value.kind is SshFailure.HOST_KEY_UNKNOWN
+    assert fingerprint(KEY) in str(caught.value)
+
+
+@pytest.mark.parametrize("shown", [OTHER, RSA], ids=["same type", "other type"])
+def test_a_changed_key_is_refused_and_both_are_shown(tmp_path: Path, shown: paramiko.PKey) -> None:
+    with pytest.raises(SshError) as caught:
+        load(tmp_path, line("10.0.0.1")).check(host(), shown)
+    assert caught.value.kind is SshFailure.HOST_KEY_CHANGED
+    assert fingerprint(shown) in str(caught.value)
+    assert fingerprint(KEY) in str(caught.value)
+
+
+def test_any_of_several_known_keys_will_do(tmp_path: Path) -> None:
+    keys = load(tmp_path, line("10.0.0.1", OTHER) + line("10.0.0.1", RSA) + line("10.0.0.1"))
+    keys.check(host(), KEY)
+    assert keys.types(["10.0.0.1"]) == (OTHER.get_name(), "ssh-rsa")
+
+
+def test_a_revoked_key_is_refused_even_where_it_is_known(tmp_path: Path) -> None:
+    keys = load(tmp_path, line("10.0.0.1") + line("*", KEY, "@revoked "))
+    with pytest.raises(SshError, match="revoked"):
+        keys.check(host(), KEY)
+
+
+def test_damaged_lines_and_certificate_authorities_spoil_nothing(tmp_path: Path) -> None:
+    bad = (
+        "\n# comment\n\x00\xff\nonly two\n10.0.0.1 ssh-rsa not*base64\n10.0.0.1 ssh-ed25519 AAAA\n@cert-authority\n"
+        + line("*", OTHER, "@cert-authority ")
+        + f"10.0.0.1 ssh-ed25519 {KEY.get_base64()}\n"
+    )
+    keys = load(tmp_path, bad + line("10.0.0.1"))
+    keys.check(host(), KEY)
+    assert len(keys.keys) == 1
+
+
+def test_files_that_are_not_there_are_empty(tmp_path: Path) -> None:
+    assert HostKeys.load([str(tmp_path / "none"), str(tmp_path)]).keys == ()
+
+
+@given(st.text(max_size=80))
+def test_no_line_raises(text: str) -> None:
+    found = parse_line(text, "file")
+    assert found is None or found.matches("node1") in (True, False)
+
+
+@given(st.binary(max_size=60))
+def test_no_blob_raises(blob: bytes) -> None:
+    parse_line(f"node1 ssh-rsa {base64.b64encode(blob).decode()}", "file")
+
+
+def shown(key: paramiko.PKey = KEY, name: str = "10.0.0.1") -> ShownKey:
+    return ShownKey(host(name), key.asbytes(), "new")
+
+
+def test_the_trust_store_is_private_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "burst" / "known_hosts"
+    assert add_keys([shown(), shown(RSA), shown()], path) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    HostKeys.load([str(path)]).check(host(), KEY)
+    assert add_keys([shown()], path) == 0
+
+
+def test_a_changed_key_never_replaces_one_in_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    add_keys([shown()], path)
+    before = path.read_bytes()
+    with pytest.raises(ClusterError, match="another"):
+        add_keys([shown(RSA, "10.0.0.2"), shown(OTHER)], path)
+    assert path.read_bytes() == before
+
+
+def test_forgetting_takes_names_out_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    kept = "# mine\nodd line\n" + line("*.example") + line("10.0.0.1", OTHER, "@revoked ")
+    path.write_text(
+        kept + line("10.0.0.1,other") + line("10.0.0.1", RSA) + line(hashed("10.0.0.1")) + line("!x,10.0.0.1")
+    )
+    assert forget_names(["10.0.0.1", "never"], path) == 4
+    assert path.read_text() == kept + line("other")
+    assert forget_names(["10.0.0.1"], path) == 0
+
+
+def test_forgetting_without_a_store_is_fine(tmp_path: Path) -> None:
+    assert forget_names(["a"], tmp_path / "none" / "known_hosts") == 0
+
+
+def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    threads = [threading.Thread(target=add_keys, args=([shown(KEY, f"n{k}")], path)) for k in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    keys = HostKeys.load([str(path)])
+    assert all(keys.find([f"n{k}"]) for k in range(16))
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".known_hosts-")] == []
+
+
+def states(tmp_path: Path, known: str, *keys: paramiko.PKey) -> list[str]:
+    return [key.state for key in judge_keys(host(), [key.asbytes() for key in keys], load(tmp_path, known))]
+
+
+def test_keys_that_a_server_shows_are_judged_together(tmp_path: Path) -> None:
+    assert states(tmp_path, "", KEY, RSA) == ["new", "new"]
+    assert states(tmp_path, line("10.0.0.1"), KEY, RSA) == ["known", "new"]
+    assert states(tmp_path, line("10.0.0.1"), OTHER) == ["changed"]
+    assert states(tmp_path, line("*", KEY, "@revoked "), KEY) == ["revoked"]
+
+
+def test_a_stranger_with_a_key_of_another_type_is_not_new(tmp_path: Path) -> None:
+    assert states(tmp_path, line("10.0.0.1"), RSA) == ["changed"]

@@ -1,0 +1,181 @@
+"""Names become hosts as OpenSSH itself would have it, with the settings of cluster.ssh on top."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.access.hosts import Host
+from cluster.access.known_hosts import trust_file
+from cluster.access.nodes import parse_nodes
+from cluster.access.resolve import parse_jump, read_options, resolve_hosts
+from cluster.errors import HostsError
+from engine.config_cluster import SshConfig
+
+
+@pytest.fixture(autouse=True)
+def own_trust_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("OpenSSH's client is not installed")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+
+
+def resolve(tmp_path: Path, config: str, *names: str, **settings: object) -> list[Host]:
+    file = tmp_path / "config"
+    file.write_text(config)
+    return list(resolve_hosts(names, SshConfig(config_file=str(file), **settings)))  # type: ignore[arg-type]
+
+
+def test_everything_that_openssh_says_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "more").write_text("Host n*\n  IdentityFile ~/keys/%h_%r_%p\n  IdentitiesOnly yes\n")
+    config = f"""
+Include {tmp_path}/more
+Host n1
+  HostName 10.1.2.3
+  User trainer
+  Port 2222
+  ConnectTimeout 4
+  UserKnownHostsFile {tmp_path}/a {tmp_path}/b
+  GlobalKnownHostsFile none
+  IdentityAgent none
+"""
+    (host,) = resolve(tmp_path, config, "n1")
+    assert (host.name, host.address, host.user, host.port) == ("n1", "10.1.2.3", "trainer", 2222)
+    assert host.key_names == ("[10.1.2.3]:2222",)
+    assert host.known_hosts == (str(trust_file()), f"{tmp_path}/a", f"{tmp_path}/b")
+    assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
+    assert not host.identity_files[0].startswith("~")
+    assert (host.identities_only, host.agent_socket, host.connect_timeout_s) == (True, "", 4.0)
+    assert host.jump is None
+
+
+def test_settings_override_openssh(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("private")
+    config = "Host *\n  User a\n  Port 2222\n  ProxyJump old\n  ConnectTimeout 4\n"
+    settings = {"user": "b", "port": 33, "identity_file": str(key), "jump": "u@gate:44", "known_hosts": "/k"}
+    (host,) = resolve(tmp_path, config, "n1", connect_timeout_s=7.0, **settings)
+    assert (host.user, host.port, host.identity_files, host.connect_timeout_s) == ("b", 33, (str(key),), 7.0)
+    assert host.identities_only
+    assert host.known_hosts == (str(trust_file()), "/k")
+    assert host.jump is not None
+    assert (host.jump.name, host.jump.user, host.jump.port) == ("gate", "u", 44)
+
+
+def test_host_key_alias_is_the_only_key_name(tmp_path: Path) -> None:
+    (host,) = resolve(tmp_path, "Host *\n  HostKeyAlias node-one\n  Port 2200\n", "n1")
+    assert host.key_names == ("node-one",)
+
+
+def test_jump_chains_are_followed_from_the_nearest_back(tmp_path: Path) -> None:
+    config = """
+Host n1
+  ProxyJump first@outer:2201,inner
+Host inner
+  HostName 10.9.9.9
+Host outer
+  ProxyJump outermost
+"""
+    (host,) = resolve(tmp_path, config, "n1")
+    chain = []
+    step = host.jump
+    while step is not None:
+        chain.append((step.name, step.address, step.port))
+        step = step.jump
+    assert chain == [("inner", "10.9.9.9", 22), ("outer", "outer", 2201), ("outermost", "outermost", 22)]
+
+
+def test_a_jump_host_among_the_nodes_is_reached_directly(tmp_path: Path) -> None:
+    host, gate = resolve(tmp_path, "", "n1", "gate", jump="gate")
+    assert host.jump is not None
+    assert host.jump.jump is None
+    assert gate.jump is None
+
+
+def test_jump_hosts_that_point_at_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostsError, match="loop"):
+        resolve(tmp_path, "Host *\n  ProxyJump gate\n", "n1")
+    with pytest.raises(HostsError, match="jump hosts in a row"):
+        resolve(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\nHost n1\n  ProxyJump a\n", "n1")
+
+
+def test_a_proxy_command_is_refused_unless_a_jump_replaces_it(tmp_path: Path) -> None:
+    config = "Host gate\n  ProxyCommand none\nHost *\n  ProxyCommand nc %h %p\n"
+    with pytest.raises(HostsError, match="ProxyCommand"):
+        resolve(tmp_path, config, "n1")
+    with pytest.raises(HostsError, match=r"gate: .*ProxyCommand"):
+        resolve(tmp_path, "Host gate\n  ProxyCommand nc %h %p\n", "n1", jump="gate")
+    (host,) = resolve(tmp_path, config, "n1", jump="gate")
+    assert host.jump is not None
+
+
+@pytest.mark.parametrize("jump", ["-oProxyCommand=x", "a b", "a:0", "a:99999", "$(x)@gate", "u@", "a;b", "-l@gate"])
+def test_a_jump_host_that_is_no_host_is_refused(jump: str) -> None:
+    with pytest.raises(HostsError, match="jump"):
+        parse_jump(jump, "jump host")
+
+
+def test_jump_hosts_come_in_every_spelling() -> None:
+    assert parse_jump("ssh://u@h:22", "").port == 22
+    assert parse_jump("[::1]:2200", "").name == "::1"
+    assert parse_jump("h", "").user is None
+
+
+def test_every_bad_name_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(HostsError) as caught:
+        resolve(tmp_path, "", "ok", "-bad", "a b")
+    assert len(caught.value.problems) == 2
+
+
+def test_a_broken_configuration_is_quoted_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(HostsError, match="line 2"):
+        resolve(tmp_path, "Host *\n  NoSuchOption yes\n", "n1")
+
+
+@pytest.mark.parametrize("setting", ["config_file", "identity_file"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(HostsError, match=f"cluster.ssh.{setting}=.*no such file"):
+        resolve_hosts(["n1"], SshConfig(**{setting: str(tmp_path / "none")}))
+
+
+def test_names_never_become_options_of_ssh(tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    with pytest.raises(HostsError):
+        resolve_hosts([f"-oProxyCommand=touch {proof}", f"$(touch {proof})", f"`touch {proof}`"], SshConfig())
+    assert not proof.exists()
+
+
+def test_a_user_of_the_configuration_must_be_a_user(tmp_path: Path) -> None:
+    with pytest.raises(HostsError, match="user"):
+        resolve(tmp_path, "", "n1", user="-oProxyCommand=x")
+
+
+def test_without_openssh_a_name_stands_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (host,) = resolve_hosts(["Node1"], SshConfig(port=2222, user="me", jump="gate"))
+    assert (host.name, host.address, host.port, host.user) == ("Node1", "node1", 2222, "me")
+    assert host.jump is not None
+    assert str(trust_file()) in host.known_hosts
+    with pytest.raises(HostsError, match="openssh-client"):
+        resolve(tmp_path, "", "n1")
+
+
+def test_options_keep_their_order_and_repeat() -> None:
+    assert read_options("identityfile a\nIdentityFile b c\nport 22\nempty\n") == {
+        "identityfile": ("a", "b c"),
+        "port": ("22",),
+        "empty": ("",),
+    }
+
+
+def test_five_hundred_names_are_resolved_in_seconds(tmp_path: Path) -> None:
+    names = parse_nodes("n[1-512]", "test").names
+    blocks = "".join(f"Host {name}\n  HostName 127.0.0.1\n  Port {3000 + k}\n" for k, name in enumerate(names))
+    begin = os.times().elapsed
+    hosts = resolve(tmp_path, blocks, *names)
+    assert [host.port for host in hosts] == list(range(3000, 3512))
+    assert os.times().elapsed - begin < 20  # 2 s on two idle cores
