@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from ranks import Pools
 
-pytest_plugins = ("skip_rule",)
+pytest_plugins = ("skip_rule", "testbed_fixture")
 
 
 @pytest.fixture(scope="session")

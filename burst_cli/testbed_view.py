@@ -1,0 +1,72 @@
+"""What a person sees of a testbed: its table, what to type next, and the plan of one that is not yet there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH
+from cluster.testbed.build import TestbedPlan
+from cluster.testbed.status import NodeStatus, Service, TestbedStatus
+
+_STYLES = {Service.UP: "green", Service.NONE: "dim"}
+
+
+def status_table(status: TestbedStatus) -> RenderableType:
+    """One testbed with a row per node; of one that does not stand whole, what is left of it."""
+    if not status.complete:
+        lines = [Text.assemble((status.name, "bold"), ": ", ("stands only in part", "red"))]
+        lines += [Text(f"  {left}") for left in status.leftovers]
+        return Group(*lines, Text(f"  remove it: {_sudo()}burst testbed down --name {status.name}"))
+    rails = f"{status.rails} rails" if status.rails != 1 else "1 rail"
+    facts = [f"{len(status.nodes)} nodes", rails, f"links {status.rate or 'unlimited'}", f"hardware {status.hardware}"]
+    title = Text.assemble((status.name, "bold"), f": {status.node_set}, {', '.join(facts)}")
+    docker = any(node.docker is not Service.NONE for node in status.nodes)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", *status.nodes[0].addresses, "sshd", *(("docker",) if docker else ()), "faults"):
+        table.add_column(heading)
+    for node in status.nodes:
+        table.add_row(*_cells(node, docker=docker))
+    reach = Text(f"burst ... cluster={status.name}    ssh -F {status.ssh_config} {status.nodes[0].name}", style="dim")
+    return Group(title, table, reach)
+
+
+def next_steps(status: TestbedStatus, elapsed_s: float) -> Text:
+    """What to type after `up`."""
+    sudo, last = _sudo(), status.nodes[-1].name
+    named = "" if status.name == "testbed" else f" --name {status.name}"
+    lines = [
+        f"Built in {elapsed_s:.1f} s. Next:",
+        f"  {sudo}burst check-nodes cluster={status.name}",
+        f"  {sudo}burst testbed fault {last} sshd_hang{named}      and check again; --clear mends it",
+        f"  {sudo}burst testbed down{named}",
+    ]
+    return Text("\n".join(lines))
+
+
+def plan_lines(plan: TestbedPlan) -> Iterator[str]:
+    """The plan as text: files, then commands in order."""
+    yield f"# folder {plan.folder}, configuration {plan.config_file}"
+    for path in plan.files:
+        yield f"# writes {path}"
+    for command in plan.commands:
+        yield shlex.join(command)
+
+
+def _cells(node: NodeStatus, *, docker: bool) -> list[Text]:
+    services = [node.sshd, *((node.docker,) if docker else ())]
+    return [
+        Text(node.name),
+        *(Text(address) for address in node.addresses.values()),
+        *(Text(service.value, style=_STYLES.get(service, "red")) for service in services),
+        Text(", ".join(node.faults) or DASH),
+    ]
+
+
+def _sudo() -> str:
+    return "sudo " if os.environ.get("SUDO_USER") else ""

@@ -1,0 +1,245 @@
+"""Building a testbed, and the handle of one that stands.
+
+`build_plan` says what will be made, `up` makes it: network, files, then per node a process that holds its namespaces,
+an sshd and, when asked for, a Docker engine. When a step fails, everything is taken away again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.access.hosts import Host
+from cluster.testbed.folder import (
+    TestbedError,
+    TestbedFolder,
+    TestbedState,
+    folder_of,
+    locked,
+    standing_folders,
+    state_root,
+)
+from cluster.testbed.identity import hardware_files, lay_hardware
+from cluster.testbed.machine import check_machine, run_command
+from cluster.testbed.network import BLOCKS, Command, block_network
+from cluster.testbed.node import Node, make_key, sshd_options
+from cluster.testbed.routes import used_networks
+from cluster.testbed.spec import TestbedSpec
+from cluster.testbed.teardown import leftovers, remove_parts
+from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, cluster_config_text, is_cluster_config, ssh_config_text
+
+OnStep = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """A standing testbed. Names of nodes that it does not have raise TestbedError."""
+
+    __test__ = False
+
+    folder: TestbedFolder
+    state: TestbedState
+
+    @property
+    def name(self) -> str:
+        """Its name, and the option of the configuration group `cluster` that means it."""
+        return self.state.spec.name
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Host names of its nodes."""
+        return self.state.spec.node_names
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Its nodes."""
+        return tuple(self.node(name) for name in self.node_names)
+
+    def node(self, name: str) -> Node:
+        """One node."""
+        if name not in self.node_names:
+            raise TestbedError(f"testbed {self.name} has no node {name!r}; it has {self.state.spec.node_set}")
+        return Node(self.state, name, self.folder.node(name))
+
+    def host(self, name: str, connect_timeout_s: float = 10.0) -> Host:
+        """How SSH reaches a node."""
+        return Host(
+            name=name,
+            address=self.node(name).address,
+            user=SSH_USER,
+            key_names=(name,),
+            identity_files=(str(self.folder.client_key),),
+            known_hosts=(str(self.folder.known_hosts),),
+            connect_timeout_s=connect_timeout_s,
+        )
+
+    def hosts(self, connect_timeout_s: float = 10.0) -> tuple[Host, ...]:
+        """All nodes."""
+        return tuple(self.host(name, connect_timeout_s) for name in self.node_names)
+
+    def reload(self) -> Testbed:
+        """The same with the state that is on disk now."""
+        return open_testbed(self.name)
+
+
+@dataclass(frozen=True)
+class TestbedPlan:
+    """What `up` will do; commands in order, files by path. `inside` of a node are its namespaces, made by the first of
+    its commands; keys and their known_hosts are made on the spot."""
+
+    __test__ = False
+
+    spec: TestbedSpec
+    folder: str
+    config_file: str
+    commands: tuple[Command, ...]
+    files: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "name": self.spec.name,
+            "nodes": list(self.spec.node_names),
+            "folder": self.folder,
+            "config_file": self.config_file,
+            "commands": [list(command) for command in self.commands],
+            "files": self.files,
+        }
+
+
+def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
+    """What `up(spec, config_file)` would do on this machine now, in the first free block of addresses."""
+    folder = folder_of(spec.name)
+    testbed = Testbed(folder, TestbedState(spec, _free_block(), python_folder=_python_folder()))
+    passwd = Path("/etc/passwd").read_text(encoding="utf-8")
+    files = {str(path): text for path, text in _shared_files(testbed, config_file).items()}
+    commands = list(testbed.state.network.commands())
+    for node in testbed.nodes:
+        files |= {str(path): text for path, text in node.files("(made by ssh-keygen)\n", passwd).items()}
+        inside = ("nsenter", f"--target=$(cat {node.folder.holder_pid})", "--net", "--mount", "--uts")
+        commands += [node.hold_command(), (*inside, *node.sshd_command())]
+        if spec.docker:
+            commands.append((*inside, *node.docker_command()))
+    return TestbedPlan(spec, str(folder.path), str(config_file), tuple(commands), files)
+
+
+def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: None) -> Testbed:
+    """Build the testbed and write `config_file`, by which `cluster=NAME` means it.
+
+    Raises TestbedError, with nothing left behind, when this machine cannot carry it, when one of that name stands, or
+    when `config_file` is somebody else's. `on_step` is told what is done now.
+    """
+    check_machine(docker=spec.docker)
+    hardware_files(spec.hardware, spec.node_names[0], 1, ())
+    if config_file.exists() and not is_cluster_config(config_file.read_text(encoding="utf-8", errors="replace")):
+        raise TestbedError(f"{config_file} is not ours; choose another --name, or move that file away")
+    with locked(state_root(), create=True):
+        if leftovers(spec.name):
+            raise TestbedError(
+                f"a testbed {spec.name} stands already, whole or in part. "
+                f"Look at it: burst testbed status --name {spec.name}; remove it: burst testbed down --name {spec.name}"
+            )
+        folder = folder_of(spec.name)
+        state = TestbedState(spec, _free_block(), config_file=str(config_file), python_folder=_python_folder())
+        folder.path.mkdir(mode=0o700, parents=True)
+        folder.save(state)
+    testbed = Testbed(folder, state)
+    with locked(folder.path):
+        try:
+            _build(testbed, config_file, on_step)
+        except BaseException:
+            on_step("taking it down again")
+            remove_parts(folder, config_file)
+            raise
+    return testbed.reload()
+
+
+def open_testbed(name: str) -> Testbed:
+    """The standing testbed `name`; TestbedError when there is none."""
+    folder = folder_of(name)
+    state = folder.load()
+    if state is None or not state.complete:
+        others = ", ".join(found.path.name for found in standing_folders() if found.path.name != name)
+        known = f"; there are: {others}" if others else ""
+        raise TestbedError(f"no testbed {name} stands{known}. Build it: burst testbed up --name {name}")
+    return Testbed(folder, state)
+
+
+def _build(testbed: Testbed, config_file: Path, on_step: OnStep) -> None:
+    spec, nodes = testbed.state.spec, testbed.nodes
+    on_step("network")
+    for command in testbed.state.network.commands():
+        run_command(command, environment={MARK_VARIABLE: spec.name})
+    on_step("keys and files")
+    _write_files(testbed)
+    on_step("namespaces")
+    for step in (Node.start_holder, Node.wait_for_holder):
+        for node in nodes:
+            step(node)
+    on_step("sshd")
+    for step in (Node.start_sshd, Node.wait_for_sshd):
+        for node in nodes:
+            step(node)
+    if spec.docker:
+        on_step("Docker")
+        for step in (Node.start_docker, Node.wait_for_docker):
+            for node in nodes:
+                step(node)
+    for path, text in _shared_files(testbed, config_file).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    testbed.folder.save(replace(testbed.state, complete=True))
+
+
+def _write_files(testbed: Testbed) -> None:
+    folder, spec = testbed.folder, testbed.state.spec
+    folder.shared.mkdir(mode=0o755)
+    make_key(folder.client_key, f"burst testbed {spec.name}")
+    client_key = folder.client_key.with_suffix(".pub").read_text(encoding="utf-8")
+    passwd = Path("/etc/passwd").read_text(encoding="utf-8")
+    options: tuple[str, ...] | None = None
+    for node in testbed.nodes:
+        _write_node(node, client_key, passwd, options or ())
+        if options is None:
+            options = sshd_options(node.folder.ssh / "sshd_config")
+            if options:
+                _write_node(node, client_key, passwd, options)
+        lay_hardware(node.folder, hardware_files(spec.hardware, node.name, node.number, ()), spec.interfaces)
+    folder.known_hosts.write_text("".join(node.host_key() for node in testbed.nodes))
+
+
+def _write_node(node: Node, client_key: str, passwd: str, options: tuple[str, ...]) -> None:
+    for path, text in node.files(client_key, passwd, options).items():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(text, encoding="utf-8")
+    (node.folder.docker / "data").mkdir(parents=True, exist_ok=True, mode=0o711)
+    if not (node.folder.ssh / "host_key").exists():
+        make_key(node.folder.ssh / "host_key", node.name)
+
+
+def _shared_files(testbed: Testbed, config_file: Path) -> dict[Path, str]:
+    """Files by which this machine reaches the nodes."""
+    return {
+        testbed.folder.ssh_config: ssh_config_text(testbed.state, testbed.folder),
+        config_file: cluster_config_text(testbed.state, testbed.folder),
+    }
+
+
+def _python_folder() -> str | None:
+    """Where this Python is; None when sshd's configuration could not hold that path."""
+    folder = str(Path(sys.executable).parent)
+    return folder if re.fullmatch(r"/[^:\"'\\\s]+", folder) else None
+
+
+def _free_block() -> int:
+    """The first block of addresses that neither a testbed nor a route of this machine uses."""
+    taken = {state.block for folder in standing_folders() if (state := folder.load()) is not None}
+    used = used_networks()
+    for block in range(BLOCKS):
+        if block not in taken and not any(block_network(block).overlaps(network) for network in used):
+            return block
+    raise TestbedError("no free addresses: every network in 10.100.0.0 to 10.115.255.255 is in use on this machine")

@@ -1,0 +1,233 @@
+"""Where a testbed keeps what it is made of, and its description: all that is needed to use it and to take it down.
+
+/var/lib/burst-testbed/NAME/       0700; BURST_TESTBED_DIR puts it elsewhere
+    state.json                     the description below
+    client_key known_hosts ssh_config
+    shared/                        what cluster.shared_folder names
+    nodes/NODE/                    one folder per node, see `NodeFolder`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ClusterError
+from cluster.testbed.network import Network
+from cluster.testbed.spec import TestbedSpec
+from engine.errors import ConfigError
+from engine.run.records import read_json_object, replace_json
+
+DIR_VARIABLE = "BURST_TESTBED_DIR"
+_LOCK_WAIT_S = 60.0
+
+
+class TestbedError(ClusterError):
+    """A testbed cannot be built, used or removed."""
+
+    __test__ = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault in force on a node: `disk_full` with value `/data`, `link_down` with none."""
+
+    kind: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.value is None else f"{self.kind} {self.value}"
+
+
+@dataclass(frozen=True)
+class TestbedState:
+    """What a standing testbed is.
+
+    complete: `up` came to its end. config_file: what it wrote for `cluster=NAME`. python_folder: where the Python is
+    that burst runs with; it comes before the system's in PATH of the nodes, so a launch finds there what it needs.
+    """
+
+    __test__ = False
+
+    spec: TestbedSpec
+    block: int
+    complete: bool = False
+    config_file: str | None = None
+    python_folder: str | None = None
+    faults: dict[str, tuple[Fault, ...]] = field(default_factory=dict)
+
+    @property
+    def network(self) -> Network:
+        """Its network."""
+        return Network(self.spec, self.block)
+
+    def with_faults(self, node: str, faults: tuple[Fault, ...]) -> TestbedState:
+        """The same with `faults` on `node`."""
+        return replace(self, faults={**self.faults, node: faults})
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """Paths of one node; `fake` is what BURST_PROBE_ROOT names when the node has fake hardware."""
+
+    path: Path
+
+    @property
+    def etc(self) -> Path:
+        """Files that the node has in the place of this machine's: hosts, hostname, passwd, ..."""
+        return self.path / "etc"
+
+    @property
+    def ssh(self) -> Path:
+        """Configuration, host key, log and pid file of its sshd."""
+        return self.path / "ssh"
+
+    @property
+    def home(self) -> Path:
+        """Home of the SSH user."""
+        return self.path / "home"
+
+    @property
+    def authorized_keys(self) -> Path:
+        """Keys that the node accepts."""
+        return self.home / ".ssh" / "authorized_keys"
+
+    @property
+    def docker(self) -> Path:
+        """Everything of its Docker engine."""
+        return self.path / "docker"
+
+    @property
+    def docker_socket(self) -> Path:
+        """Where its Docker engine listens."""
+        return self.docker / "docker.sock"
+
+    @property
+    def bin(self) -> Path:
+        """Fake tools, first in PATH."""
+        return self.path / "bin"
+
+    @property
+    def fake(self) -> Path:
+        """Root of the fake /sys, /proc, ..."""
+        return self.path / "root"
+
+    @property
+    def holder_pid(self) -> Path:
+        """Number of the process that holds the node's namespaces."""
+        return self.path / "holder.pid"
+
+
+@dataclass(frozen=True)
+class TestbedFolder:
+    """Paths of one testbed, and its state on disk."""
+
+    __test__ = False
+
+    path: Path
+
+    @property
+    def ssh_config(self) -> Path:
+        """OpenSSH client configuration: `ssh -F FILE NODE`."""
+        return self.path / "ssh_config"
+
+    @property
+    def known_hosts(self) -> Path:
+        """Host keys of the nodes."""
+        return self.path / "known_hosts"
+
+    @property
+    def client_key(self) -> Path:
+        """The private key that every node accepts."""
+        return self.path / "client_key"
+
+    @property
+    def shared(self) -> Path:
+        """A folder that all nodes see under one name."""
+        return self.path / "shared"
+
+    @property
+    def state_file(self) -> Path:
+        """The description."""
+        return self.path / "state.json"
+
+    def node(self, name: str) -> NodeFolder:
+        """Paths of a node."""
+        return NodeFolder(self.path / "nodes" / name)
+
+    def save(self, state: TestbedState) -> None:
+        """Replace the description."""
+        replace_json(self.state_file, asdict(state))
+
+    def load(self) -> TestbedState | None:
+        """The description; None when there is none that makes sense."""
+        try:
+            record = read_json_object(self.state_file)
+            return None if record is None else _state(record)
+        except (OSError, ValueError, TypeError, KeyError, ConfigError):
+            return None
+
+
+def state_root() -> Path:
+    """The folder of all testbeds of this machine; it need not exist.
+
+    Raises ConfigError for a path that configuration files of sshd and others would read as something else.
+    """
+    path = os.environ.get(DIR_VARIABLE) or "/var/lib/burst-testbed"
+    if re.fullmatch(r"/[A-Za-z0-9._/-]{1,60}", path) is None:
+        raise ConfigError(
+            f"{DIR_VARIABLE}={path!r}: expected an absolute path of letters, digits and . _ - /, at most 61 characters"
+        )
+    return Path(path)
+
+
+def folder_of(name: str) -> TestbedFolder:
+    """The folder of the testbed `name`."""
+    return TestbedFolder(state_root() / name)
+
+
+def standing_folders() -> tuple[TestbedFolder, ...]:
+    """Folders of all testbeds that stand, or of which something is left."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        return tuple(TestbedFolder(path) for path in sorted(state_root().iterdir()) if path.is_dir())
+    return ()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, create: bool = False) -> Iterator[None]:
+    """Nobody else works on `folder` meanwhile. A process that is killed lets go by itself."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        if create:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _try_lock(handle, folder):
+                yield
+                return
+        finally:
+            os.close(handle)
+        if time.monotonic() > deadline:
+            raise TestbedError(f"{folder} is in use by another `burst testbed`; wait for its end and try again")
+        time.sleep(0.02)
+
+
+def _try_lock(handle: int, folder: Path) -> bool:
+    """Whether we hold the lock of the folder that lies there now: it may be removed while we wait."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _state(record: dict[str, Any]) -> TestbedState:
+    faults = {node: tuple(Fault(**fault) for fault in given) for node, given in record.pop("faults").items()}
+    return TestbedState(**{**record, "spec": TestbedSpec(**record["spec"]), "faults": faults})

@@ -1,0 +1,107 @@
+"""Whether this machine can carry a testbed, and the one place where its commands run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.remote_text import one_line
+from cluster.testbed.folder import TestbedError
+from cluster.testbed.texts import SYSTEM_PATH
+
+# Tool -> the Debian package that brings it. sbin is not in everybody's PATH, so it is searched anyway.
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "setsid": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
+_DOCKER_TOOLS = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
+_COMMAND_TIMEOUT_S = 60.0
+
+
+def missing_requirements(*, docker: bool, platform: str, root: bool, path: str) -> list[str]:
+    """What keeps this machine from carrying a testbed, one sentence each; empty when nothing does."""
+    if platform != "linux":
+        return [f"a testbed is made of Linux network namespaces; this is {platform}"]
+    missing: dict[str, list[str]] = {}
+    for tool, package in {**_TOOLS, **(_DOCKER_TOOLS if docker else {})}.items():
+        if shutil.which(tool, path=path) is None:
+            missing.setdefault(package, []).append(tool)
+    problems = [
+        f"{' and '.join(tools)} not found: apt-get install {package}" for package, tools in sorted(missing.items())
+    ]
+    if not root:
+        problems.append("a testbed needs root (network namespaces, mounts, sshd): run it with sudo")
+    return problems
+
+
+def check_machine(*, docker: bool = False) -> None:
+    """Raise TestbedError that says exactly what is missing."""
+    problems = missing_requirements(docker=docker, platform=sys.platform, root=os.geteuid() == 0, path=search_path())
+    if problems:
+        raise TestbedError("this machine cannot carry a testbed:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def search_path() -> str:
+    """PATH with the folders of system tools at its end."""
+    return f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"
+
+
+def tool_path(name: str) -> str:
+    """Absolute path of a daemon: sshd insists on being started by it. Where Debian has it when it is not installed."""
+    return shutil.which(name, path=search_path()) or f"/usr/sbin/{name}"
+
+
+def try_command(
+    argv: Sequence[str], *, environment: dict[str, str] | None = None, log: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `argv` to its end, whatever that is. With `log`, its output goes there: daemons keep it open."""
+    base = {"PATH": search_path(), "LC_ALL": "C.UTF-8", **(environment or {})}
+    try:
+        if log is None:
+            return subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=base,
+                timeout=_COMMAND_TIMEOUT_S,
+            )
+        with log.open("a") as output:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=base, timeout=_COMMAND_TIMEOUT_S
+            )
+        return subprocess.CompletedProcess(argv, done.returncode, "", last_lines(log))
+    except FileNotFoundError as error:
+        raise TestbedError(f"{argv[0]} not found; is it installed?") from error
+    except subprocess.TimeoutExpired as error:
+        raise TestbedError(f"{shlex.join(argv)}: did not end within {_COMMAND_TIMEOUT_S:g} s") from error
+
+
+def run_command(argv: Sequence[str], *, environment: dict[str, str] | None = None, log: Path | None = None) -> str:
+    """What `argv` printed; TestbedError with its words when it fails."""
+    done = try_command(argv, environment=environment, log=log)
+    if done.returncode:
+        said = one_line(done.stderr or done.stdout, 400) or f"exit code {done.returncode}"
+        raise TestbedError(f"{shlex.join(argv)}: {said}")
+    return done.stdout
+
+
+def last_lines(log: Path, count: int = 5) -> str:
+    """The end of a log file; empty when there is none."""
+    try:
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
+    except OSError:
+        return ""

@@ -1,0 +1,156 @@
+"""The network of a testbed as a value: the commands that build it, and every address in it.
+
+Every node is a network namespace; a further one, the switch, holds a bridge per network. This machine has one link into
+the management network, `eth0` of the nodes. Rails exist between nodes only.
+
+                 this machine (.254)
+                        |
+        +------+--------+------ management ------+      10.A.B.0/24
+      eth0   eth0     eth0                     eth0
+     node 1  node 2  node 3       ...         node N
+      rail0  rail0   rail0                    rail0
+        +------+-------+--------- rail 0 --------+      10.A.B+1.0/24
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.testbed.spec import MANAGEMENT, TestbedSpec
+
+PREFIX = "btb"  # of every namespace and link on this machine; tear-down finds leftovers by it
+BLOCKS = 256  # of 16 networks each: 10.100.0.0/20, 10.100.16.0/20, ... 10.115.240.0/20
+HEAD_NUMBER = 254
+_BURST_BYTES = 256 << 10
+
+Command = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of the testbed `spec` in the block of addresses number `block`."""
+
+    spec: TestbedSpec
+    block: int
+
+    @property
+    def switch(self) -> str:
+        """The namespace with the bridges."""
+        return f"{namespace_prefix(self.spec.name)}switch"
+
+    @property
+    def head_link(self) -> str:
+        """This machine's interface into the management network; at most 15 characters."""
+        return f"{PREFIX}{self.spec.name}"
+
+    @property
+    def head_address(self) -> str:
+        """This machine's address in the management network."""
+        return self._address(0, HEAD_NUMBER)
+
+    def namespace(self, node: str) -> str:
+        """The network namespace of a node."""
+        return f"{namespace_prefix(self.spec.name)}{node}"
+
+    def address(self, node: str, interface: str = MANAGEMENT) -> str:
+        """Address of a node's interface."""
+        return self._address(self._network_of(interface), self._number(node))
+
+    def commands(self) -> Iterator[Command]:
+        """All commands that build the network, in order."""
+        yield ("ip", "netns", "add", self.switch)
+        for interface in self.spec.interfaces:
+            kind = ("type", "bridge", "stp_state", "0", "forward_delay", "0")
+            yield _ip(self.switch, "link", "add", _bridge(interface), *kind)
+            yield _ip(self.switch, "link", "set", _bridge(interface), "up")
+        yield from self._head_commands()
+        for node in self.spec.node_names:
+            yield from self._node_commands(node)
+        if self.spec.rate_bits_per_s is not None:
+            yield shape_command(None, self.head_link, self.spec.rate_bits_per_s)
+            yield shape_command(self.switch, "head", self.spec.rate_bits_per_s)
+            for node in self.spec.node_names:
+                yield from self.shape_commands(node, self.spec.rate_bits_per_s)
+
+    def shape_commands(self, node: str, rate_bits_per_s: int | None) -> Iterator[Command]:
+        """Give every link of a node this rate, both ways; None: no limit."""
+        for interface in self.spec.interfaces:
+            for namespace, link in (
+                (self.namespace(node), interface),
+                (self.switch, self.port(node, interface)),
+            ):
+                yield shape_command(namespace, link, rate_bits_per_s)
+
+    def link_commands(self, node: str, interfaces: tuple[str, ...], *, up: bool) -> Iterator[Command]:
+        """Cut or mend the switch's end of a node's links: the node keeps its carrier's address and is silent."""
+        for interface in interfaces:
+            yield _ip(self.switch, "link", "set", self.port(node, interface), "up" if up else "down")
+
+    def port(self, node: str, interface: str) -> str:
+        """The switch's end of a node's link."""
+        return f"{interface}.{self._number(node)}"
+
+    def _head_commands(self) -> Iterator[Command]:
+        yield ("ip", "link", "add", self.head_link, "type", "veth", "peer", "name", "head", "netns", self.switch)
+        yield _ip(self.switch, "link", "set", "head", "master", _bridge(MANAGEMENT), "up")
+        yield ("ip", "address", "add", f"{self.head_address}/24", "dev", self.head_link)
+        yield ("ip", "link", "set", self.head_link, "up")
+
+    def _node_commands(self, node: str) -> Iterator[Command]:
+        name = self.namespace(node)
+        yield ("ip", "netns", "add", name)
+        yield _ip(name, "link", "set", "lo", "up")
+        for interface in self.spec.interfaces:
+            port, peer = self.port(node, interface), ("netns", self.switch)
+            mac = ("address", self._mac(node, interface))
+            yield ("ip", "link", "add", interface, *mac, "netns", name, "type", "veth", "peer", "name", port, *peer)
+            yield _ip(self.switch, "link", "set", port, "master", _bridge(interface), "up")
+            yield _ip(name, "address", "add", f"{self.address(node, interface)}/24", "dev", interface)
+            yield _ip(name, "link", "set", interface, "up")
+        yield _ip(name, "route", "add", "default", "via", self.head_address)
+        # A permanent neighbour: a cut link is then silent, as behind a router, and not "no route" after some seconds.
+        hardware = (self.address(node), "lladdr", self._mac(node, MANAGEMENT), "dev", self.head_link)
+        yield ("ip", "neighbour", "replace", *hardware, "nud", "permanent")
+
+    def _number(self, node: str) -> int:
+        return self.spec.node_names.index(node) + 1
+
+    def _network_of(self, interface: str) -> int:
+        return self.spec.interfaces.index(interface)
+
+    def _address(self, network: int, number: int) -> str:
+        return str(block_network(self.block).network_address + (network << 8) + number)
+
+    def _mac(self, node: str, interface: str) -> str:
+        return f"02:b7:00:{self.block:02x}:{self._network_of(interface):02x}:{self._number(node):02x}"
+
+
+def namespace_prefix(name: str) -> str:
+    """What all namespaces of the testbed `name`, and of no other, begin with."""
+    return f"{PREFIX}.{name}."
+
+
+def block_network(block: int) -> ipaddress.IPv4Network:
+    """The addresses of a block."""
+    return ipaddress.IPv4Network((int(ipaddress.IPv4Address("10.100.0.0")) + (block << 12), 20))
+
+
+def shape_command(namespace: str | None, link: str, rate_bits_per_s: int | None) -> Command:
+    """Limit what leaves through `link` to this rate; None: no limit. `namespace` None: this machine's own."""
+    where = ("tc",) if namespace is None else ("tc", "-n", namespace)
+    if rate_bits_per_s is None:
+        return (*where, "qdisc", "delete", "dev", link, "root")
+    # The bucket must hold what the rate brings between two ticks of the kernel's timer.
+    burst = max(_BURST_BYTES, rate_bits_per_s // 8 // 100)
+    bucket = ("tbf", "rate", f"{rate_bits_per_s}bit", "burst", f"{burst}b", "latency", "50ms")
+    return (*where, "qdisc", "replace", "dev", link, "root", *bucket)
+
+
+def _bridge(interface: str) -> str:
+    return f"br-{interface}"
+
+
+def _ip(namespace: str, *words: str) -> Command:
+    return ("ip", "-n", namespace, *words)

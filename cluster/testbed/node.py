@@ -1,0 +1,234 @@
+"""The running parts of one node: a process that holds its namespaces, its sshd, its Docker engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.testbed.folder import NodeFolder, TestbedError, TestbedState
+from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
+from cluster.testbed.texts import (
+    MARK_VARIABLE,
+    daemon_json_text,
+    hosts_text,
+    passwd_text,
+    shadow_text,
+    sshd_config_text,
+)
+from engine.run.process import process_start
+
+NAMESPACES = Path("/run/netns")
+_READY_S = 20.0
+_DOCKER_STOP_S = 20.0
+_HOLD = Path(__file__).with_name("hold.sh")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the testbed `state`, with its folder."""
+
+    state: TestbedState
+    name: str
+    folder: NodeFolder
+
+    @property
+    def address(self) -> str:
+        """Its address in the management network."""
+        return self.state.network.address(self.name)
+
+    @property
+    def number(self) -> int:
+        """Which of the nodes it is, from 1."""
+        return self.state.spec.node_names.index(self.name) + 1
+
+    def files(self, client_key: str, passwd: str, sshd_options: tuple[str, ...] = ()) -> dict[Path, str]:
+        """The text of every file of the node but its host key. `passwd`: this machine's /etc/passwd."""
+        folder = self.folder
+        files = {
+            folder.etc / "hosts": hosts_text(self.state),
+            folder.etc / "hostname": f"{self.name}\n",
+            folder.etc / "resolv.conf": "nameserver 127.0.0.1\n",
+            folder.etc / "passwd": passwd_text(passwd, str(folder.home)),
+            folder.etc / "shadow": shadow_text(),
+            folder.authorized_keys: client_key,
+            folder.ssh / "sshd_config": sshd_config_text(self.state, self.name, folder, sshd_options),
+        }
+        if self.state.spec.docker:
+            files[folder.docker / "daemon.json"] = daemon_json_text(self.state, folder)
+        return files
+
+    def host_key(self) -> str:
+        """Its known_hosts line."""
+        kind, key = (self.folder.ssh / "host_key.pub").read_text(encoding="utf-8").split()[:2]
+        return f"{self.name} {kind} {key}\n"
+
+    def hold_command(self) -> tuple[str, ...]:
+        """What starts the process whose mount and UTS namespaces are the node's."""
+        disk = str(self.folder.docker / "data") if self.state.spec.docker_in_memory else ""
+        argv = ("setsid", "--fork", "nsenter", f"--net={self._namespace}", "unshare", "--mount", "--uts")
+        return (*argv, "sh", str(_HOLD), self.name, str(self.folder.path), disk)
+
+    def sshd_command(self) -> tuple[str, ...]:
+        """What starts sshd, inside the node."""
+        return (tool_path("sshd"), "-f", str(self.folder.ssh / "sshd_config"), "-E", str(self._sshd_log))
+
+    def docker_command(self) -> tuple[str, ...]:
+        """What starts the Docker engine, inside the node."""
+        return ("setsid", "--fork", tool_path("dockerd"), "--config-file", str(self.folder.docker / "daemon.json"))
+
+    def start_holder(self) -> None:
+        """Start the process that holds the namespaces; `wait_for_holder` says when they are complete."""
+        run_command(self.hold_command(), environment=self._environment, log=self._holder_log)
+
+    def wait_for_holder(self) -> None:
+        """Return as soon as the node's namespaces are complete."""
+
+        def complete() -> bool:
+            if (self.folder.path / "holder.failed").exists():
+                raise TestbedError(f"{self.name}: cannot set up its namespaces: {last_lines(self._holder_log)}")
+            return self.folder.holder_pid.exists()
+
+        self._wait(complete, "its namespaces", self._holder_log)
+
+    def inside(self, *argv: str) -> tuple[str, ...]:
+        """`argv` as it runs inside the node."""
+        return ("nsenter", f"--target={self.holder()}", "--net", "--mount", "--uts", *argv)
+
+    def holder(self) -> int:
+        """Number of the process that holds the namespaces; TestbedError when it is gone."""
+        pid = self.pid_of(self.folder.holder_pid)
+        if pid is None:
+            raise TestbedError(f"{self.name} is gone; remove what is left: burst testbed down --name {self._testbed}")
+        return pid
+
+    def start_sshd(self) -> None:
+        """Start sshd; `wait_for_sshd` says when it answers."""
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        run_command(self.inside(*self.sshd_command()), environment=self._environment)
+
+    def wait_for_sshd(self) -> None:
+        """Return as soon as sshd answers."""
+        self._wait(lambda: self.sshd_answers(0.5), "sshd", self._sshd_log)
+
+    def stop_sshd(self) -> None:
+        """End the listener; sessions go on."""
+        pid = self.sshd_pid()
+        if pid is not None:
+            stop_process(pid, signal.SIGKILL, timeout_s=5)
+        self._sshd_pid_file.unlink(missing_ok=True)
+
+    def sshd_pid(self) -> int | None:
+        """Number of the listener, None when none runs."""
+        return self.pid_of(self._sshd_pid_file)
+
+    def sshd_answers(self, timeout_s: float) -> bool:
+        """Whether an SSH server greets at its address."""
+        with contextlib.suppress(OSError), socket.create_connection((self.address, 22), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            return connection.recv(4) == b"SSH-"
+        return False
+
+    def start_docker(self) -> None:
+        """Start the Docker engine; `wait_for_docker` says when it answers."""
+        log = self.folder.docker / "dockerd.log"
+        run_command(self.inside(*self.docker_command()), environment=self._environment, log=log)
+
+    def wait_for_docker(self) -> None:
+        """Return as soon as the Docker engine answers."""
+        self._wait(self.docker_answers, "the Docker engine", self.folder.docker / "dockerd.log")
+
+    def stop_docker(self) -> None:
+        """End the Docker engine and its containers in good order; its images stay."""
+        docker = self.folder.docker
+        pid = self.pid_of(docker / "docker.pid")
+        if pid is not None and not stop_process(pid, signal.SIGTERM, timeout_s=_DOCKER_STOP_S):
+            stop_process(pid, signal.SIGKILL, timeout_s=5)
+        for name in ("docker.pid", "docker.sock"):
+            (docker / name).unlink(missing_ok=True)
+
+    def docker_answers(self) -> bool:
+        """Whether the Docker engine answers /_ping with OK."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(2)
+            connection.connect(str(self.folder.docker_socket))
+            connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            return connection.recv(64).startswith((b"HTTP/1.0 200", b"HTTP/1.1 200"))
+        return False
+
+    @property
+    def stands(self) -> bool:
+        """Whether its network namespace is there; after a restart of the machine only the files are."""
+        return self._namespace.exists()
+
+    def pid_of(self, pid_file: Path) -> int | None:
+        """The live process of a pid file, if it is in this node's network namespace: pids are used again."""
+        try:
+            pid = int(pid_file.read_text())
+            inside = os.path.samestat(Path(f"/proc/{pid}/ns/net").stat(), self._namespace.stat())
+        except (OSError, ValueError):
+            return None
+        return pid if inside and process_start(pid) is not None else None
+
+    @property
+    def _namespace(self) -> Path:
+        return NAMESPACES / self.state.network.namespace(self.name)
+
+    @property
+    def _testbed(self) -> str:
+        return self.state.spec.name
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {MARK_VARIABLE: self._testbed, "HOME": str(self.folder.home)}
+
+    @property
+    def _sshd_pid_file(self) -> Path:
+        return self.folder.ssh / "sshd.pid"
+
+    @property
+    def _sshd_log(self) -> Path:
+        return self.folder.ssh / "sshd.log"
+
+    @property
+    def _holder_log(self) -> Path:
+        return self.folder.path / "holder.log"
+
+    def _wait(self, ready: Callable[[], bool], what: str, log: Path) -> None:
+        deadline = time.monotonic() + _READY_S
+        while not ready():
+            if time.monotonic() > deadline:
+                raise TestbedError(
+                    f"{self.name}: {what} not there after {_READY_S:g} s; its log says: {last_lines(log)}"
+                )
+            time.sleep(0.01)
+
+
+def make_key(path: Path, comment: str) -> None:
+    """Make a key pair at `path` and `path`.pub in the place of any that is there."""
+    path.unlink(missing_ok=True)
+    run_command(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)))
+
+
+def stop_process(pid: int, number: signal.Signals, *, timeout_s: float) -> bool:
+    """Whether the process is gone within `timeout_s` of the signal. One that nobody has reaped counts as gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    deadline = time.monotonic() + timeout_s
+    while process_start(pid) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def sshd_options(config: Path) -> tuple[str, ...]:
+    """Options that only newer versions of sshd know, and need: without them they punish a client for what faults do."""
+    option = "PerSourcePenalties no"
+    known = try_command((tool_path("sshd"), "-t", "-f", str(config), "-o", option.replace(" ", "=")))
+    return (option,) if known.returncode == 0 else ()

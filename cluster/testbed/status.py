@@ -1,0 +1,114 @@
+"""What of a testbed is up now, seen from this machine."""
+
+from __future__ import annotations
+
+import enum
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.testbed.build import Testbed
+from cluster.testbed.folder import TestbedError, folder_of
+from cluster.testbed.node import Node
+from cluster.testbed.spec import format_rate
+from cluster.testbed.teardown import leftovers
+
+_ANSWER_S = 1.0
+
+
+class Service(enum.StrEnum):
+    """How a daemon of a node looks from outside."""
+
+    UP = "up"
+    SILENT = "silent"  # it accepts and says nothing
+    REFUSED = "refused"  # nobody listens
+    UNREACHABLE = "unreachable"  # nobody answers
+    DOWN = "down"
+    NONE = "none"  # not part of this testbed
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node. addresses: by interface. faults: those in force, in words."""
+
+    name: str
+    addresses: dict[str, str]
+    sshd: Service
+    docker: Service
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TestbedStatus:
+    """One testbed. complete: it stands whole; else `leftovers` says what there is."""
+
+    __test__ = False
+
+    name: str
+    complete: bool
+    folder: str
+    nodes: tuple[NodeStatus, ...] = ()
+    node_set: str = ""
+    rails: int = 0
+    rate: str | None = None
+    hardware: str = "none"
+    config_file: str | None = None
+    ssh_config: str | None = None
+    leftovers: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def read_status(name: str) -> TestbedStatus:
+    """The testbed `name` as it is now; TestbedError when nothing of it is there. All nodes are asked at once."""
+    folder = folder_of(name)
+    state = folder.load()
+    testbed = None if state is None or not state.complete else Testbed(folder, state)
+    if testbed is None or not all(node.stands for node in testbed.nodes):
+        left = tuple(leftovers(name))
+        if not left:
+            raise TestbedError(f"no testbed {name} stands. Build it: burst testbed up --name {name}")
+        return TestbedStatus(name, False, str(folder.path), leftovers=left)
+    with ThreadPoolExecutor(max_workers=len(testbed.nodes)) as pool:
+        nodes = tuple(pool.map(_node_status, testbed.nodes))
+    state, spec = testbed.state, testbed.state.spec
+    return TestbedStatus(
+        name=name,
+        complete=True,
+        folder=str(folder.path),
+        nodes=nodes,
+        node_set=spec.node_set,
+        rails=spec.rails,
+        rate=None if spec.rate_bits_per_s is None else format_rate(spec.rate_bits_per_s),
+        hardware=spec.hardware,
+        config_file=state.config_file,
+        ssh_config=str(folder.ssh_config),
+    )
+
+
+def _node_status(node: Node) -> NodeStatus:
+    spec, network = node.state.spec, node.state.network
+    return NodeStatus(
+        name=node.name,
+        addresses={interface: network.address(node.name, interface) for interface in spec.interfaces},
+        sshd=_sshd(node),
+        docker=Service.NONE if not spec.docker else Service.UP if node.docker_answers() else Service.DOWN,
+        faults=tuple(str(fault) for fault in node.state.faults.get(node.name, ())),
+    )
+
+
+def _sshd(node: Node) -> Service:
+    try:
+        connection = socket.create_connection((node.address, 22), _ANSWER_S)
+    except ConnectionRefusedError:
+        return Service.REFUSED
+    except OSError:
+        return Service.UNREACHABLE
+    with connection:
+        try:
+            return Service.UP if connection.recv(4) == b"SSH-" else Service.SILENT
+        except OSError:
+            return Service.SILENT

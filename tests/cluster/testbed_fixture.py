@@ -1,0 +1,127 @@
+"""A pytest plugin: virtual clusters for tests, real sshd in network namespaces. See `burst testbed --help`.
+
+def test_something(testbed4):                   four plain nodes, shared by all tests: leave them as they were
+    with connect(testbed4.host(testbed4.node_names[0])) as connection: ...
+
+def test_faults(make_testbed):                  one of your own, taken down after the test, whatever happens
+    testbed = make_testbed(nodes=2, rails=1, rate="100mbit", docker=True)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.testbed.build import Testbed, up
+from cluster.testbed.folder import TestbedError
+from cluster.testbed.machine import check_machine
+from cluster.testbed.spec import TestbedSpec, parse_rate
+from cluster.testbed.teardown import standing_names, tear_down
+
+MakeTestbed = Callable[..., Testbed]
+_MARK = "zt"  # names of testbeds of tests: zt, the test process in letters, a letter
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_counter = itertools.count()
+
+
+class Testbeds:
+    """Makes testbeds and takes every one of them down. `config_dir` is what XDG_CONFIG_HOME must be to use them."""
+
+    __test__ = False
+
+    def __init__(self, config_dir: Path) -> None:
+        self.config_dir = config_dir
+        self._made: dict[str, Path] = {}
+
+    def adopt(self, name: str) -> None:
+        """Take down a testbed of this name at the end, whoever builds it."""
+        self._made[name] = self.config_file(name)
+
+    def make(self, *, rate: str | None = None, **spec: Any) -> Testbed:
+        """A testbed of `TestbedSpec(**spec)`; its name is made up unless it is given."""
+        spec.setdefault("name", next_name())
+        self.adopt(spec["name"])
+        checked = TestbedSpec(rate_bits_per_s=parse_rate(rate) if rate else None, **spec)
+        return up(checked, self.config_file(checked.name))
+
+    def config_file(self, name: str) -> Path:
+        """Where the testbed `name` puts the file of `cluster=NAME`."""
+        return self.config_dir / "burst" / "conf" / "cluster" / f"{name}.yaml"
+
+    def close(self) -> None:
+        """Take all down."""
+        for name, config_file in self._made.items():
+            tear_down(name, config_file)
+        self._made.clear()
+
+
+@pytest.fixture(scope="session")
+def testbed_machine() -> None:
+    """A machine that can carry testbeds; skips where it cannot. Removes what killed test sessions left."""
+    try:
+        check_machine()
+    except TestbedError as error:
+        pytest.skip(" ".join(str(error).split()))
+    remove_abandoned()
+
+
+@pytest.fixture(scope="session")
+def testbed4(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
+    """Four nodes without Docker, links unshaped; shared, so tests must leave them as they found them."""
+    testbeds = Testbeds(tmp_path_factory.mktemp("testbed4"))
+    try:
+        yield testbeds.make(nodes=4)
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture
+def testbeds(testbed_machine: None, tmp_path: Path) -> Iterator[Testbeds]:
+    """Makes testbeds of this test, and knows where their configuration lies."""
+    made = Testbeds(tmp_path / "config")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def make_testbed(testbeds: Testbeds) -> MakeTestbed:
+    """`make_testbed(nodes=2, rails=1, rate="100mbit", docker=True, hardware="h100x8")`: a testbed of this test."""
+    return testbeds.make
+
+
+def next_name(owner: int | None = None) -> str:
+    """A name that no other test process uses."""
+    return f"{_MARK}{_to_letters(owner or os.getpid())}{_LETTERS[next(_counter) % 26]}"
+
+
+def remove_abandoned() -> None:
+    """Take down the testbeds of test processes that are no more."""
+    for name in standing_names():
+        if (owner := owner_of(name)) is not None and not Path(f"/proc/{owner}").exists():
+            tear_down(name, Path(os.devnull) / name)
+
+
+def _to_letters(number: int) -> str:
+    digits = ""
+    while number:
+        number, digit = divmod(number, 26)
+        digits = _LETTERS[digit] + digits
+    return digits
+
+
+def owner_of(name: str) -> int | None:
+    """The test process that made the testbed `name`; None when no test did."""
+    letters = name.removeprefix(_MARK)[:-1]
+    if not name.startswith(_MARK) or not letters or set(letters) - set(_LETTERS):
+        return None
+    number = 0
+    for letter in letters:
+        number = 26 * number + _LETTERS.index(letter)
+    return number
