@@ -1,0 +1,256 @@
+"""A check of nodes as people see it: a live table while it runs, then folded results. Text of nodes is never markup."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH
+from cluster.access.nodes import fold_nodes
+from cluster.checks.changes import Change
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.fold import NodeFold, fold_reports
+from cluster.checks.verdicts import FleetReport, NodeReport
+
+if TYPE_CHECKING:
+    from cluster.checks.run import CheckObserver
+
+STYLES = {
+    Verdict.OK: "green",
+    Verdict.SKIP: "dim",
+    Verdict.WARN: "yellow",
+    Verdict.UNKNOWN: "magenta",
+    Verdict.FAIL: "bold red",
+}
+_REFRESHES_PER_S = 4
+_EACH_NODE_UP_TO = 32  # plain lines: beyond that only bad nodes and a count
+_COUNT_INTERVAL_S = 2.0
+_LABEL_WIDTH = 8
+
+
+@contextlib.contextmanager
+def open_check_view(console: Console, nodes: Sequence[str], groups: Sequence[str]) -> Iterator[CheckObserver]:
+    """What shows the check while it runs: a table on a terminal, lines anywhere else."""
+    if not console.is_terminal:
+        yield PlainCheckView(console, len(nodes))
+        return
+    view = LiveCheckView(console, nodes, groups)
+    with Live(console=console, get_renderable=view.render, refresh_per_second=_REFRESHES_PER_S, transient=True):
+        yield view
+
+
+@dataclass
+class _Row:
+    """Where one node stands. started_s: None while it waits for its turn."""
+
+    started_s: float | None = None
+    report: NodeReport | None = None
+
+
+class LiveCheckView:
+    """One line per node with a verdict per group; the bad ones first when not all lines fit."""
+
+    def __init__(
+        self,
+        console: Console,
+        nodes: Sequence[str],
+        groups: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._clock, self._groups = console, clock, ("ssh", *groups)
+        self._rows = {node: _Row() for node in nodes}
+        self._phase = ""
+        self._lock = threading.Lock()
+
+    def started(self, node: str) -> None:
+        """Its seconds begin to count."""
+        with self._lock:
+            self._rows[node].started_s = self._clock()
+
+    def finished(self, report: NodeReport) -> None:
+        """Its verdicts appear."""
+        with self._lock:
+            self._rows[report.node].report = report
+
+    def phase(self, text: str) -> None:
+        """Shown below the table."""
+        self._phase = text
+
+    def render(self) -> RenderableType:
+        """The table as it is now; called by the thread that refreshes the screen."""
+        with self._lock:
+            rows = [(node, replace(row)) for node, row in self._rows.items()]
+        room = max(3, self._console.height - 5)
+        shown = rows if len(rows) <= room else sorted(rows, key=_urgency)[:room]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("node", no_wrap=True)
+        for group in self._groups:
+            table.add_column(group, no_wrap=True)
+        table.add_column("seconds", justify="right", no_wrap=True)
+        for node, row in shown:
+            table.add_row(*self._cells(node, row))
+        return Group(table, self._summary(rows, hidden=len(rows) - len(shown)))
+
+    def _cells(self, node: str, row: _Row) -> list[Text]:
+        if row.report is None:
+            busy = row.started_s is not None
+            word = Text("..." if busy else "", style="dim")
+            seconds = f"{self._clock() - row.started_s:.0f}" if row.started_s is not None else ""
+            return [Text(node, style="" if busy else "dim"), word, *[Text("")] * (len(self._groups) - 1), Text(seconds)]
+        verdicts = [row.report.group_verdict(group) for group in self._groups]
+        cells = [_verdict(verdict) if verdict else Text(DASH, style="dim") for verdict in verdicts]
+        return [Text(node), *cells, Text(f"{row.report.elapsed_s:.1f}")]
+
+    def _summary(self, rows: Sequence[tuple[str, _Row]], hidden: int) -> Text:
+        reports = [row.report for _, row in rows if row.report is not None]
+        usable = sum(report.usable for report in reports)
+        parts = [f"{len(reports)} of {len(rows)} nodes checked, {usable} usable"]
+        parts += [f"{hidden} more not shown"] if hidden else []
+        parts += [self._phase] if self._phase else []
+        return Text(" · ".join(parts), style="dim")
+
+
+class PlainCheckView:
+    """A line per node as it is done; of a large fleet only the bad ones, and a count from time to time."""
+
+    def __init__(self, console: Console, nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._nodes, self._clock = console, nodes, clock
+        self._done = 0
+        self._next_s = clock() + _COUNT_INTERVAL_S
+
+    def started(self, node: str) -> None:
+        """Nothing."""
+
+    def finished(self, report: NodeReport) -> None:
+        """One line, where it matters."""
+        self._done += 1
+        if self._nodes <= _EACH_NODE_UP_TO or not report.usable:
+            text = Text.assemble(f"[{self._done}/{self._nodes}] {report.node}: ", _verdict(report.verdict))
+            reason = _worst_finding(report)
+            self._say(Text.assemble(text, f" {_label(reason)}: {reason.observed}") if reason else text)
+        elif self._clock() >= self._next_s:
+            self._next_s = self._clock() + _COUNT_INTERVAL_S
+            self._say(Text(f"[{self._done}/{self._nodes}] nodes checked"))
+
+    def phase(self, text: str) -> None:
+        """One line, where there is something to wait for."""
+        if self._nodes > 1:
+            self._say(Text(text))
+
+    def _say(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def print_report(console: Console, report: FleetReport, *, all_findings: bool = False) -> None:
+    """Folded nodes with what is wrong with them and what to do; the last lines say which nodes are usable."""
+    for fold in fold_reports(report.nodes.values(), all_findings=all_findings):
+        _print_fold(console, fold)
+    console.print()
+    lost = [name for name, node in report.nodes.items() if not node.usable]
+    if lost:
+        console.print(Text.assemble(("not usable: ", "bold"), (fold_nodes(lost), "red")), soft_wrap=True)
+    console.print(usable_line(report), soft_wrap=True)
+
+
+def usable_line(report: FleetReport) -> Text:
+    """`usable: node[1-3] (3 of 4 nodes, 2.1 s)`."""
+    count = f" ({len(report.usable)} of {len(report.nodes)} nodes, {report.elapsed_s:.1f} s)"
+    names = (fold_nodes(report.usable), "green") if report.usable else ("none", "red")
+    return Text.assemble(("usable: ", "bold"), names, count)
+
+
+def print_usable(report: FleetReport, *, one_per_line: bool) -> None:
+    """The names of the usable nodes for a program: one NodeSet, or a name per line, and nothing else."""
+    names = report.usable
+    lines = names if one_per_line else (fold_nodes(names),) if names else ()
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """What is wrong here, not on a node."""
+    for note in notes:
+        console.print(Text.assemble(("warning: ", "yellow"), note), soft_wrap=True)
+
+
+def print_changes(console: Console, changes: Sequence[Change], report: FleetReport, at: str) -> None:
+    """What a repeated check found to be different, or that nothing is."""
+    if not changes:
+        console.print(Text.assemble((f"{at} ", "dim"), "no change; ", usable_line(report)), soft_wrap=True)
+        return
+    for change in changes:
+        before = _verdict(change.before) if change.before else Text("new", style="dim")
+        gone = f"  (over: {', '.join(change.gone)})" if change.gone else ""
+        line = Text.assemble((f"{at} ", "dim"), f"{change.nodes}: ", before, " → ", _verdict(change.after), gone)
+        console.print(line, soft_wrap=True)
+        for finding in _merge_devices(change.came):
+            _print_finding(console, finding)
+    console.print(Text.assemble((f"{at} ", "dim"), usable_line(report)), soft_wrap=True)
+
+
+def _print_fold(console: Console, fold: NodeFold) -> None:
+    line = Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict))
+    if fold.history:
+        line.append(f"  ({fold.history})", style="yellow")
+    console.print(line, soft_wrap=True)
+    for finding in _merge_devices(fold.findings):
+        _print_finding(console, finding)
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    expected = f"; expected: {finding.expected}" if finding.expected else ""
+    severity = Text(f"  {finding.severity.value:<{_LABEL_WIDTH}}", style=STYLES[finding.severity])
+    rows = [(severity, Text.assemble((_label(finding), "bold"), f": {finding.observed}{expected}"))]
+    if finding.remedy and finding.severity not in (Verdict.OK, Verdict.SKIP):
+        rows.append((Text(f"  {'':<{_LABEL_WIDTH}}"), Text(f"→ {finding.remedy}", style="dim")))
+    if not console.is_terminal:  # one line each, so that they can be searched
+        for label, text in rows:
+            console.print(Text.assemble(label, text), soft_wrap=True)
+        return
+    grid = Table.grid()
+    grid.add_column(width=2 + _LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+
+
+def _merge_devices(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that say the same of several devices, said once."""
+    devices: dict[Finding, list[str]] = {}
+    for finding in findings:
+        devices.setdefault(replace(finding, device=None, evidence=""), []).append(finding.device or "")
+    return [replace(finding, device=", ".join(filter(None, names)) or None) for finding, names in devices.items()]
+
+
+def _label(finding: Finding) -> str:
+    return f"{finding.check} ({finding.device})" if finding.device else finding.check
+
+
+def _verdict(verdict: Verdict) -> Text:
+    return Text(verdict.value, style=STYLES[verdict])
+
+
+def _worst_finding(report: NodeReport) -> Finding | None:
+    """The first of the findings that made the verdict; None for a healthy node."""
+    if report.verdict in (Verdict.OK, Verdict.SKIP):
+        return None
+    return next(finding for finding in report.findings if finding.severity is report.verdict)
+
+
+def _urgency(item: tuple[str, _Row]) -> int:
+    """Bad nodes first, then those at work, then those that wait, then the healthy ones."""
+    row = item[1]
+    if row.report is not None:
+        return 3 if row.report.verdict in (Verdict.OK, Verdict.SKIP) else 0
+    return 2 if row.started_s is None else 1

@@ -1,0 +1,119 @@
+"""Nodes that have the same things to say, said once: `node[1-3]: OK`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from cluster.access.nodes import fold_nodes
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.verdicts import NodeReport
+
+_ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
+_QUIET = frozenset({Verdict.OK, Verdict.SKIP})
+_PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
+_GAP = "\1"  # where a measured number stood
+# A number that stands alone: no version, address, date, name or count within a word.
+_NUMBER = re.compile(r"(?<![\w.:/+-])\d+(?:\.\d+)?(?!\.?\w|[:/])")
+
+
+@dataclass(frozen=True)
+class NodeFold:
+    """Nodes with the same verdict and the same findings; in these, `nodes` stands where each node's own name stood.
+
+    history: which of them failed more than once lately, in words.
+    """
+
+    nodes: str
+    names: tuple[str, ...]
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    history: str = ""
+
+
+def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -> list[NodeFold]:
+    """The nodes folded, the healthy first, the worst last and so nearest to the reader's eye.
+
+    What differs between nodes although nothing is wrong (times, versions that pass) does not keep them apart: findings
+    that are OK or skipped are left out, unless `all_findings`. Neither do numbers that only warn: they become a range.
+    """
+    folds: dict[tuple[object, ...], list[NodeReport]] = {}
+    for report in reports:
+        told = tuple(_key(_anonymous(finding)) for finding in _shown(report, all_findings))
+        folds.setdefault((report.verdict, told), []).append(report)
+    found = [_fold(members, all_findings) for members in folds.values()]
+    return sorted(found, key=lambda fold: _ORDER.index(fold.verdict))
+
+
+def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
+    return [finding for finding in report.findings if all_findings or finding.severity not in _QUIET]
+
+
+def _key(finding: Finding) -> Finding:
+    if finding.severity is not Verdict.WARN:
+        return finding
+    return replace(finding, observed=_NUMBER.sub(_GAP, finding.observed))
+
+
+def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
+    names = tuple(report.node for report in members)
+    nodes = fold_nodes(names)
+    columns = zip(*(_shown(report, all_findings) for report in members), strict=True)
+    findings = [_with_nodes(_join([_anonymous(finding) for finding in column]), nodes) for column in columns]
+    findings.sort(key=lambda finding: -_ORDER.index(finding.severity))
+    return NodeFold(nodes, names, members[0].verdict, tuple(findings), _history(members))
+
+
+def _join(findings: list[Finding]) -> Finding:
+    """The same finding of several nodes; where their numbers differ, the smallest and the largest are told."""
+    texts = [finding.observed for finding in findings]
+    if len(set(texts)) == 1:
+        return findings[0]
+    parts = _NUMBER.split(texts[0])
+    spans = [_span(numbers) for numbers in zip(*map(_NUMBER.findall, texts), strict=True)]
+    joined = "".join(part + span for part, span in zip(parts, [*spans, ""], strict=True))
+    return replace(findings[0], observed=joined)
+
+
+def _span(numbers: tuple[str, ...]) -> str:
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return low if float(low) == float(high) else f"{low} to {high}"
+
+
+def _history(members: list[NodeReport]) -> str:
+    """Which of these nodes failed more than once lately: `failed 3 of the last 5 checks`."""
+    often: dict[str, list[str]] = {}
+    for report in members:
+        if report.record is not None and report.record.failed > 1:
+            often.setdefault(str(report.record), []).append(report.node)
+    if [len(names) for names in often.values()] == [len(members)]:
+        return next(iter(often))
+    return "; ".join(f"{fold_nodes(names)} {text}" for text, names in often.items())
+
+
+def _anonymous(finding: Finding) -> Finding:
+    """The finding with a place for the node's name where it stands as a whole word."""
+    word = re.compile(rf"(?<![\w.-]){re.escape(finding.node)}(?![\w-]|\.\w)")
+
+    def strip(text: str) -> str:
+        return word.sub(_PLACE, text)
+
+    return replace(
+        finding,
+        node=_PLACE,
+        observed=strip(finding.observed),
+        expected=strip(finding.expected),
+        remedy=strip(finding.remedy),
+        evidence="",
+    )
+
+
+def _with_nodes(finding: Finding, nodes: str) -> Finding:
+    return replace(
+        finding,
+        node=nodes,
+        observed=finding.observed.replace(_PLACE, nodes),
+        expected=finding.expected.replace(_PLACE, nodes),
+        remedy=finding.remedy.replace(_PLACE, nodes),
+    )

@@ -1,0 +1,58 @@
+"""CUDA used for real, inside the image of the run: the last word on whether a node can train."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.gpu_view import GpuView, Opinion, unknown
+from cluster.parse.nvidia_smi import SmiLog
+from engine.config_cluster import ContainerConfig
+
+SMOKE_SECTION = "gpu.smoke"
+SMOKE_SECONDS = 120
+_WORD = re.compile(r"[A-Za-z0-9_./:@%+=-]+")
+_PROGRAM = (
+    "import torch; n = torch.cuda.device_count(); "
+    "s = [float((torch.ones(256, 256, device=f'cuda:{i}') @ torch.ones(256, 256, device=f'cuda:{i}')).sum()) "
+    "for i in range(n)]; assert all(x == 256.0 ** 3 for x in s), s; print('cuda works on', n)"
+)
+
+
+def cuda_smoke_section(container: ContainerConfig) -> str | None:
+    """Probe text that multiplies a matrix on every GPU inside the image; None when ranks do not run in one.
+
+    It is no part of gpu.sh, for it needs an image that is on the node already. Raises ValueError for an image or a
+    command that is no plain word: the text goes through a shell.
+    """
+    if container.runtime != "docker" or not container.image:
+        return None
+    words = [*container.command.split(), "run", "--rm", "--gpus", "all", "--network", "none", "--pull", "never"]
+    words += ["--entrypoint", "python", container.image]
+    for word in words:
+        if not _WORD.fullmatch(word) or word == "END":
+            raise ValueError(f"not a word for a shell: {word!r}")
+    command = f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}"
+    return f"section {SMOKE_SECTION} {SMOKE_SECONDS} <<'END'\n{command}\nEND\n"
+
+
+def check_cuda_smoke(view: GpuView) -> list[Finding]:
+    """gpu.cuda_smoke: what the program above said; SKIP when it was not asked for."""
+    check, section = "gpu.cuda_smoke", view.probe.sections.get(SMOKE_SECTION)
+    if section is None:
+        return [view.node(check, Opinion(Verdict.SKIP, "CUDA was not tried inside an image"))]
+    last = section.output.strip().splitlines()[-1:] or [""]
+    evidence = last[0][:200]
+    found = re.fullmatch(r"cuda works on (\d{1,3})", evidence)
+    if section.exit_code is None:
+        return [view.node(check, unknown(section.trouble(), evidence=evidence))]
+    if not section.ok or found is None:
+        remedy = "run the image by hand on the node: `docker run --rm --gpus all IMAGE nvidia-smi`"
+        opinion = Opinion(Verdict.FAIL, f"CUDA fails in the image: {section.trouble()}", "it works", remedy, evidence)
+    elif isinstance(view.smi, SmiLog) and int(found.group(1)) != len(view.gpus):
+        remedy = "check the container runtime (nvidia-container-toolkit, CDI) and CUDA_VISIBLE_DEVICES in the image"
+        opinion = Opinion(Verdict.FAIL, f"{found.group(1)} GPUs in the image", f"{len(view.gpus)} GPUs", remedy)
+    else:
+        opinion = Opinion(Verdict.OK, evidence)
+    return [view.node(check, opinion)]

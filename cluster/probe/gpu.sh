@@ -1,0 +1,171 @@
+# The GPUs of a node. Nothing here judges: what was seen goes out as it is, and a tool that failed says so by its exit code.
+
+# Without persistence mode every call of nvidia-smi sets up each GPU anew: eight of them can take 20 seconds.
+smi_limit=${BURST_SMI_LIMIT_S:-30}
+smi_began=$(date +%s)
+
+# All PCI devices are counted, so that "no NVIDIA device" and "no sysfs" stay two things.
+section gpu.lspci 10 <<'END'
+show() {
+    value=
+    [ -r "$device/$2" ] && read -r value 2>/dev/null <"$device/$2"
+    printf '\t%s=%s' "$1" "$value"
+}
+base=$(cd -P "$root/" 2>/dev/null && pwd -P)
+[ "$base" = / ] && base=
+seen=0
+for device in "$root"/sys/bus/pci/devices/*; do
+    [ -r "$device/vendor" ] || continue
+    seen=$((seen + 1))
+    read -r vendor <"$device/vendor"
+    [ "$vendor" = 0x10de ] || continue
+    printf 'pci\t%s' "${device##*/}"
+    show class class
+    show device device
+    show width current_link_width
+    show width_max max_link_width
+    show speed current_link_speed
+    show speed_max max_link_speed
+    show numa numa_node
+    place=$(cd -P "$device" 2>/dev/null && pwd -P)
+    printf '\tpath=%s\n' "${place#"$base"}"
+done
+printf 'pci_devices\t%s\tend\n' "$seen"
+END
+
+# The table of supported clocks is most of the output and says nothing about health. An element may also open and close on
+# one line (`N/A`): a range of sed would then run on into the next GPU.
+section gpu.smi "$smi_limit" <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+exec 4>&1
+code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
+    sed -e '/<supported_clocks>.*<\/supported_clocks>/d' -e '/<supported_clocks>/,/<\/supported_clocks>/d' \
+        -e '/<accounted_processes>.*<\/accounted_processes>/d' \
+        -e '/<accounted_processes>/,/<\/accounted_processes>/d' >&4; } 3>&1)
+exit "$code"
+END
+
+# What hangs once hangs again: with a stuck driver the other questions are not asked, and are missing in the answer.
+if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
+    section gpu.topo 20 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+nvidia-smi topo -m
+END
+
+    section gpu.p2p 20 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+nvidia-smi topo -p2p n
+END
+
+    section gpu.nvlink 20 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+nvidia-smi nvlink --status
+END
+
+    section gpu.nvlink_errors 20 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+nvidia-smi nvlink -e
+END
+
+    # Compute processes with their owner and age. A process that /proc does not show belongs to another PID namespace.
+    section gpu.apps 20 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+apps=$(nvidia-smi --query-compute-apps=pid,gpu_uuid,used_memory,process_name --format=csv,noheader,nounits 2>&1)
+code=$?
+if [ "$code" -ne 0 ]; then
+    printf '%s\n' "$apps"
+    exit "$code"
+fi
+hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
+uptime=
+[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
+total=0
+while IFS= read -r app; do
+    pid=${app%%,*}
+    case $pid in '' | *[!0-9]*) continue ;; esac
+    total=$((total + 1))
+    owner= age=
+    if [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; then
+        read -r stat <"$root/proc/$pid/stat"
+        # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
+        start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
+        age=$((${uptime%.*} - start / hertz))
+        owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
+    fi
+    printf 'app\t%s\t%s\t%s\n' "$owner" "$age" "$app"
+done <<APPS
+$apps
+APPS
+printf 'apps\t%s\n' "$total"
+END
+fi
+
+# Lines of the NVIDIA drivers since boot, one per kind and device with how often it came: a flood of one hides no other.
+# The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see it.
+section gpu.kernel 20 <<'END'
+pick() {
+    awk -v reader="$1" '
+        BEGIN { code = 1 }
+        /^@@ended [0-9]+$/ { code = $2; next }
+        /^(-- |Hint: |No journal files|$)/ { next }
+        { lines++ }
+        /Linux version [0-9]/ { boot = 1 }
+        /NVRM|nvidia-nvswitch|fallen off the bus/ {
+            kind = $0
+            if (match($0, /S?Xid \([^)]*\): *[0-9]+/)) kind = substr($0, RSTART, RLENGTH)
+            else if (kinds[""]++ >= 200) next
+            else { sub(/^.*(NVRM|nvidia-nvswitch)/, "", kind); gsub(/[0-9]+/, "", kind) }
+            if (!(kind in count)) order[++total] = kind
+            count[kind]++
+            last[kind] = $0
+        }
+        END {
+            if (code != 0 || lines == 0) { print reader ": exit code " code ", " lines + 0 " lines"; exit 1 }
+            for (i = 1; i <= total; i++) printf "seen\t%s\t%s\n", count[order[i]], last[order[i]]
+            printf "log\t%s\t%s\t%s\n", reader, lines, boot ? "since boot" : "cut"
+        }'
+}
+if [ -n "$root" ]; then
+    { cat "$root/var/log/kernel-gpus.log" 2>&1; printf '\n@@ended %s\n' "$?"; } | pick log
+    exit
+fi
+if command -v journalctl >/dev/null; then
+    { journalctl -k -b -q --no-pager -o short-iso 2>&1; printf '\n@@ended %s\n' "$?"; } | pick journalctl && exit
+fi
+{ dmesg 2>&1; printf '\n@@ended %s\n' "$?"; } | pick dmesg && exit
+dmesg 2>&1 >/dev/null
+exit 1
+END
+
+section gpu.fabric_manager 10 <<'END'
+if [ -z "$root" ] && command -v systemctl >/dev/null; then
+    printf 'unit\t%s\n' "$(systemctl is-active nvidia-fabricmanager 2>&1)"
+fi
+scanned=0
+for comm in "$root"/proc/[0-9]*/comm; do
+    read -r name 2>/dev/null <"$comm" || continue
+    scanned=$((scanned + 1))
+    # The kernel keeps 15 characters of a name.
+    case $name in nv-fabricmanage*) comm=${comm%/comm} && printf 'process\t%s\n' "${comm##*/}" ;; esac
+done
+if [ -z "$root" ] && command -v nv-fabricmanager >/dev/null; then
+    printf 'version\t%s\n' "$(nv-fabricmanager --version 2>&1 | head -n 1)"
+fi
+printf 'scanned\t%s\tend\n' "$scanned"
+END
+
+# A second look, seconds after the first: counters that grow, and GPUs that are still in use.
+if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
+    section gpu.again 35 <<'END'
+command -v nvidia-smi >/dev/null || exit 127
+sleep "${BURST_SMI_PAUSE_S:-2}"
+exec 4>&1
+code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
+    sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
+        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' \
+        -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
+        -e '/<pci>/p; /<\/pci>/p; /<replay_counter>/p' \
+        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p' >&4; } 3>&1)
+exit "$code"
+END
+fi

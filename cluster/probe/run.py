@@ -1,0 +1,149 @@
+"""Asks one node, or this machine, everything in one go; memory and time are bounded whatever comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cluster.access.connection import Connection, RemoteProcess
+from cluster.access.hosts import is_host_name
+from cluster.errors import SshError, SshFailure
+from cluster.probe.local import LocalProcess
+from cluster.probe.script import build_script, is_complete, new_fence, read_sections
+from cluster.probe.section import NodeProbe
+from cluster.remote_text import one_line
+
+ANSWER_BYTES = 4 << 20
+DEFAULT_TIMEOUT_S = 60.0
+_CLOCK_TIMEOUT_S = 10.0
+_READ_BYTES = 1 << 16
+_CLOCK = re.compile(rb"\s*(\d{1,11})(\.\d{1,9})?")
+_END_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """See the fields of the same name of `NodeProbe`."""
+
+    round_trip_s: float
+    offset_s: float | None
+    error_s: float
+
+
+def probe_node(
+    connection: Connection,
+    groups: Sequence[str],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    fragments: Sequence[str] = (),
+) -> NodeProbe:
+    """The answer of a node to the probes of `groups` and to `fragments`, more sections as text, in about `timeout_s`.
+
+    settings: variables that these scripts read.
+
+    Raises SshError while nothing has been asked yet; after that, whatever came until the node fell silent, broke off or
+    sent too much is the answer, `trouble` says so, and what is missing in it is CUT_OFF or MISSING.
+    """
+    deadline = time.monotonic() + timeout_s
+    clock = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
+    script, fence = _script(groups, settings, fragments)
+    process = connection.start(["sh", "-s"])
+    try:
+        answer, trouble = _converse(process, script, fence, deadline, timeout_s)
+    finally:
+        process.close()
+    return NodeProbe(
+        connection.host.name,
+        read_sections(answer, fence),
+        clock.round_trip_s,
+        clock.offset_s,
+        clock.error_s,
+        trouble,
+    )
+
+
+def probe_local(
+    groups: Sequence[str],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    fragments: Sequence[str] = (),
+) -> NodeProbe:
+    """The answer of this machine to the probes of `groups`, named after it."""
+    deadline = time.monotonic() + timeout_s
+    name = socket.gethostname()
+    script, fence = _script(groups, settings, fragments)
+    process = LocalProcess(["sh", "-s"])
+    try:
+        answer, trouble = _converse(process, script, fence, deadline, timeout_s)
+    finally:
+        process.close()
+    return NodeProbe(name if is_host_name(name) else "localhost", read_sections(answer, fence), trouble=trouble)
+
+
+def _script(groups: Sequence[str], settings: Mapping[str, str], fragments: Sequence[str]) -> tuple[bytes, str]:
+    fence = new_fence()
+    return build_script(groups, fence, settings, fragments), fence
+
+
+def _read_clock(connection: Connection, timeout_s: float) -> _Clock:
+    """Round trip and clock by a command that does next to nothing; busybox tells whole seconds only."""
+    sent_at, begin = time.time(), time.monotonic()
+    result = connection.run(["date", "+%s.%N"], timeout_s=timeout_s, max_output_bytes=100)
+    round_trip = time.monotonic() - begin
+    found = _CLOCK.match(result.stdout) if result.exit_code == 0 else None
+    if found is None:
+        return _Clock(round_trip, None, 0.0)
+    fraction = found.group(2)
+    # Whole seconds are cut, not rounded: the middle of that second is the best guess.
+    told = float(found.group(1)) + (float(fraction) if fraction else 0.5)
+    error = round_trip / 2 + (0.0 if fraction else 0.5)
+    return _Clock(round_trip, told - (sent_at + round_trip / 2), error)
+
+
+def _converse(
+    process: RemoteProcess, script: bytes, fence: str, deadline: float, timeout_s: float
+) -> tuple[bytes, str]:
+    """(what the script printed, what is wrong with it in words)."""
+    # From a thread: a node that does not read its input must not stop us from giving up.
+    threading.Thread(target=_feed, args=(process, script), name="probe script", daemon=True).start()
+    answer = bytearray()
+    while not is_complete(answer, fence):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return bytes(answer), f"the answer was not complete within {timeout_s:.3g} s"
+        try:
+            data = process.read(_READ_BYTES, left)
+        except SshError as error:
+            late = error.kind is SshFailure.COMMAND_TIMEOUT
+            return bytes(answer), f"the answer was not complete within {timeout_s:.3g} s" if late else error.detail
+        if not data:
+            return bytes(answer), _why_ended(process, bytes(answer), fence)
+        answer += data
+        if len(answer) > ANSWER_BYTES:
+            return bytes(answer[:ANSWER_BYTES]), f"the answer is longer than {ANSWER_BYTES >> 20} MiB; the rest is lost"
+    return bytes(answer), ""
+
+
+def _feed(process: RemoteProcess, script: bytes) -> None:
+    with contextlib.suppress(SshError):
+        process.write(script)
+        process.close_stdin()
+
+
+def _why_ended(process: RemoteProcess, answer: bytes, fence: str) -> str:
+    """Why the answer is at its end without being complete."""
+    try:
+        result = process.wait(_END_WAIT_S)
+    except SshError as error:
+        return f"the answer broke off: {error.detail}"
+    said = one_line(result.stderr) or ("" if fence.encode() in answer else one_line(answer))
+    code = "a signal" if result.exit_code is None else f"exit code {result.exit_code}"
+    return f"the shell of the node ended with {code} before the answer was complete{f': {said}' if said else ''}"

@@ -1,0 +1,82 @@
+"""What a healthy GPU node with Docker answers to host.sh, written by hand, and ways to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.host import GROUP
+from cluster.probe.section import NodeProbe, Section, SectionState
+from engine.config_cluster import ClusterConfig, ContainerConfig
+
+DOCKER = ClusterConfig(container=ContainerConfig(runtime="docker", image="burst:cuda"), shared_folder="/mnt/shared")
+BARE = ClusterConfig()
+GIB_BLOCKS = 262144  # of 4096 bytes
+
+HEALTHY: Mapping[str, str] = {
+    "host.limits": "memlock unlimited\nnofile_soft 1048576\nnofile_hard 1048576\nrdma mlx5_0\nrdma mlx5_1",
+    "host.disk": (
+        "root 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"
+        "tmp 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"
+        "shm 4096 264241152 264241152 264241152 264241000 tmpfs"
+    ),
+    "host.shared": "shared 1048576 104857600 52428800 0 0 nfs",
+    "host.cpu": (
+        "cores 224\n"
+        + "governor performance\n" * 224
+        + "numa_balancing 0\nnuma_online 0-1\nload 1.02 1.10 0.98 2/3456 812345\nuptime 1296000.12 280000000.00"
+    ),
+    "host.memory": "MemTotal: 2113513980 kB\nMemAvailable: 2080000000 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB",
+    "host.processes": "uptime 1296000.20\nticks 100\nseen 3456",
+    "host.runs": "uptime 1296000.30\nticks 100\nuser 0\nread 3456\nunread 0\nend",
+    "host.software": "kernel 5.15.0-105-generic\nruntime docker\npython 3.10.12\npackages read\ntool ib_write_bw",
+    "host.nccl": "absent system\nabsent user\nend",
+    "host.docker": (
+        "hook nvidia-container-runtime-hook\nhook nvidia-ctk\ngpus\n"
+        'ServerVersion "26.1.3"\nDockerRootDir "/var/lib/docker"\nDriver "overlay2"\n'
+        'Runtimes {"io.containerd.runc.v2":{"path":"runc"},"nvidia":{"path":"nvidia-container-runtime"}}\n'
+        "docker 4096 459276288 229638144 117440512 110000000 ext2/ext3"
+    ),
+    "host.image": (
+        'image "amd64" "linux" "2026-01-05T10:00:00.123456789Z" ["sha256:aa","sha256:bb"]\nsize 19327352832'
+    ),
+}
+BARE_SOFTWARE = (
+    "kernel 5.15.0-105-generic\nruntime bare\npython 3.11.9\npackage nvidia-nccl-cu12 2.27.5\n"
+    "package torch 2.9.1+cu128\npackages read"
+)
+
+
+def healthy(node: str = "node1", **changes: str) -> NodeProbe:
+    """A healthy node; `cpu="..."` replaces the output of section host.cpu."""
+    texts = {**HEALTHY, **{f"host.{name}": text for name, text in changes.items()}}
+    return NodeProbe(node, {name: Section(name, text, 0, SectionState.ENDED) for name, text in texts.items()})
+
+
+def edited(section: str, old: str, new: str) -> NodeProbe:
+    """A healthy node with `old` in one section replaced, which must be there."""
+    name = f"host.{section}"
+    assert old in HEALTHY[name]
+    return healthy(**{section: HEALTHY[name].replace(old, new)})
+
+
+def damaged(section: Section) -> NodeProbe:
+    """A healthy node with one section in another state."""
+    return replace(healthy(), sections={**healthy().sections, section.name: section})
+
+
+def ended(name: str, code: int, output: str = "") -> NodeProbe:
+    """A healthy node one of whose sections ended with `code`."""
+    return damaged(Section(name, output, code, SectionState.ENDED))
+
+
+def findings(probe: NodeProbe, check: str, config: ClusterConfig = DOCKER) -> list[Finding]:
+    """The findings of one check."""
+    return [finding for finding in GROUP.check(probe, config) if finding.check == check]
+
+
+def verdict(probe: NodeProbe, check: str, config: ClusterConfig = DOCKER) -> Verdict:
+    """The verdict of a check that has one finding."""
+    (finding,) = findings(probe, check, config)
+    return finding.severity

@@ -1,0 +1,121 @@
+"""A `Connection` whose node is this machine: commands run as they are, over pipes. For tests of what runs on nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.access.hosts import Host
+from cluster.errors import SshError, SshFailure
+
+
+class LocalConnection:
+    """Runs commands with `environment` on top of this one's; `processes` are all it started."""
+
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        self._host = Host(name, "127.0.0.1")
+        self._environment = {**os.environ, **(environment or {})}
+        self.processes: list[LocalProcess] = []
+
+    @property
+    def host(self) -> Host:
+        return self._host
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        process = self.start(argv)
+        try:
+            process.write(stdin)
+            process.close_stdin()
+            return process.wait(timeout_s)
+        finally:
+            process.close()
+
+    def start(self, argv: Sequence[str]) -> LocalProcess:
+        process = LocalProcess(self._host.name, argv, self._environment)
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LocalProcess:
+    """As over SSH: closing it closes the streams and kills nothing."""
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name, self._begin = name, time.monotonic()
+        pipe = subprocess.PIPE
+        # A shell as sshd uses one: it answers 127 for a command that is not there.
+        command = ["/bin/sh", "-c", 'exec "$@"', "sh", *argv]
+        self.popen = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=dict(environment), start_new_session=True
+        )
+
+    def write(self, data: bytes) -> None:
+        assert self.popen.stdin is not None
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self.popen.stdin.write(view) :]
+        except (OSError, ValueError) as error:
+            raise SshError(self._name, SshFailure.LOST, "the command no longer reads its input") from error
+
+    def close_stdin(self) -> None:
+        assert self.popen.stdin is not None
+        with contextlib.suppress(OSError):
+            self.popen.stdin.close()
+
+    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+        assert self.popen.stdout is not None
+        if not select.select([self.popen.stdout], [], [], timeout_s)[0]:
+            raise SshError(self._name, SshFailure.COMMAND_TIMEOUT, f"no output within {timeout_s} s")
+        return os.read(self.popen.stdout.fileno(), max_bytes)
+
+    def wait(self, timeout_s: float) -> CommandResult:
+        assert self.popen.stdin is not None
+        stdin, self.popen.stdin = self.popen.stdin, None  # communicate() would flush it
+        try:
+            stdout, stderr = self.popen.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise SshError(self._name, SshFailure.COMMAND_TIMEOUT, f"not done within {timeout_s} s") from error
+        finally:
+            self.popen.stdin = stdin
+        code = self.popen.returncode
+        return CommandResult(code if code >= 0 else None, stdout, stderr, time.monotonic() - self._begin)
+
+    def close(self) -> None:
+        self.close_stdin()
+        for stream in (self.popen.stdout, self.popen.stderr):
+            assert stream is not None
+            stream.close()
+
+    def end(self) -> None:
+        """For the end of a test: kill whatever is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        self.close()

@@ -1,0 +1,132 @@
+"""Identical nodes are said once, different ones never together."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.access.nodes import fold_nodes, parse_nodes
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.fold import fold_reports
+from cluster.checks.history import Record
+from cluster.checks.verdicts import NodeReport
+
+NODE_NAMES = st.from_regex(r"[a-z][a-z0-9]{0,4}(-[a-z]{1,3})?[0-9]{0,3}(\.lan)?", fullmatch=True)
+TEXTS = st.sampled_from(["2 errors", "3 errors", "no tool", "driver 535.104.05", "driver 550.54.15", ""])
+SEVERITIES = st.sampled_from([Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL])
+TOLD = st.lists(st.tuples(st.sampled_from(["gpu.ecc", "ib.state"]), SEVERITIES, TEXTS), max_size=3)
+
+
+def report(node: str, *told: tuple[str, Verdict, str]) -> NodeReport:
+    return NodeReport(node, tuple(Finding(check, node, severity, text) for check, severity, text in told))
+
+
+OK = ("ssh.reach", Verdict.OK, "reached")
+
+
+def test_healthy_nodes_are_one_line_whatever_their_figures() -> None:
+    reports = [report(f"bjdx{n}", OK, ("ssh.round_trip", Verdict.OK, f"{n} ms")) for n in (1, 2, 3)]
+    (fold,) = fold_reports(reports)
+    assert (fold.nodes, fold.verdict, fold.findings) == ("bjdx[1-3]", Verdict.OK, ())
+
+
+def test_all_findings_keep_different_nodes_apart() -> None:
+    reports = [report(f"n{n}", ("ssh.clock", Verdict.OK, text)) for n, text in ((1, "a"), (2, "b"))]
+    assert len(fold_reports(reports, all_findings=True)) == 2
+    assert len(fold_reports(reports)) == 1
+
+
+def test_the_worst_comes_last() -> None:
+    reports = [
+        report("n1", ("gpu.ecc", Verdict.FAIL, "x")),
+        report("n2", OK),
+        report("n3", ("gpu.ecc", Verdict.UNKNOWN, "x")),
+        report("n4", ("gpu.ecc", Verdict.WARN, "x")),
+    ]
+    assert [fold.nodes for fold in fold_reports(reports)] == ["n2", "n4", "n3", "n1"]
+
+
+def test_names_of_nodes_in_texts_become_the_folded_name() -> None:
+    findings = [
+        Finding("ssh.reach", f"n{n}", Verdict.FAIL, f"n{n}: unknown key", remedy=f"burst hosts trust n{n}.")
+        for n in (1, 2)
+    ]
+    (fold,) = fold_reports(NodeReport(finding.node, (finding,)) for finding in findings)
+    assert fold.findings[0].remedy == "burst hosts trust n[1-2]."
+    assert fold.findings[0].observed == "n[1-2]: unknown key"
+
+
+def test_a_name_within_another_name_stays() -> None:
+    (fold,) = fold_reports(
+        [report("n1", ("net.pairs", Verdict.FAIL, "cannot reach n12, n1.lan, xn1 and n1-b from n1"))]
+    )
+    assert fold.findings[0].observed == "cannot reach n12, n1.lan, xn1 and n1-b from n1"
+    two = [report(n, ("net.pairs", Verdict.FAIL, f"no n12 from {n}")) for n in ("n1", "n2")]
+    assert fold_reports(two)[0].findings[0].observed == "no n12 from n[1-2]"
+
+
+def test_numbers_that_only_warn_become_a_range() -> None:
+    reports = [report(f"n{n}", ("host.load", Verdict.WARN, f"{load} on 8 cores")) for n, load in ((1, 9.5), (2, 10.25))]
+    (fold,) = fold_reports(reports)
+    assert fold.findings[0].observed == "9.5 to 10.25 on 8 cores"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("535.104.05", "550.54.15"), ("6.1.0-18", "6.1.0-21"), ("mlx5_0", "mlx5_1"), ("0000:0f:00.0", "0000:1f:00.0")],
+)
+def test_versions_and_names_are_no_ranges(one: str, other: str) -> None:
+    reports = [report("n1", ("gpu.x", Verdict.WARN, f"is {one}")), report("n2", ("gpu.x", Verdict.WARN, f"is {other}"))]
+    assert len(fold_reports(reports)) == 2
+
+
+def test_numbers_that_fail_are_told_each() -> None:
+    reports = [report("n1", ("gpu.ecc", Verdict.FAIL, "2 errors")), report("n2", ("gpu.ecc", Verdict.FAIL, "5 errors"))]
+    assert len(fold_reports(reports)) == 2
+
+
+def recorded(node: str, failed: int, of: int) -> NodeReport:
+    return replace(report(node, ("gpu.ecc", Verdict.FAIL, "x")), record=Record(failed, of))
+
+
+def test_nodes_that_often_failed_are_named_within_their_fold() -> None:
+    (fold,) = fold_reports([recorded("n1", 1, 5), recorded("n2", 3, 5), recorded("n3", 3, 5)])
+    assert fold.history == "n[2-3] failed 3 of the last 5 checks"
+    (fold,) = fold_reports([recorded("n2", 3, 5), recorded("n3", 3, 5)])
+    assert fold.history == "failed 3 of the last 5 checks"
+    (fold,) = fold_reports([recorded("n1", 1, 1), recorded("n2", 1, 4)])
+    assert fold.history == ""
+
+
+@given(st.dictionaries(NODE_NAMES, TOLD, min_size=1, max_size=8))
+def test_every_node_is_in_exactly_one_fold_with_its_own_verdict(
+    fleet: dict[str, list[tuple[str, Verdict, str]]],
+) -> None:
+    reports = {name: report(name, *told) for name, told in fleet.items()}
+    folds = fold_reports(reports.values())
+    assert sorted(name for fold in folds for name in fold.names) == sorted(fleet)
+    for fold in folds:
+        assert set(parse_nodes(fold.nodes, "test").names) == set(fold.names)
+        for name in fold.names:
+            assert reports[name].verdict is fold.verdict
+            bad = [f for f in reports[name].findings if f.severity not in (Verdict.OK, Verdict.SKIP)]
+            assert sorted(f.check for f in bad) == sorted(f.check for f in fold.findings)
+            exact = {(f.check, f.observed) for f in bad if f.severity is not Verdict.WARN}
+            assert exact <= {(f.check, f.observed) for f in fold.findings}
+
+
+@given(
+    st.sets(
+        st.text(alphabet=string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=8).filter(
+            lambda name: name[0] not in "-."
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_folded_names_unfold_to_themselves(names: set[str]) -> None:
+    assert set(parse_nodes(fold_nodes(names), "test").names) == names

@@ -1,0 +1,143 @@
+"""Traits: the odd node is named, ties warn everybody, and who does not tell is unknown."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.profile import merge_compared, profile_findings
+from engine.config_cluster import ExpectedHardware
+
+ANY = ExpectedHardware()
+
+
+def judge(check: str, values: dict[str, str | None], expected: ExpectedHardware = ANY) -> dict[str, Finding]:
+    traits = {node: {} if value is None else {check: value} for node, value in values.items()}
+    return {finding.node: finding for finding in profile_findings(traits, expected)}
+
+
+def severities(found: dict[str, Finding]) -> dict[str, Verdict]:
+    return {node: finding.severity for node, finding in found.items()}
+
+
+def test_the_odd_node_is_named_with_what_the_others_have() -> None:
+    found = judge("gpu.driver", {"n1": "550.54", "n2": "550.54", "n3": "535.104", "n4": "550.54"})
+    assert severities(found) == {"n1": Verdict.OK, "n2": Verdict.OK, "n3": Verdict.FAIL, "n4": Verdict.OK}
+    assert (found["n3"].observed, found["n3"].expected) == ("535.104", "550.54, as 3 of 4 nodes have")
+
+
+def test_a_tie_warns_all_and_says_who_has_what() -> None:
+    found = judge("gpu.driver", {"n1": "550", "n2": "535", "n3": "550", "n4": "535"})
+    assert set(severities(found).values()) == {Verdict.WARN}
+    assert "550 on n[1,3]; 535 on n[2,4]" in found["n1"].expected
+
+
+def test_one_node_alone_is_ok() -> None:
+    assert severities(judge("gpu.driver", {"n1": "550"})) == {"n1": Verdict.OK}
+
+
+def test_a_node_that_does_not_tell_is_unknown() -> None:
+    assert severities(judge("gpu.driver", {"n1": "550", "n2": None}))["n2"] is Verdict.UNKNOWN
+
+
+def test_what_nobody_tells_is_no_trait() -> None:
+    assert judge("gpu.driver", {"n1": None, "n2": None}) == {}
+
+
+def test_a_soft_difference_warns_only() -> None:
+    found = judge("gpu.vbios", {"n1": "96.00", "n2": "96.00", "n3": "96.01"})
+    assert found["n3"].severity is Verdict.WARN
+
+
+VALUES = st.dictionaries(
+    st.integers(1, 9).map(lambda n: f"n{n}"), st.none() | st.sampled_from(["a", "b", "c"]), min_size=1, max_size=9
+)
+
+
+@given(VALUES)
+def test_majority_rule(values: dict[str, str | None]) -> None:
+    found = severities(judge("gpu.model", values))
+    counts = Counter(value for value in values.values() if value is not None)
+    if not counts:
+        assert found == {}
+        return
+    top = max(counts.values())
+    winners = [value for value, count in counts.items() if count == top]
+    for node, value in values.items():
+        if value is None:
+            assert found[node] is Verdict.UNKNOWN
+        elif len(winners) > 1:
+            assert found[node] is Verdict.WARN
+        else:
+            assert found[node] is (Verdict.OK if value == winners[0] else Verdict.FAIL)
+
+
+@given(VALUES)
+def test_different_values_never_all_pass(values: dict[str, str | None]) -> None:
+    """The count of unique values that is always 1: nodes that differ must not all be OK."""
+    different = len({value for value in values.values() if value is not None}) > 1
+    if different:
+        assert set(severities(judge("gpu.model", values)).values()) != {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("expected", "check", "good", "bad"),
+    [
+        (ExpectedHardware(gpus=8), "gpu.count", "8", "7"),
+        (ExpectedHardware(gpus=0), "gpu.count", "0", "8"),
+        (ExpectedHardware(gpu_model="h100"), "gpu.model", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"),
+        (ExpectedHardware(driver="550"), "gpu.driver", "550.54.15", "5500.1"),
+        (ExpectedHardware(driver="550.54"), "gpu.driver", "550.54", "550.5"),
+        (ExpectedHardware(hcas=8), "ib.count", "8", "18"),
+        (ExpectedHardware(hca_rate_gbps=400.0), "ib.rate", "400", "200"),
+        (ExpectedHardware(hca_rate_gbps=400.0), "ib.rate", "400 Gb/sec", "40"),
+    ],
+)
+def test_the_configuration_decides_against_any_majority(
+    expected: ExpectedHardware, check: str, good: str, bad: str
+) -> None:
+    found = severities(judge(check, {"n1": bad, "n2": bad, "n3": good, "n4": None}, expected))
+    assert found == {"n1": Verdict.FAIL, "n2": Verdict.FAIL, "n3": Verdict.OK, "n4": Verdict.UNKNOWN}
+
+
+def finding(severity: Verdict, check: str = "gpu.driver", device: str | None = None, text: str = "") -> Finding:
+    return Finding(check, "n1", severity, text, device=device)
+
+
+@pytest.mark.parametrize("own", list(Verdict))
+@pytest.mark.parametrize("compared", list(Verdict))
+def test_merging_keeps_the_worse_and_says_it_once(own: Verdict, compared: Verdict) -> None:
+    merged = [f.severity for f in merge_compared([finding(own)], [finding(compared)])]
+    order = list(Verdict)
+    if (own, compared) == (Verdict.SKIP, Verdict.UNKNOWN):
+        assert merged == [Verdict.SKIP]  # what does not apply needs no value
+    else:
+        assert max(merged, key=order.index) is max(own, compared, key=order.index)
+    assert not (Verdict.OK in merged and len(merged) > 1)
+
+
+def test_findings_of_devices_are_not_replaced() -> None:
+    own = [finding(Verdict.OK, device="GPU 0"), finding(Verdict.OK, device="GPU 1")]
+    assert len(merge_compared(own, [finding(Verdict.FAIL)])) == 3
+
+
+def test_several_findings_of_one_comparison_all_stay() -> None:
+    compared = [finding(Verdict.FAIL, "net.subnet", device) for device in ("eth0", "eth1")]
+    assert merge_compared([], compared) == compared
+
+
+def test_a_group_that_already_failed_is_not_unknown_for_every_trait() -> None:
+    own = [finding(Verdict.FAIL, "gpu.lost")]
+    compared = [finding(Verdict.UNKNOWN, f"gpu.{name}") for name in ("driver", "model")]
+    assert merge_compared(own, compared) == own
+    assert len(merge_compared([finding(Verdict.FAIL, "ib.state")], compared)) == 3
+
+
+def test_a_node_without_gpus_among_others_fails_once() -> None:
+    own = [finding(Verdict.SKIP, "gpu.count")]
+    compared = [finding(Verdict.FAIL, "gpu.count"), finding(Verdict.UNKNOWN, "gpu.model")]
+    assert [f.severity for f in merge_compared(own, compared)] == [Verdict.SKIP, Verdict.FAIL]

@@ -1,0 +1,91 @@
+"""Group ssh: every way of not reaching a node is a different answer, and clocks are compared fairly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.checks.finding import Verdict
+from cluster.checks.ssh import ROUND_TRIP_WARN_S, answer_findings, clock_findings, reach_finding
+from cluster.errors import SshError, SshFailure
+from cluster.probe.section import NodeProbe
+
+
+def clock(node: str, offset_s: float | None, error_s: float = 0.01) -> NodeProbe:
+    return NodeProbe(node, {}, 0.02, offset_s, error_s)
+
+
+@pytest.mark.parametrize("kind", list(SshFailure))
+def test_every_failure_fails_and_says_what_to_do(kind: SshFailure) -> None:
+    finding = reach_finding(SshError("n1", kind, "went wrong"), "n1")
+    assert (finding.check, finding.severity, finding.evidence) == ("ssh.reach", Verdict.FAIL, kind.value)
+    assert finding.observed == "went wrong"
+    assert finding.remedy
+    assert finding.expected
+
+
+def test_the_failures_have_different_remedies() -> None:
+    remedies = {reach_finding(SshError("n1", kind, ""), "n1").remedy for kind in SshFailure}
+    assert len(remedies) >= len(SshFailure) - 1  # unknown and changed keys share one
+
+
+def test_the_remedy_of_the_error_comes_first_and_is_harmless() -> None:
+    finding = reach_finding(SshError("n1", SshFailure.AUTH, "no\n\x1b[31mkey", "do this"), "n1")
+    assert (finding.observed, finding.remedy) == ("no key", "do this")
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "severity"), [(ROUND_TRIP_WARN_S - 0.01, Verdict.OK), (ROUND_TRIP_WARN_S + 0.01, Verdict.WARN)]
+)
+def test_a_slow_node_is_named(round_trip_s: float, severity: Verdict) -> None:
+    found = {f.check: f for f in answer_findings(NodeProbe("n1", {}, round_trip_s))}
+    assert found["ssh.round_trip"].severity is severity
+
+
+def test_an_answer_that_is_not_whole_is_unknown() -> None:
+    found = {f.check: f for f in answer_findings(NodeProbe("n1", {}, 0.1, trouble="it broke off"))}
+    assert found["ssh.probe"].severity is Verdict.UNKNOWN
+    assert found["ssh.reach"].severity is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "severity"),
+    [
+        (0.9, Verdict.OK),
+        (-1.2, Verdict.WARN),
+        (1.2, Verdict.WARN),
+        (4.9, Verdict.WARN),
+        (5.2, Verdict.FAIL),
+        (-60, Verdict.FAIL),
+    ],
+)
+def test_skew_against_this_machine(offset_s: float, severity: Verdict) -> None:
+    (finding,), note = clock_findings([clock("n1", offset_s)])
+    assert finding.severity is severity
+    assert note == ""
+
+
+def test_skew_that_the_measurement_cannot_be_sure_of_passes() -> None:
+    assert clock_findings([clock("n1", 1.4, error_s=0.5)])[0][0].severity is Verdict.OK
+    assert clock_findings([clock("n1", 5.4, error_s=0.5)])[0][0].severity is Verdict.WARN
+
+
+def test_a_node_without_time_is_unknown() -> None:
+    assert clock_findings([clock("n1", None)])[0][0].severity is Verdict.UNKNOWN
+
+
+def test_a_wrong_clock_of_this_machine_does_not_condemn_the_nodes() -> None:
+    findings, note = clock_findings([clock(f"n{n}", 100.0) for n in range(3)] + [clock("odd", 0.0)])
+    assert [finding.severity for finding in findings] == [Verdict.OK] * 3 + [Verdict.FAIL]
+    assert "behind most nodes" in findings[3].observed
+    assert note == "the clock of this machine is 100 s behind those of the nodes"
+
+
+@given(st.lists(st.floats(-100, 100), min_size=3, max_size=9), st.floats(-1000, 1000))
+def test_among_nodes_only_their_own_differences_count(offsets: list[float], ours: float) -> None:
+    near = [clock(f"n{n}", offset) for n, offset in enumerate(offsets)]
+    far = [clock(f"n{n}", offset + ours) for n, offset in enumerate(offsets)]
+    skews = [min(abs(abs(a - b) - limit) for limit in (1.01, 5.01)) for a in offsets for b in offsets]
+    if min(skews) > 1e-6:  # not at the very edge, where rounding decides
+        assert [f.severity for f in clock_findings(near)[0]] == [f.severity for f in clock_findings(far)[0]]

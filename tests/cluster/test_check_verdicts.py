@@ -1,0 +1,182 @@
+"""From findings to verdicts, usable nodes and exit codes; and which findings are wanted at all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cluster
+from cluster.checks.changes import find_changes
+from cluster.checks.explain import EXPLANATIONS
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.gpu_smoke import SMOKE_SECTION
+from cluster.checks.groups import GROUP_NAMES
+from cluster.checks.selection import Selection, read_selection
+from cluster.checks.verdicts import FleetReport, NodeReport
+from engine.errors import ConfigError
+
+SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
+
+
+def report(node: str, *severities: Verdict, check: str = "gpu.ecc") -> NodeReport:
+    return NodeReport(node, tuple(Finding(check, node, severity, "") for severity in severities))
+
+
+def fleet(**nodes: list[Verdict] | tuple[Verdict, ...]) -> FleetReport:
+    return FleetReport({name: report(name, *severities) for name, severities in nodes.items()})
+
+
+@given(SEVERITIES)
+def test_only_what_was_seen_and_did_not_fail_is_usable(severities: list[Verdict]) -> None:
+    expected = bool(severities) and not {Verdict.FAIL, Verdict.UNKNOWN} & set(severities)
+    assert report("n1", *severities).usable is expected
+
+
+def test_a_skipped_check_does_not_colour_the_verdict() -> None:
+    assert report("n1", Verdict.OK, Verdict.SKIP).verdict is Verdict.OK
+    assert report("n1", Verdict.SKIP).verdict is Verdict.SKIP
+    assert report("n1", Verdict.SKIP, Verdict.UNKNOWN).verdict is Verdict.UNKNOWN
+
+
+def test_a_node_without_findings_is_unknown() -> None:
+    assert report("n1").verdict is Verdict.UNKNOWN
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), SEVERITIES, max_size=5))
+def test_exit_codes(nodes: dict[str, list[Verdict]]) -> None:
+    checked = fleet(**nodes)
+    verdicts = {node.verdict for node in checked.nodes.values()}
+    if Verdict.FAIL in verdicts:
+        assert checked.exit_code == 1
+    elif Verdict.UNKNOWN in verdicts or not nodes:
+        assert checked.exit_code == 3
+    else:
+        assert checked.exit_code == 0
+        assert checked.usable == tuple(nodes)
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), SEVERITIES, max_size=5), st.sampled_from("abcdef"), SEVERITIES)
+def test_one_more_finding_never_makes_a_fleet_better(
+    nodes: dict[str, list[Verdict]], node: str, more: list[Verdict]
+) -> None:
+    grown = {**nodes, node: [*nodes.get(node, []), *more]}
+    if nodes.get(node):
+        assert set(fleet(**grown).usable) <= set(fleet(**nodes).usable)
+
+
+def test_the_document_names_verdict_findings_and_usable_nodes() -> None:
+    document = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL]).to_dict()
+    assert document["usable"] == ["n1"]
+    assert document["nodes"]["n2"]["verdict"] == "FAIL"
+    assert document["nodes"]["n2"]["findings"][0]["check"] == "gpu.ecc"
+    assert set(document) >= {"nodes", "usable", "elapsed_s"}
+
+
+# What is wanted.
+
+
+def found(*checks: str) -> list[Finding]:
+    return [Finding(check, "n1", Verdict.FAIL, "") for check in checks]
+
+
+ALL = found("ssh.reach", "ssh.clock", "gpu.busy", "gpu.ecc", "ib.state")
+
+
+@pytest.mark.parametrize(
+    ("only", "skip", "left"),
+    [
+        ([], [], "ssh.reach ssh.clock gpu.busy gpu.ecc ib.state"),
+        (["gpu"], [], "ssh.reach gpu.busy gpu.ecc"),
+        (["gpu.busy,ib"], [], "ssh.reach gpu.busy ib.state"),
+        ([], ["gpu.busy"], "ssh.reach ssh.clock gpu.ecc ib.state"),
+        (["gpu"], ["gpu.busy"], "ssh.reach gpu.ecc"),
+        ([], ["gpu", "ib"], "ssh.reach ssh.clock"),
+        ([], ["ssh.clock"], "ssh.reach gpu.busy gpu.ecc ib.state"),
+    ],
+)
+def test_only_and_skip_take_groups_and_checks(only: list[str], skip: list[str], left: str) -> None:
+    assert [finding.check for finding in read_selection(only, skip).apply(ALL)] == left.split()
+
+
+def test_nodes_are_asked_only_about_groups_that_matter() -> None:
+    assert read_selection().groups == GROUP_NAMES
+    assert read_selection(["gpu.busy"]).groups == ("gpu",)
+    assert read_selection(["ssh"]).groups == ()
+    assert read_selection([], ["gpu", "host.disk"]).groups == ("ib", "net", "host")
+
+
+def test_a_check_that_is_asked_for_and_gives_nothing_is_unknown() -> None:
+    selection = read_selection(["gpu.xid", "gpu.ecc", "ssh"])
+    assert [(f.check, f.severity) for f in selection.missing("n1", ALL)] == [("gpu.xid", Verdict.UNKNOWN)]
+
+
+@pytest.mark.parametrize("words", [["gpus"], ["gpu.busy;id"], ["GPU"], ["-x"], ["gpu."], [".gpu"], ["gpu.bsy"]])
+def test_words_that_are_no_checks_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"expected a group \(ssh, gpu, ib, net, host\)"):
+        read_selection(words)
+    with pytest.raises(ConfigError):
+        read_selection([], words)
+
+
+@pytest.mark.parametrize("word", ["ssh", "ssh.reach", "ssh.probe"])
+def test_reaching_a_node_cannot_be_skipped(word: str) -> None:
+    with pytest.raises(ConfigError, match="is not usable"):
+        read_selection([], [word])
+    assert Selection(skip=(word,)).wants("ssh.reach")
+
+
+def test_leaving_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes away everything"):
+        read_selection(["gpu"], ["gpu"])
+
+
+def test_a_near_miss_is_told_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean gpu\.busy\?"):
+        read_selection(["gpu.bsy"])
+
+
+def test_every_check_is_explained() -> None:
+    """Names in the code that are no sections of probes are names of checks."""
+    root = Path(cluster.__file__).parent
+    quoted = {
+        name
+        for path in (root / "checks").glob("*.py")
+        if path.name != "explain.py"
+        for name in re.findall(r'"((?:ssh|gpu|ib|net|host)\.[a-z0-9_]+)"', path.read_text())
+    }
+    sections = {
+        name
+        for path in (root / "probe").glob("*.sh")
+        for name in re.findall(r"^\s*section (\S+)", path.read_text(), re.MULTILINE)
+    } | {SMOKE_SECTION}
+    assert quoted - sections <= set(EXPLANATIONS)
+    assert set(EXPLANATIONS) <= quoted
+
+
+# What changed between two checks.
+
+
+def test_an_unchanged_fleet_has_no_changes() -> None:
+    before = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL])
+    assert find_changes(before, fleet(n1=[Verdict.OK], n2=[Verdict.FAIL])) == []
+
+
+def test_nodes_that_change_alike_are_one_change() -> None:
+    before = fleet(n1=[Verdict.OK], n2=[Verdict.OK], n3=[Verdict.OK])
+    (change,) = find_changes(before, fleet(n1=[Verdict.FAIL], n2=[Verdict.FAIL], n3=[Verdict.OK]))
+    assert (change.nodes, change.before, change.after) == ("n[1-2]", Verdict.OK, Verdict.FAIL)
+    assert [finding.check for finding in change.came] == ["gpu.ecc"]
+
+
+def test_what_is_over_is_named() -> None:
+    (change,) = find_changes(fleet(n1=[Verdict.FAIL]), fleet(n1=[Verdict.OK]))
+    assert (change.after, change.gone, change.came) == (Verdict.OK, ("gpu.ecc",), ())
+
+
+def test_a_check_that_gets_worse_did_not_go() -> None:
+    (change,) = find_changes(fleet(n1=[Verdict.WARN]), fleet(n1=[Verdict.FAIL]))
+    assert (len(change.came), change.gone) == (1, ())

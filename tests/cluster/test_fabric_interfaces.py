@@ -1,0 +1,255 @@
+"""Network interfaces, in every format that a node may answer in, and the one that nodes talk over."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fabric_nodes import LO, damaged, default_route, ended, link, net_probe
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.parse.interfaces import choose_interface, explain_interface, parse_interfaces, read_interfaces, same_subnet
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import NodeProbe, SectionState
+
+DOCKER = link("docker0", "172.17.0.1/16", kind="bridge", state="DOWN")
+DOCKER_BUSY = link("docker0", "172.17.0.1/16", kind="bridge")
+CONTAINER_END = link("veth3f2a1b0", kind="veth", master="docker0")
+VIRTUAL = link("virbr0", "192.168.122.1/24", kind="bridge")
+RAILS = [link(f"ib{number}", f"10.10.{number}.1/24", link_type="infiniband", mtu=4092) for number in range(8)]
+ETH0 = link("eth0", "10.0.0.1/24")
+
+# What fleets look like: interfaces, default routes, and which interface is the one.
+NODES = {
+    "plain": ([LO, ETH0], ["eth0"], "eth0"),
+    "docker beside it": ([LO, DOCKER_BUSY, CONTAINER_END, ETH0], ["eth0"], "eth0"),
+    "docker and virtual machines, no default route": ([LO, DOCKER_BUSY, CONTAINER_END, VIRTUAL, ETH0], [], "eth0"),
+    "eight InfiniBand interfaces and management": ([LO, *RAILS, ETH0], ["eth0"], "eth0"),
+    "bond": (
+        [LO, link("ens1", master="bond0"), link("ens2", master="bond0"), link("bond0", "10.0.0.1/16", kind="bond")],
+        ["bond0"],
+        "bond0",
+    ),
+    "bridge of a virtual machine host": (
+        [LO, link("ens1", master="br0"), link("br0", "10.0.0.1/24", kind="bridge"), VIRTUAL],
+        ["br0"],
+        "br0",
+    ),
+    "VLAN on a bond": (
+        [LO, link("bond0", kind="bond"), link("bond0.100", "10.1.0.1/24", kind="vlan")],
+        ["bond0.100"],
+        "bond0.100",
+    ),
+    "inside a network namespace": ([LO, link("eth0", "10.88.0.1/24", kind="veth")], [], "eth0"),
+    "two candidates": ([LO, ETH0, link("eth1", "10.1.0.1/24")], [], None),
+    "two candidates, one with the default route": ([LO, ETH0, link("eth1", "10.1.0.1/24")], ["eth1"], "eth1"),
+    "bridge of its own beside it": ([LO, link("br0", "10.9.0.1/24", kind="bridge"), ETH0], [], "eth0"),
+    "nothing but lo": ([LO], [], None),
+    "docker alone": ([LO, DOCKER_BUSY], [], None),
+    "default route over docker": ([LO, DOCKER_BUSY], ["docker0"], None),
+    "down": ([LO, link("eth0", "10.0.0.1/24", state="DOWN")], ["eth0"], None),
+    "no IPv4": ([LO, link("eth0")], ["eth0"], None),
+    "address of its own making": ([LO, link("eth0", "169.254.7.7/16")], [], None),
+    "VPN has the default route": ([LO, link("tun0", "10.8.0.2/24", kind="tun"), ETH0], ["tun0"], "eth0"),
+}
+
+
+def interfaces(links: object, defaults: list[str]):
+    return read_interfaces(net_probe(links, [default_route(name) for name in defaults]))
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_interface_that_nodes_talk_over(node: str):
+    links, defaults, wanted = NODES[node]
+    chosen = choose_interface(interfaces(links, defaults))
+    assert (chosen.name if chosen else None) == wanted
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_choice_never_depends_on_the_order_of_interfaces(node: str):
+    links, defaults, _ = NODES[node]
+    assert choose_interface(interfaces(links, defaults)) == choose_interface(interfaces(links[::-1], defaults))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ("eth0", "named by cluster.interface"),
+        ("eth9", "there is no interface eth9; there are lo, docker0, veth3f2a1b0, eth0, eth1, ens1"),
+        ("lo", "lo does not leave the machine"),
+        ("docker0", "docker0 (bridge) belongs to containers or virtual machines on this node"),
+        ("veth3f2a1b0", "veth3f2a1b0 (veth) belongs to containers or virtual machines on this node"),
+        ("eth1", "eth1 is down"),
+        ("ens1", "ens1 is a part of bond0"),
+    ],
+)
+def test_a_named_interface_is_taken_or_refused_with_the_reason(wanted: str, reason: str):
+    down, part = link("eth1", "10.1.0.1/24", state="DOWN"), link("ens1", "10.2.0.1/24", master="bond0")
+    choice = explain_interface(interfaces([LO, DOCKER_BUSY, CONTAINER_END, ETH0, down, part], ["eth0"]), wanted)
+    assert choice.reason == reason
+    assert (choice.interface is not None) == (wanted == "eth0")
+
+
+def test_addresses_that_only_the_node_itself_reaches_are_left_out():
+    inside = {"family": "inet", "local": "10.9.9.9", "prefixlen": 32, "scope": "host"}
+    lo, eth0 = interfaces([LO, {**ETH0, "addr_info": [inside, *ETH0["addr_info"]]}], [])
+    assert (lo.addresses, eth0.addresses) == ((), ("10.0.0.1/24",))
+
+
+def test_the_reason_names_the_candidates():
+    choice = explain_interface(interfaces([LO, ETH0, link("eth1", "10.1.0.1/24")], []))
+    assert choice.reason == "eth0, eth1 would do and none has the default route"
+
+
+def test_the_default_route_is_the_one_with_the_lowest_metric():
+    routes = [default_route("eth1", metric=200), default_route("eth0", metric=100)]
+    found = read_interfaces(net_probe([LO, ETH0, link("eth1", "10.1.0.1/24")], routes))
+    assert [one.name for one in found if one.is_default_route] == ["eth0"]
+
+
+def test_a_default_route_with_several_next_hops_counts_for_each():
+    route = {"dst": "default", "nexthops": [{"dev": "eth0"}, {"dev": "eth1"}], "flags": []}
+    found = read_interfaces(net_probe([LO, ETH0, link("eth1", "10.1.0.1/24")], [route]))
+    assert [one.name for one in found if one.is_default_route] == ["eth0", "eth1"]
+
+
+def test_what_sysfs_tells_is_added():
+    row = (
+        "interface\tname=eth0\toperstate=up\tmtu=1500\tspeed=100000\ttype=1\tpath=/sys/devices/pci0000:e0/0000:e0:01.0"
+    )
+    found = read_interfaces(net_probe([LO, ETH0], sysfs=f"{row}\nend\t1"))[1]
+    assert (found.speed_mbps, found.pci_path, found.mtu) == (100000, ("0000:e0:01.0",), 1500)
+
+
+@pytest.mark.parametrize("speed", ["-1", "", "fast", "4294967295"])
+def test_a_speed_that_says_nothing_is_not_a_speed(speed: str):
+    row = f"interface\tname=eth0\tspeed={speed}"
+    assert read_interfaces(net_probe([LO, ETH0], sysfs=f"{row}\nend\t1"))[1].speed_mbps is None
+
+
+def test_interfaces_are_known_without_sysfs():
+    probe = damaged(net_probe([LO, ETH0]), "net.sysfs", state=SectionState.TIMED_OUT)
+    assert [one.name for one in read_interfaces(probe)] == ["lo", "eth0"]
+
+
+TEXT_LINKS = """text
+1: lo: <LOOPBACK,UP,LOWER_UP> mtu 65536 qdisc noqueue state UNKNOWN mode DEFAULT group default\\    link/loopback
+2: eth0: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 9000 qdisc mq state UP mode DEFAULT group default\\    link/ether aa:bb
+3: veth7@if2: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 qdisc noqueue master docker0 state UP\\    link/ether aa:bb
+4: ib0: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 4092 qdisc mq state UP qlen 256\\    link/infiniband 00:00
+5: eth1: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq state DOWN\\    link/ether aa:bb
+1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever
+2: eth0    inet 10.0.0.1/24 brd 10.0.0.255 scope global eth0\\       valid_lft forever preferred_lft forever
+2: eth0    inet 10.0.0.9/24 scope global secondary eth0\\       valid_lft forever preferred_lft forever
+4: ib0    inet 10.10.0.1/24 scope global ib0\\       valid_lft forever preferred_lft forever
+end"""
+TEXT_ROUTES = """text
+default proto static
+\tnexthop via 10.0.0.254 dev eth0 weight 1
+default via 10.10.0.254 dev ib0 proto dhcp metric 300
+10.0.0.0/24 dev eth0 proto kernel scope link src 10.0.0.1
+end"""
+
+
+def text_probe(links: str = TEXT_LINKS, routes: str = TEXT_ROUTES) -> NodeProbe:
+    return NodeProbe("n1", {"net.links": ended("net.links", links), "net.route": ended("net.route", routes)})
+
+
+def test_an_old_ip_without_json_tells_the_same():
+    lo, eth0, veth, ib0, eth1 = read_interfaces(text_probe())
+    assert (lo.kind, lo.addresses) == ("loopback", ())
+    assert (eth0.mtu, eth0.addresses, eth0.is_up) == (9000, ("10.0.0.1/24", "10.0.0.9/24"), True)
+    assert (veth.name, veth.master) == ("veth7", "docker0")
+    assert (ib0.kind, ib0.is_default_route) == ("infiniband", False)
+    assert (eth0.is_default_route, eth1.is_up) == (True, False)
+
+
+FIB = "proc\nlocal\t10.0.0.1\nlocal\t127.0.0.1\nlocal\t10.0.0.1\nlocal\t127.0.0.1\nend"
+PROC_ROUTES = """proc
+Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+eth0\t00000000\tFE00000A\t0003\t0\t0\t0\t00000000\t0\t0\t0
+eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+end"""
+PROC_SYSFS = """interface\tname=eth0\toperstate=up\tcarrier=1\tmtu=1500\tspeed=25000\ttype=1
+interface\tname=lo\toperstate=unknown\tcarrier=1\tmtu=65536\tspeed=\ttype=772
+end\t2"""
+
+
+def test_a_node_without_ip_tells_the_same_through_proc():
+    probe = text_probe(FIB, PROC_ROUTES)
+    probe = NodeProbe("n1", {**probe.sections, "net.sysfs": ended("net.sysfs", PROC_SYSFS)})
+    chosen = choose_interface(read_interfaces(probe))
+    assert chosen is not None
+    assert (chosen.name, chosen.addresses, chosen.speed_mbps) == ("eth0", ("10.0.0.1/24",), 25000)
+    assert [one.kind for one in read_interfaces(probe)] == ["ether", "loopback"]
+
+
+@pytest.mark.parametrize("name", ["net.links", "net.route"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": SectionState.TIMED_OUT},
+        {"state": SectionState.CUT_OFF},
+        {"exit_code": 1},
+        {"exit_code": 127},
+        {"output": ""},
+        {"output": "json\n"},
+        {"output": "json\n[{"},
+        {"output": "json\n{}"},
+        {"output": "json\n[7]"},
+        {"output": 'json\n[{"dst": "default", "dev": "eth0", "metric": Infinity, "ifname": 1, "flags": []}]'},
+        {"output": "json\n" + "[" * 100000},
+        {"output": "text\nRTNETLINK answers: Operation not permitted"},
+        {"output": 'Object "-json" is unknown, try "ip help".'},
+    ],
+)
+def test_damaged_answers_are_unreadable(name: str, change: dict[str, object]):
+    probe = damaged(net_probe([LO, ETH0], [default_route("eth0")]), name, **change)
+    with pytest.raises(UnreadableError):
+        read_interfaces(probe)
+    assert parse_interfaces(probe) == ()
+
+
+@pytest.mark.parametrize("cut", [TEXT_LINKS.index("4: ib0    inet"), TEXT_LINKS.index("5: eth1")])
+def test_text_that_was_cut_off_is_unreadable(cut: int):
+    with pytest.raises(UnreadableError):
+        read_interfaces(text_probe(TEXT_LINKS[:cut]))
+
+
+def test_no_interface_at_all_is_unreadable():
+    with pytest.raises(UnreadableError, match="not even lo"):
+        read_interfaces(net_probe([]))
+
+
+@pytest.mark.parametrize("name", ["a b", "eth0/../x", "", "x" * 16, None])
+def test_a_hostile_name_is_unreadable(name: object):
+    with pytest.raises(UnreadableError):
+        read_interfaces(net_probe([LO, {**ETH0, "ifname": name}]))
+
+
+def test_an_address_that_is_none_is_unreadable():
+    bad = {**ETH0, "addr_info": [{"family": "inet", "local": "10.0.0.999", "prefixlen": 24}]}
+    with pytest.raises(UnreadableError):
+        read_interfaces(net_probe([LO, bad]))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_json_is_read_or_refused(document: object):
+    for probe in (net_probe(document), net_probe([LO], document), net_probe([document]), net_probe([LO], [document])):
+        try:
+            read_interfaces(probe)
+        except UnreadableError as error:
+            assert json.dumps(document) is not None, error  # noqa: PT017
+
+
+def test_same_subnet():
+    assert same_subnet("10.0.0.1/24", "10.0.0.200/24")
+    assert not same_subnet("10.0.0.1/24", "10.0.1.1/24")
+    assert not same_subnet("10.0.0.1/24", "10.0.0.2/16")
+    assert not same_subnet("10.0.0.1/24", "nonsense")

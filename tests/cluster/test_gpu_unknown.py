@@ -1,0 +1,208 @@
+"""What could not be seen never passes: a healthy answer, damaged in every way, has no OK left where it mattered."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from gpu_rehearsal import bad, check, ended, healthy, only, with_section, with_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.checks.finding import Verdict
+from cluster.checks.gpu import CHECKS, GROUP
+from cluster.probe.section import NodeProbe, SectionState
+
+FROM_SMI = frozenset(
+    f"gpu.{check.__name__.removeprefix('check_').replace('replays', 'pcie_replays')}" for check in CHECKS
+) - {"gpu.xid", "gpu.sxid", "gpu.cuda_smoke"}
+# Which checks rest on which section. Nothing of this table is known to the code: it says what a person would expect.
+RESTS_ON = {
+    "gpu.smi": FROM_SMI,
+    "gpu.lspci": {"gpu.count", "gpu.fabric_manager"},
+    "gpu.nvlink": {"gpu.nvlink", "gpu.nvlink_errors"},
+    "gpu.nvlink_errors": {"gpu.nvlink_errors"},
+    "gpu.p2p": {"gpu.p2p"},
+    "gpu.apps": {"gpu.busy"},
+    "gpu.again": {"gpu.busy", "gpu.ghost_memory", "gpu.pcie_replays"},
+    "gpu.kernel": {"gpu.xid", "gpu.sxid"},
+    "gpu.fabric_manager": {"gpu.fabric_manager"},
+}
+# Beyond these words of a tool's own output nothing is lost by a cut.
+LEGENDS = {"gpu.p2p": "\nLegend"}
+PROFILES = ("h100x8", "a100x8")
+
+
+def passed(probe: NodeProbe) -> set[str]:
+    """Checks that say OK."""
+    return {found.check for found in check(probe) if found.severity is Verdict.OK}
+
+
+def test_the_table_names_every_section_and_every_check() -> None:
+    assert set(RESTS_ON) | {"gpu.topo"} == set(healthy().sections)
+    names = {found.check for found in check(healthy())}
+    assert set().union(*RESTS_ON.values()) | {"gpu.cuda_smoke"} == names
+
+
+@pytest.mark.parametrize("section", RESTS_ON)
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("damage", ["dropped", "timed out", "cut off", "exit 1", "exit 127", "empty"])
+def test_a_damaged_section_leaves_no_ok_behind(profile: str, section: str, damage: str) -> None:
+    probe = healthy(profile)
+    if damage == "dropped":
+        probe = replace(probe, sections={name: value for name, value in probe.sections.items() if name != section})
+    elif damage == "timed out":
+        probe = with_section(probe, section, exit_code=None, state=SectionState.TIMED_OUT)
+    elif damage == "cut off":
+        probe = with_section(probe, section, exit_code=None, state=SectionState.CUT_OFF)
+    elif damage == "empty":
+        probe = with_section(probe, section, output="")
+    else:
+        probe = with_section(probe, section, exit_code=int(damage.split()[1]))
+    assert not passed(probe) & RESTS_ON[section]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(PROFILES), st.sampled_from(sorted(RESTS_ON)), st.floats(0, 1, exclude_max=True))
+def test_output_cut_at_any_place_leaves_no_ok_behind(profile: str, section: str, share: float) -> None:
+    probe = healthy(profile)
+    text = probe.section(section).output
+    whole = len(text[: text.index(LEGENDS[section])]) if section in LEGENDS else len(text)
+    cut = text[: int(whole * share)]
+    if cut.strip() == text[:whole].strip():
+        return
+    assert not passed(with_section(probe, section, output=cut)) & RESTS_ON[section]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(PROFILES), st.sampled_from(sorted(RESTS_ON)), st.data())
+def test_garbage_anywhere_raises_nothing(profile: str, section: str, data: st.DataObject) -> None:
+    text = healthy(profile).section(section).output
+    place = data.draw(st.integers(0, len(text)))
+    garbage = data.draw(st.text(max_size=20))
+    length = data.draw(st.integers(0, 60))
+    probe = with_section(healthy(profile), section, output=text[:place] + garbage + text[place + length :])
+    assert len({found.check for found in check(probe)}) >= 1
+    GROUP.traits(probe)
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ("gpu.smi", "<?xml?>" + "<!DOCTYPE" * 100_000 + "</nvidia_smi_log>"),
+        ("gpu.smi", "<nvidia_smi_log>" + "<a>" * 300_000 + "</nvidia_smi_log>"),
+        ("gpu.smi", "<nvidia_smi_log>" + '<gpu id="x"/>' * 70_000 + "</nvidia_smi_log>"),
+        ("gpu.p2p", "GPU1 " * 200_000),
+        ("gpu.p2p", " ".join(f"GPU{index}" for index in range(1000)) + "\n"),
+        ("gpu.kernel", "seen\t1\t" + "Xid (" * 200_000 + "\nlog\tdmesg\t9\tsince boot"),
+        ("gpu.nvlink", "GPU 0: x\n" + " " * 1_000_000),
+        ("gpu.nvlink_errors", "GPU 0: x\n Link 0: " + "a " * 500_000),
+        ("gpu.lspci", "pci\t" + "0000:" * 200_000),
+    ],
+    ids=lambda value: value if value.startswith("gpu.") else value[:20].split("\t")[0],
+)
+def test_hostile_output_passes_nothing_and_takes_no_time(section: str, text: str) -> None:
+    begin = time.process_time()
+    asked = {"gpu.xid"} if section == "gpu.kernel" else RESTS_ON[section]  # no word of an NVSwitch in that text
+    assert not passed(with_section(healthy(), section, output=text)) & asked
+    assert time.process_time() - begin < 5
+
+
+def test_a_node_that_answered_nothing_passes_nothing() -> None:
+    probe = NodeProbe("node1")
+    assert passed(probe) == set()
+    assert GROUP.traits(probe) == {}
+
+
+def test_no_expected_gpus_and_no_sign_of_any_is_skipped() -> None:
+    probe = NodeProbe(
+        "node1",
+        {"gpu.lspci": ended("pci_devices\t30\tend", name="gpu.lspci"), "gpu.smi": ended("", 127)},
+    )
+    for expected in (None, 0):
+        assert [found.severity for found in check(probe, gpus=expected)] == [Verdict.SKIP]
+    assert GROUP.traits(probe) == {"gpu.count": "0"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "code", "expected"),
+    [
+        ("pci_devices\t30\tend", "", 127, 8),  # GPUs are expected
+        ("pci_devices\t30", "", 127, None),  # the list of devices breaks off
+        ("pci_devices\t0\tend", "No devices were found", 6, None),  # no PCI bus to look at, but a driver's tool
+        ("pci_devices\t30\tend", "Failed to initialize NVML: Unknown Error", 255, None),
+    ],
+)
+def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code: int, expected: int | None) -> None:
+    probe = NodeProbe("node1", {"gpu.lspci": ended(devices, name="gpu.lspci"), "gpu.smi": ended(said, code)})
+    findings = check(probe, gpus=expected)
+    assert ("gpu.nvidia_smi", None, Verdict.FAIL) in bad(findings)
+    assert not {found for found in findings if found.severity is Verdict.OK}
+
+
+# False passes that are known from other tools, one test each.
+
+
+def test_regression_a_field_that_never_exists_is_not_no_throttling() -> None:
+    """The mask was renamed at driver 535: who asks for the old name only sees nothing, and that is not health."""
+    text = healthy().section("gpu.smi").output
+    probe = with_section(healthy(), "gpu.smi", output=text.replace("clocks_event_reason", "clocks_new_name"))
+    assert only(check(probe), "gpu.throttle").severity is Verdict.UNKNOWN
+
+
+def test_regression_counting_kinds_of_one_gpu_does_not_make_a_node_uniform() -> None:
+    """A count of different values that is taken over one line is always 1."""
+    probe = with_text(healthy(), "gpu.smi", "<product_name>NVIDIA H100 80GB HBM3<", "<product_name>NVIDIA A100<")
+    assert ("gpu.model", "GPU 0", Verdict.FAIL) in bad(check(probe))
+    assert "," in GROUP.traits(probe)["gpu.model"]
+
+
+def test_regression_a_tool_that_failed_with_healthy_words_is_not_healthy() -> None:
+    """`tool | grep inactive` finds nothing, too, when the tool died."""
+    for section, name in (("gpu.nvlink", "gpu.nvlink"), ("gpu.kernel", "gpu.xid"), ("gpu.smi", "gpu.ecc")):
+        assert only(check(with_section(healthy(), section, exit_code=1)), name).severity is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("dmesg: read kernel buffer failed: Operation not permitted", 1),
+        ("", 0),
+        ("log\tdmesg\t0\tcut", 0),
+    ],
+)
+def test_regression_no_kernel_log_is_no_pass(output: str, code: int) -> None:
+    findings = check(with_section(healthy(), "gpu.kernel", output=output, exit_code=code))
+    assert bad(findings) == {("gpu.xid", None, Verdict.UNKNOWN), ("gpu.sxid", None, Verdict.UNKNOWN)}
+    assert "kernel log" in only(findings, "gpu.xid").remedy
+
+
+def test_regression_fewer_gpus_that_are_all_fine_are_not_fine() -> None:
+    """nvidia-smi lists seven healthy GPUs of eight: every count of bad ones is 0."""
+    text = healthy().section("gpu.smi").output
+    start, end = text.index("\t<gpu id="), text.index("</gpu>") + len("</gpu>\n")
+    probe = with_section(healthy(), "gpu.smi", output=(text[:start] + text[end:]).replace(">8</att", ">7</att"))
+    assert ("gpu.count", None, Verdict.FAIL) in bad(check(probe))
+
+
+def test_regression_any_one_good_link_does_not_pass_for_all() -> None:
+    text = healthy().section("gpu.nvlink").output
+    head, _, tail = text.partition("GPU 1:")
+    dead = "".join(f"\t Link {link}: <inactive>\n" for link in range(18))
+    title, _, rest = tail.partition("\n")
+    probe = with_section(
+        healthy(), "gpu.nvlink", output=f"{head}GPU 1:{title}\n{dead}GPU 2:{rest.partition('GPU 2:')[2]}"
+    )
+    assert ("gpu.nvlink", "GPU 1", Verdict.FAIL) in bad(check(probe))
+
+
+def test_regression_a_literal_na_of_remapped_rows_is_no_failure_and_no_pass() -> None:
+    text = re.sub(
+        r"<remapped_rows>.*?</remapped_rows>",
+        "<remapped_rows>N/A</remapped_rows>",
+        healthy().section("gpu.smi").output,
+        flags=re.DOTALL,
+    )
+    assert only(check(with_section(healthy(), "gpu.smi", output=text)), "gpu.row_remap").severity is Verdict.SKIP

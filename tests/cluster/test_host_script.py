@@ -1,0 +1,252 @@
+"""The real host.sh, run by dash and with the tools of busybox, on this machine and on a tree full of traps."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from host_sections import BARE, DOCKER
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.host import GROUP, PARTS, probe_settings
+from cluster.parse.host import (
+    parse_cpu,
+    parse_disks,
+    parse_limits,
+    parse_memory,
+    parse_runs,
+    parse_software,
+    parse_stuck,
+)
+from cluster.probe.script import assemble_script, new_fence, read_sections
+from cluster.probe.section import NodeProbe, SectionState
+
+RUN_ID = "20260105-101010-abcdef"
+HOSTILE_IMAGE = "$(touch pwned);`touch pwned`' \" --help *"
+CANARY = "kanarienvogel"
+STARTED_TICKS = 100000
+SHELLS = ("dash", "busybox")
+
+
+@pytest.fixture(scope="module", params=SHELLS)
+def tools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that goes first in PATH: `sh` and, for busybox, all of its tools."""
+    folder = tmp_path_factory.mktemp("tools")
+    if request.param == "dash":
+        (folder / "sh").symlink_to(_tool("dash"))
+    else:
+        subprocess.run([_tool("busybox"), "--install", "-s", str(folder)], check=True)
+    return folder
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def script_of(sections: Sequence[str]) -> str:
+    """Only these sections of host.sh; all when there are none."""
+    text = (files("cluster.probe") / "host.sh").read_text()
+    blocks = dict(re.findall(r"^section host\.(\w+)( .*?\nEND\n)", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) == len(PARTS)
+    return "".join(f"section host.{name}{blocks[name]}" for name in sections) if sections else text
+
+
+def ask(
+    tools: Path, folder: Path, *sections: str, settings: Mapping[str, str] | None = None, **environment: str
+) -> NodeProbe:
+    """The answer of host.sh when the shell and the first tools are those in `tools`."""
+    fence = new_fence()
+    path = f"{tools}:{os.environ['PATH']}"
+    result = subprocess.run(
+        [str(tools / "sh"), "-s"],
+        input=assemble_script([script_of(sections)], fence, settings or {}),
+        capture_output=True,
+        cwd=folder,
+        env={"PATH": path, "HOME": str(folder), **environment},
+        timeout=60,
+        check=False,
+    )
+    return NodeProbe("node1", read_sections(result.stdout, fence))
+
+
+def only(probe: NodeProbe, check: str, config: object = BARE) -> Finding:
+    assert config in (BARE, DOCKER)
+    (finding,) = [one for one in GROUP.check(probe, DOCKER if config == DOCKER else BARE) if one.check == check]
+    return finding
+
+
+def write(path: Path, text: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def process(root: Path, pid: int, name: str, *, state: str = "S", environment: bytes = b"") -> None:
+    """A process as /proc shows it; a name may hold anything but NUL."""
+    rest = f"{state} 1 7 7 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 1 0 {STARTED_TICKS} 0 0"
+    write(root / f"proc/{pid}/stat", f"{pid} ({name}) {rest}\n")
+    write(root / f"proc/{pid}/status", f"Name:\tx\nState:\t{state}\nUid:\t0\t0\t0\t0\n")
+    write(root / f"proc/{pid}/environ", environment)
+
+
+@pytest.fixture(scope="module")
+def trapped(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[NodeProbe, Path]:
+    """The answer of a node whose /proc, /sys and /etc were made by an enemy, and the folder it was asked in."""
+    folder = tmp_path_factory.mktemp("trapped node")
+    root = folder / "root"
+    write(root / "proc/uptime", "9000.50 100.0\n")
+    write(root / "proc/meminfo", "MemTotal:       1000000 kB\nMemFree: 1 kB\nMemAvailable:    900000 kB\n")
+    write(root / "proc/loadavg", "3.50 1.00 0.50 1/2 3\n")
+    write(root / "proc/sys/kernel/numa_balancing", "1\n")
+    write(root / "sys/devices/system/node/online", "0-1\n")
+    for cpu, governor in enumerate(("performance", "powersave")):
+        write(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor", f"{governor}\n")
+    write(root / "sys/class/infiniband/mlx5_0/node_type", "1\n")
+    write(root / "etc/nccl.conf", f"# PASSWORD={CANARY}\nNCCL_P2P_DISABLE=1\nTOKEN={CANARY}\nNCCL_DEBUG=WARN")
+    process(root, 1, "init")
+    process(root, 20, "a) Z 1 (b", state="D")
+    process(root, 21, "x\nseen 0\nprocess 1 Z 1 0 1 fake\n", state="D")
+    process(root, 22, "$(touch pwned);`touch pwned`\x1b[31m", state="Z")
+    marked = f"SECRET={CANARY}\0LINES=a\nBURST_RUN_ID=fake\0BURST_RUN_ID={RUN_ID}\0"
+    process(root, 30, "py) R 1\nrun 1 0 1 fake", environment=marked.encode())
+    process(root, 31, "gone", state="Z", environment=f"BURST_RUN_ID={RUN_ID}\0".encode())
+    process(root, 32, "other", environment=b"BURST_RUN_IDENTITY=1\0XBURST_RUN_ID=2\0BURST_RUN_ID=\0")
+    process(root, 33, "evil", environment=b"BURST_RUN_ID=x\n$(touch pwned) \xff\0")
+    environment = {"BURST_PROBE_ROOT": str(root), "NCCL_DEBUG_FILE": "/tmp/a b\nNOT=1", "PASSWORD": CANARY}
+    return ask(tools, folder, **environment), folder
+
+
+@pytest.fixture(scope="module")
+def here(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> NodeProbe:
+    """The answer of this machine."""
+    return ask(tools, tmp_path_factory.mktemp("here"))
+
+
+def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> None:
+    probe = here
+    assert set(probe.sections) == {part.section for part in PARTS}
+    assert {section.state for section in probe.sections.values()} == {SectionState.ENDED}
+    unknown = [one for one in GROUP.check(probe, BARE) if one.severity is Verdict.UNKNOWN]
+    assert not unknown
+    assert parse_memory(probe).total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert parse_cpu(probe).cores == len(os.sched_getaffinity(0))
+    assert parse_software(probe).kernel == os.uname().release
+
+
+def test_limits_are_those_of_the_session(here: NodeProbe) -> None:
+    limits = parse_limits(here)
+    assert limits.nofile_soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert limits.memlock_kib * 1024 == locked or locked == resource.RLIM_INFINITY
+
+
+def test_room_is_what_the_system_says(here: NodeProbe) -> None:
+    room, truth = parse_disks(here)["root"], os.statvfs("/")
+    assert room is not None
+    assert room.size_bytes == truth.f_blocks * truth.f_frsize
+    # Other tests write meanwhile.
+    assert room.free_bytes == pytest.approx(truth.f_bavail * truth.f_frsize, rel=0.1)
+
+
+def test_the_rehearsal_tree_is_read_where_it_has_the_file(trapped: tuple[NodeProbe, Path]) -> None:
+    probe, _ = trapped
+    assert parse_memory(probe).total_bytes == 1000000 << 10
+    cpu = parse_cpu(probe)
+    assert (cpu.governors, cpu.numa_balancing, cpu.numa_nodes) == (("performance", "powersave"), 1, "0-1")
+    assert (cpu.load, cpu.uptime_s) == (3.5, 9000.5)
+    assert parse_limits(probe).rdma_devices == ("mlx5_0",)
+
+
+def test_processes_with_names_made_to_deceive_are_counted_as_what_they_are(trapped: tuple[NodeProbe, Path]) -> None:
+    found = parse_stuck(trapped[0])
+    assert [(one.pid, one.state) for one in found] == [(20, "D"), (21, "D"), (22, "Z"), (31, "Z")]
+    assert found[0].name == "a) Z 1 (b"
+    assert found[1].name == "x seen 0 process 1 Z 1 0 1 fake "[: len(found[1].name)]
+    assert {one.age_s for one in found} == {9000.5 - STARTED_TICKS / 100}
+
+
+def test_runs_are_found_by_the_environment_and_by_nothing_that_looks_like_it(trapped: tuple[NodeProbe, Path]) -> None:
+    found = parse_runs(trapped[0]).processes
+    assert [one.pid for one in found] == [30, 33]
+    assert (found[0].run_id, found[0].owner) == (RUN_ID, "root")
+
+
+def test_secrets_beside_what_is_asked_never_leave_the_node(trapped: tuple[NodeProbe, Path]) -> None:
+    assert all(CANARY not in section.output for section in trapped[0].sections.values())
+
+
+def test_nccl_settings_come_from_file_and_session(trapped: tuple[NodeProbe, Path]) -> None:
+    finding = only(trapped[0], "host.nccl_conf")
+    assert finding.severity is Verdict.WARN
+    assert "NCCL_P2P_DISABLE=1 (/etc/nccl.conf)" in finding.observed
+    assert "NCCL_DEBUG=WARN (/etc/nccl.conf)" in finding.observed  # the last line has no end
+    assert "NCCL_DEBUG_FILE=/tmp/a b (session)" in finding.observed
+
+
+def test_nothing_of_what_is_read_is_executed(trapped: tuple[NodeProbe, Path]) -> None:
+    assert not list(trapped[1].rglob("pwned"))
+
+
+def fake_docker(tools: Path, folder: Path, body: str) -> Path:
+    """The tools with a `docker` of our own in front, which first notes its words, one per line."""
+    with_docker = folder / "bin"
+    with_docker.mkdir()
+    for tool in tools.iterdir():
+        (with_docker / tool.name).symlink_to(tool)
+    write(with_docker / "docker", f'#!/bin/sh\nprintf "%s\\n" "$@" >>"{folder}/words"\n{body}\n')
+    (with_docker / "docker").chmod(0o755)
+    return with_docker
+
+
+ENGINE = r"""
+case "$1 $*" in
+    image*) echo 'image "amd64" "linux" "2026-01-05T10:00:00Z" ["sha256:aa"]'; echo 'size 123' ;;
+    *json*) printf 'ServerVersion "26.1.3"\nDockerRootDir "/"\nDriver "overlay2"\nRuntimes {"nvidia":{}}\n' ;;
+    *) echo / ;;
+esac
+"""
+
+
+def test_settings_reach_the_engine_as_they_are(tools: Path, tmp_path: Path) -> None:
+    settings = {
+        **probe_settings(DOCKER),
+        "BURST_IMAGE": HOSTILE_IMAGE,
+        "BURST_SHARED_FOLDER": f"{tmp_path}/$(touch pwned)",
+    }
+    probe = ask(fake_docker(tools, tmp_path, ENGINE), tmp_path, "docker", "image", "shared", settings=settings)
+    assert only(probe, "host.image", DOCKER).severity is Verdict.OK
+    assert only(probe, "host.docker", DOCKER).severity is Verdict.OK
+    assert only(probe, "host.shared", DOCKER).severity is Verdict.FAIL
+    assert HOSTILE_IMAGE in (tmp_path / "words").read_text().splitlines()
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_an_engine_with_several_words_is_called_with_all_of_them(tools: Path, tmp_path: Path) -> None:
+    with_docker = fake_docker(tools, tmp_path, ENGINE)
+    probe = ask(with_docker, tmp_path, "docker", settings={"BURST_ENGINE": "env X=* docker"})
+    assert only(probe, "host.docker", DOCKER).severity is Verdict.OK
+
+
+def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Path) -> None:
+    probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path)})
+    assert probe.section("host.shared").output.startswith("shared ")
+
+
+def test_a_node_without_the_tools_is_unknown_and_not_fine(tmp_path: Path) -> None:
+    (tmp_path / "sh").symlink_to(_tool("dash"))  # busybox is never without its tools
+    for name in ("awk", "stat", "tr", "nproc", "getconf", "uname"):
+        write(tmp_path / name, "#!/bin/sh\nexit 127\n")
+        (tmp_path / name).chmod(0o755)
+    probe = ask(tmp_path, tmp_path, "disk", "processes", "runs", "cpu", "software")
+    for check in ("host.disk", "host.shm", "host.zombies", "host.runs", "host.load", "host.kernel"):
+        found = {one.severity for one in GROUP.check(probe, BARE) if one.check == check}
+        assert found == {Verdict.UNKNOWN}, check
