@@ -1,0 +1,245 @@
+"""Environments of nodes for people and programs. Names and values come from nodes, so they are Text, never markup."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.access.nodes import fold_nodes
+from cluster.checks.finding import Finding, Verdict
+
+if TYPE_CHECKING:
+    from cluster.env.ask import FleetEnvironment
+    from cluster.env.facts import NodeEnvironment, Rail
+    from cluster.env.live import Difference
+
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.UNKNOWN: "magenta", Verdict.FAIL: "red"}
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `burst env check` found, by node: differences to what is set, or findings about NCCL's log.
+
+    ranks: how many running ranks were looked at.
+    """
+
+    differences: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """1 for a difference, else 3 for what could not be seen, else 0."""
+        verdicts = {finding.severity for finding in self.findings or ()}
+        if any(self.differences.values()) or verdicts & {Verdict.FAIL, Verdict.WARN}:
+            return 1
+        return 3 if self.errors or Verdict.UNKNOWN in verdicts else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        nodes = {
+            node: {"differences": [one.to_dict() for one in differences]}
+            for node, differences in self.differences.items()
+        }
+        document: dict[str, Any] = {"nodes": nodes, "errors": dict(self.errors), "exit_code": self.exit_code}
+        if self.findings is not None:
+            document["nccl_log"] = [finding.to_dict() for finding in self.findings]
+        return document
+
+
+def check_report(fleet: FleetEnvironment, log: str | None) -> CheckReport:
+    """The plan against what is set on the nodes, or against `log` if there is one."""
+    from cluster.env.live import compare_live
+    from cluster.env.nccl_log import check_nccl_log
+
+    if log is not None:
+        return CheckReport(findings=tuple(check_nccl_log(log, fleet.environments)), errors=fleet.errors)
+    differences = {
+        node: compare_live(environment, fleet.live.get(node, ())) for node, environment in fleet.environments.items()
+    }
+    ranks = sum(source.is_process for sources in fleet.live.values() for source in sources)
+    return CheckReport(differences=differences, errors=fleet.errors, ranks=ranks)
+
+
+def fleet_document(fleet: FleetEnvironment, source: str) -> dict[str, Any]:
+    """What `burst env show --json` prints."""
+    return {
+        "nodes": {node: environment.to_dict() for node, environment in fleet.environments.items()},
+        "errors": dict(fleet.errors),
+        "source": source,
+    }
+
+
+def fleet_view(fleet: FleetEnvironment, source: str) -> RenderableType:
+    """Every class of equal nodes once: variables, adapters, rails, warnings."""
+    parts: list[RenderableType] = []
+    for nodes, environment in fold_environments(fleet.environments):
+        parts += [*_class_view(nodes, environment), Text()]
+    parts.append(Text(f"{_count(len(fleet.environments), 'node')} from {source}", style="dim"))
+    return Group(*parts)
+
+
+def fold_environments(environments: Mapping[str, NodeEnvironment]) -> list[tuple[list[str], NodeEnvironment]]:
+    """(names, environment) of every class of nodes that get the very same, in the order of their first node."""
+    classes: list[tuple[list[str], NodeEnvironment]] = []
+    for node, environment in environments.items():
+        plain = replace(environment, node="")
+        key = plain.to_dict()
+        same = next((names for names, other in classes if other.to_dict() == key), None)
+        if same is None:
+            classes.append(([node], plain))
+        else:
+            same.append(node)
+    return classes
+
+
+def print_text(fleet: FleetEnvironment, form: str) -> None:
+    """Write the environment of the one node that is meant to stdout. Raises ConfigError when there are several."""
+    from cluster.env.formats import Format, render_environment
+    from engine.errors import ConfigError
+
+    if len(fleet.environments) > 1:
+        names = fold_nodes(fleet.environments)
+        raise ConfigError(
+            f"--format {form}: the environment of one node, but there are {len(fleet.environments)} ({names}); "
+            f"name one with --node, or write a file for each with `burst env write --format {form}`"
+        )
+    for environment in fleet.environments.values():
+        sys.stdout.write(render_environment(environment, Format(form)))
+
+
+def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> RenderableType:
+    """Where the files are, and what to beware of."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", "file", "variables"):
+        table.add_column(heading)
+    for node, path in files.items():
+        table.add_row(Text(node), Text(str(path)), Text(str(len(fleet.environments[node].variables))))
+    return Group(table, *_warnings_of_all(fleet.environments))
+
+
+def report_view(report: CheckReport) -> RenderableType:
+    """Differences as one table, findings as another; a line when all is as planned."""
+    if report.findings is not None:
+        return _findings_table(report.findings)
+    rows = [(node, difference) for node, differences in report.differences.items() for difference in differences]
+    if not rows:
+        return _all_as_planned(report)
+    folded: dict[Difference, list[str]] = {}
+    for node, difference in rows:
+        folded.setdefault(difference, []).append(node)
+    table = Table(header_style="bold")
+    for heading in ("nodes", "where", "variable", "", "set", "planned"):
+        table.add_column(heading, overflow="fold")
+    for difference, nodes in folded.items():
+        table.add_row(
+            Text(fold_nodes(nodes)),
+            Text(difference.place),
+            Text(difference.name),
+            Text(difference.kind.value, style="yellow"),
+            Text("-" if difference.live is None else difference.live),
+            Text("-" if difference.planned is None else difference.planned),
+        )
+    return Group(
+        table, Text(f"{_count(len(folded), 'difference')} on {_count(len({node for node, _ in rows}), 'node')}")
+    )
+
+
+def _all_as_planned(report: CheckReport) -> Text:
+    if not report.differences:
+        return Text("no node could be looked at")
+    nodes = fold_nodes(report.differences)
+    return Text(
+        f"{nodes}: nothing differs from the plan (looked at: login, nccl.conf, {_count(report.ranks, 'running rank')})"
+    )
+
+
+def print_errors(fleet: FleetEnvironment) -> None:
+    """Say on stderr which nodes have no plan, and why."""
+    from burst_cli import render
+
+    console = render.stderr()
+    for error in fleet.errors.values():
+        console.print(Text.assemble(("error: ", "bold red"), error), soft_wrap=True)
+
+
+def _class_view(nodes: Sequence[str], environment: NodeEnvironment) -> list[RenderableType]:
+    title = Text(fold_nodes(nodes), style="bold")
+    if len(nodes) > 1:
+        title.append(f"  ({len(nodes)} nodes)", style="dim")
+    parts: list[RenderableType] = [title, _variables_table(environment)]
+    if environment.hcas:
+        parts += [Text(), _hcas_table(environment)]
+    parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in environment.warnings]
+    return parts
+
+
+def _variables_table(environment: NodeEnvironment) -> Table:
+    table = _table("variable", "value", "why")
+    for variable in environment.variables:
+        table.add_row(Text(variable.name, style="cyan"), Text(variable.value), Text(variable.reason))
+    for left_out in environment.left_out:
+        table.add_row(
+            Text(left_out.name, style="dim"), Text("not set", style="dim"), Text(left_out.reason, style="dim")
+        )
+    return table
+
+
+def _hcas_table(environment: NodeEnvironment) -> Table:
+    table = _table("port", "interface", "GPU", "", "why")
+    for decision in environment.hcas:
+        served = [rail for rail in environment.rails if rail.port.name == decision.port.name]
+        word = Text("kept", style="green") if decision.kept else Text("dropped", style="yellow")
+        table.add_row(
+            Text(decision.port.name),
+            Text(decision.port.netdev or "-"),
+            Text(", ".join(str(rail.gpu) for rail in served) or "-"),
+            word,
+            Text("; ".join([decision.reason, *_rail_texts(served)])),
+        )
+    return table
+
+
+def _rail_texts(rails: Sequence[Rail]) -> list[str]:
+    """How GPUs found their way to one port: `GPU 0, 1 by the same NUMA node`."""
+    by_reason: dict[str, list[str]] = {}
+    for rail in rails:
+        by_reason.setdefault(rail.found_by, []).append(str(rail.gpu))
+    return [f"GPU {', '.join(gpus)} by {reason}" for reason, gpus in by_reason.items()]
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    table = _table("node", "", "observed", "expected", "what to do")
+    for finding in findings:
+        word = Text(finding.severity.value, style=_STYLES.get(finding.severity, ""))
+        table.add_row(Text(finding.node), word, Text(finding.observed), Text(finding.expected), Text(finding.remedy))
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _warnings_of_all(environments: Mapping[str, NodeEnvironment]) -> list[Text]:
+    folded: dict[str, list[str]] = {}
+    for node, environment in environments.items():
+        for warning in environment.warnings:
+            folded.setdefault(warning, []).append(node)
+    return [
+        Text.assemble(("warning: ", "yellow"), f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items()
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

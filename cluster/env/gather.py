@@ -1,0 +1,156 @@
+"""The facts of a node from the answer to its probe. What decides and cannot be read is an error, the rest a note."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, Route, StorageRoute
+from cluster.errors import ClusterError
+from cluster.parse.fabric import GpuAddress, NetInterface
+from cluster.parse.gpus import parse_gpu_addresses
+from cluster.parse.infiniband import Adapters, parse_adapters, parse_gpudirect
+from cluster.parse.interfaces import explain_interface, read_interfaces
+from cluster.parse.topology import GpuTopology, TopologyError, parse_topology
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import NodeProbe, Section
+from cluster.remote_text import one_line
+from engine.config_cluster import ClusterConfig
+
+FACT_GROUPS = ("ib", "net", "gpu", "env")
+# What is read below, of all that these groups can tell: the rest takes seconds and says nothing about an environment.
+FACT_SECTIONS = (
+    *("ib.ports", "ib.gpudirect", "net.links", "net.route", "net.sysfs", "gpu.lspci", "gpu.smi", "gpu.topo"),
+    *("env.cores", "env.routes", "env.storage", "env.lower", "env.nccl"),
+)
+_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?")
+_DEVICE = re.compile(r"\bdev (\S+)")
+_GATEWAY = re.compile(r"\bvia (\S+)")
+_ROUTE_KINDS = frozenset({"local", "broadcast", "multicast", "anycast"})
+_MAX_ROUTES = 4096
+
+
+def read_facts(probe: NodeProbe, config: ClusterConfig) -> NodeEnvironmentFacts:
+    """What the node's environment depends on.
+
+    Raises ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand off
+    on a node that has it.
+    """
+    try:
+        adapters = parse_adapters(probe.section("ib.ports"))
+        interfaces = read_interfaces(probe)
+    except UnreadableError as error:
+        raise ClusterError(
+            f"{probe.node}: cannot tell what network it has: {error}{f' ({probe.trouble})' if probe.trouble else ''}. "
+            f"Look at it with `burst check-nodes --only ib,net --hosts {probe.node}`"
+        ) from error
+    notes: list[str] = []
+    choice = explain_interface(interfaces, config.interface)
+    return NodeEnvironmentFacts(
+        node=probe.node,
+        ports=adapters.ports,
+        interfaces=interfaces,
+        gpus=_gpus(probe, adapters, notes),
+        topology=_topology(probe.section("gpu.topo"), notes),
+        interface=choice.interface,
+        interface_reason=choice.reason,
+        routes=_routes(probe.section("env.routes")),
+        storage=_storage(probe.section("env.storage"), notes),
+        lower_interfaces=_lower(probe.section("env.lower"), interfaces),
+        nccl_version=None if config.container.runtime == "docker" else _nccl_version(probe.section("env.nccl")),
+        cores=_cores(probe.section("env.cores")),
+        driver=_driver(probe.section("ib.gpudirect")),
+        notes=tuple(notes),
+    )
+
+
+def _gpus(probe: NodeProbe, adapters: Adapters, notes: list[str]) -> tuple[GpuAddress, ...]:
+    """As nvidia-smi counts them; where it does not answer, in the order of the PCI bus, which is its order, too."""
+    gpus = parse_gpu_addresses(probe)
+    if gpus or not adapters.gpu_paths:
+        return gpus
+    notes.append(
+        f"nvidia-smi shows none of the {len(adapters.gpu_paths)} GPUs on the PCI bus; their order there is used"
+    )
+    ordered = sorted(adapters.gpu_paths, key=lambda path: path[-1:])
+    return tuple(GpuAddress(index, path) for index, path in enumerate(ordered))
+
+
+def _topology(section: Section, notes: list[str]) -> GpuTopology | None:
+    if section.tool_missing:
+        return None
+    if not section.ok:
+        notes.append(f"PCI paths alone decide on rails: {section.trouble()}")
+        return None
+    try:
+        return parse_topology(section.output)
+    except TopologyError as error:
+        notes.append(f"PCI paths alone decide on rails: {error}")
+        return None
+
+
+def _routes(section: Section) -> tuple[Route, ...] | None:
+    """IPv4 routes to other machines, of all tables; None when they could not be read."""
+    if not section.ok:
+        return None
+    found = []
+    for line in section.output.splitlines()[:_MAX_ROUTES]:
+        words, device, gateway = line.split(), _DEVICE.search(line), _GATEWAY.search(line)
+        if words and device and words[0] not in _ROUTE_KINDS:
+            found.append(Route(words[0], device[1], gateway[1] if gateway else None))
+    return tuple(found)
+
+
+def _storage(section: Section, notes: list[str]) -> tuple[StorageRoute, ...]:
+    if not section.ok:
+        notes.append(f"ports that lead to storage servers are not known: {section.trouble()}")
+        return ()
+    found = []
+    for folder, server, route in _fields(section, "storage", 3):
+        device = _DEVICE.search(route)
+        if device is not None and device[1] != "lo":
+            found.append(StorageRoute(one_line(folder), one_line(server, 80), device[1]))
+    return tuple(found)
+
+
+def _lower(section: Section, interfaces: tuple[NetInterface, ...]) -> Mapping[str, tuple[str, ...]]:
+    below: dict[str, set[str]] = defaultdict(set)
+    for upper, lower in _fields(section, "lower", 2):
+        below[upper].add(lower)
+    for interface in interfaces:
+        if interface.master:
+            below[interface.master].add(interface.name)
+    return {upper: tuple(sorted(names)) for upper, names in below.items()}
+
+
+def _nccl_version(section: Section) -> tuple[int, ...] | None:
+    for (text,) in _fields(section, "nccl", 1):
+        found = _VERSION.match(text)
+        if found is not None:
+            return tuple(int(part) for part in found.groups() if part is not None)
+    return None
+
+
+def _cores(section: Section) -> int | None:
+    text = section.output.strip()
+    return int(text) if section.ok and re.fullmatch(r"[1-9]\d{0,5}", text) else None
+
+
+def _driver(section: Section) -> DriverFacts:
+    try:
+        found = parse_gpudirect(section)
+    except UnreadableError:
+        return DriverFacts()
+    dma_buf = (
+        found.has_open_driver if found.kernel_has_dmabuf is None else found.has_open_driver and found.kernel_has_dmabuf
+    )
+    return DriverFacts(peer_memory=found.peer_memory is not None, dma_buf=dma_buf)
+
+
+def _fields(section: Section, word: str, count: int) -> Iterator[list[str]]:
+    """The tab-separated fields of every line of a good section that begins with `word`."""
+    for line in section.output.splitlines() if section.ok else ():
+        first, *rest = line.split("\t")
+        if first == word and len(rest) == count:
+            yield rest

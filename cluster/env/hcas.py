@@ -1,0 +1,174 @@
+"""Which ports of a node NCCL shall use. Every port gets a decision and its reason; nothing is dropped silently."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
+from cluster.parse.fabric import HcaPort
+from engine.config_cluster import ClusterConfig
+
+INFINIBAND = "InfiniBand"
+# A link reports 100, 200, 400 or 800; what is within this of another rate is the same rate.
+_RATE_TOLERANCE_GBPS = 0.5
+
+
+def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
+    """(a decision for every port, in the order of their numbers; warnings).
+
+    A port stays when its link is up, it is neither a virtual function nor a bond nor on the way to the default route
+    or a storage server, has the link layer with most bandwidth, and the rate of the fastest (or at least
+    cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a virtual machine, and
+    bonds where they are most of the network.
+    """
+    sieve = _Sieve(sorted(facts.ports, key=port_order))
+    sieve.drop(_link_trouble)
+    _drop_virtual_functions(sieve)
+    _drop_bonds(sieve)
+    _drop_carriers(sieve, facts, config)
+    _drop_other_layers(sieve)
+    _drop_slow(sieve, config)
+    return sieve.decisions(), tuple(sieve.warnings)
+
+
+def port_order(port: HcaPort) -> tuple[tuple[str | int, ...], int]:
+    """Sorts ports as people count: mlx5_2 before mlx5_10."""
+    words = re.split(r"(\d+)", port.device)
+    return tuple(int(word) if word.isdecimal() else word for word in words), port.port
+
+
+class _Sieve:
+    """Ports still in, and why the others are out."""
+
+    def __init__(self, ports: Sequence[HcaPort]) -> None:
+        self._ports = ports
+        self._dropped: dict[str, str] = {}
+        self._remarks: dict[str, str] = {}
+        self.warnings: list[str] = []
+
+    @property
+    def left(self) -> list[HcaPort]:
+        return [port for port in self._ports if port.name not in self._dropped]
+
+    def drop(self, reason_of: Callable[[HcaPort], str | None]) -> None:
+        """Drop the ports that have a reason."""
+        reasons = {port.name: reason_of(port) for port in self.left}
+        self._dropped |= {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def remark(self, names: Iterable[str], text: str) -> None:
+        self._remarks |= dict.fromkeys(names, text)
+
+    def decisions(self) -> tuple[HcaDecision, ...]:
+        return tuple(
+            HcaDecision(port, port.name not in self._dropped, self._dropped.get(port.name) or self._why_kept(port))
+            for port in self._ports
+        )
+
+    def _why_kept(self, port: HcaPort) -> str:
+        told = f"up, {port.link_layer}, {_rate_text(port.rate_gbps)}"
+        return f"{told}; {self._remarks[port.name]}" if port.name in self._remarks else told
+
+
+def _link_trouble(port: HcaPort) -> str | None:
+    if port.state != "ACTIVE":
+        return f"its link is not up: state {port.state or 'unknown'}, {port.phys_state or 'unknown'}"
+    if port.phys_state != "LinkUp":
+        return f"its physical link is not up: {port.phys_state or 'unknown'}"
+    return None
+
+
+def _drop_virtual_functions(sieve: _Sieve) -> None:
+    virtual = [port for port in sieve.left if port.is_virtual_function]
+    if len(virtual) == len(sieve.left):
+        sieve.remark((port.name for port in virtual), "a virtual function, but the node has nothing else")
+    else:
+        sieve.drop(lambda port: "a virtual function" if port.is_virtual_function else None)
+
+
+def _drop_bonds(sieve: _Sieve) -> None:
+    """Bonds serve management, unless they have most of a network of Ethernet."""
+    bonds = [port for port in sieve.left if port.is_bond]
+    others = [port for port in sieve.left if not port.is_bond]
+    if not any(port.link_layer == INFINIBAND for port in others) and _bandwidth(others) < _bandwidth(bonds):
+        sieve.remark((port.name for port in bonds), "a bond, as most of the network of this node")
+    else:
+        sieve.drop(lambda port: "a bond of several ports" if port.is_bond else None)
+
+
+def _bandwidth(ports: Iterable[HcaPort]) -> float:
+    return sum(port.rate_gbps or 0.0 for port in ports)
+
+
+def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterConfig) -> None:
+    """Drop ports that other traffic needs, as long as enough remain for the ranks."""
+    reasons = _carrier_reasons(facts)
+    carrying = [port for port in sieve.left if port.netdev in reasons]
+    spare = len(sieve.left) - len(carrying)
+    expected = config.expected.hcas or 0
+    # InfiniBand serves nothing but computing and storage, so the last one stays; Ethernet may be mere management.
+    if carrying and not spare and all(port.link_layer == INFINIBAND for port in carrying):
+        for port in carrying:
+            sieve.remark([port.name], f"{reasons[port.netdev or '']}, but the node has no other InfiniBand port")
+        return
+    if carrying and spare < expected <= spare + len(carrying):
+        for port in carrying:
+            sieve.remark([port.name], f"{reasons[port.netdev or '']}, but cluster.expected.hcas={expected} counts it")
+        return
+    sieve.drop(lambda port: reasons.get(port.netdev or ""))
+
+
+def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
+    """Interfaces that carry other traffic, and which."""
+    found: dict[str, str] = {}
+    for storage in facts.storage:
+        for name in facts.carriers(storage.interface):
+            way = "" if name == storage.interface else f" (as part of {storage.interface})"
+            found[name] = (
+                f"its interface {name}{way} leads to the storage server {storage.server} ({storage.mount_point})"
+            )
+    for interface in facts.interfaces:
+        if interface.is_default_route:
+            for name in facts.carriers(interface.name):
+                way = "" if name == interface.name else f" (as part of {interface.name})"
+                found[name] = f"its interface {name}{way} carries the default route"
+    return found
+
+
+def _drop_other_layers(sieve: _Sieve) -> None:
+    """Keep the link layer with most bandwidth: one fast Ethernet adapter must not outvote four InfiniBand ones."""
+    rates: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for port in sieve.left:
+        rates[port.link_layer] += port.rate_gbps or 0.0
+        counts[port.link_layer] += 1
+    if not counts:
+        return
+    layer = max(counts, key=lambda name: (rates[name], counts[name], name == INFINIBAND))
+    most = f"most bandwidth of the node is {layer} ({counts[layer]} ports, {rates[layer]:g} Gbit/s)"
+    sieve.drop(lambda port: f"its link layer is {port.link_layer}; {most}" if port.link_layer != layer else None)
+
+
+def _drop_slow(sieve: _Sieve, config: ClusterConfig) -> None:
+    best = max((port.rate_gbps or 0.0 for port in sieve.left), default=0.0)
+    floor, source = best, "the fastest of this node have"
+    expected = config.expected.hca_rate_gbps
+    if expected is not None and sieve.left:
+        if best >= expected - _RATE_TOLERANCE_GBPS:
+            floor, source = expected, "cluster.expected.hca_rate_gbps is"
+        else:
+            sieve.warnings.append(
+                f"no port reaches cluster.expected.hca_rate_gbps={expected:g}; the fastest have {_rate_text(best)}"
+            )
+    sieve.drop(
+        lambda port: (
+            f"{_rate_text(port.rate_gbps)}, slower than {source} {_rate_text(floor)}"
+            if (port.rate_gbps or 0.0) < floor - _RATE_TOLERANCE_GBPS
+            else None
+        )
+    )
+
+
+def _rate_text(rate_gbps: float | None) -> str:
+    return "a rate it does not tell" if rate_gbps is None else f"{rate_gbps:g} Gbit/s"

@@ -1,0 +1,146 @@
+"""What is set on a node now, and where that differs from the plan. Pure: sections of a probe in, differences out.
+
+Only variables of the families below are read and shown: an environment also holds secrets.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.env.facts import NodeEnvironment
+from cluster.errors import ClusterError
+from cluster.probe.section import NodeProbe, Section
+from cluster.remote_text import one_line
+
+LIVE_GROUP = "env_live"
+LIVE_SECTIONS = (f"{LIVE_GROUP}.session", f"{LIVE_GROUP}.files", f"{LIVE_GROUP}.processes")
+SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
+_OURS = re.compile(r"(NCCL|UCX|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
+_RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
+# NCCL_CONF_FILE and the file that it names are where the others come from; they decide nothing themselves.
+_HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
+# A launch sets these for its run folder, which a plan made without that folder does not know.
+_OF_A_RUN = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"})
+
+
+class DifferenceKind(enum.StrEnum):
+    """How something that is set differs from the plan."""
+
+    DIFFERS = "differs"
+    UNKNOWN = "unknown"  # set on the node, and not by the plan
+    MISSING = "missing"  # planned, and a running process lacks it
+
+
+@dataclass(frozen=True)
+class LiveSource:
+    """One place where variables are set: the ssh session, a file, a process. values: only names of our families.
+
+    is_process: a rank is running with it, so it should be the whole plan.
+    """
+
+    place: str
+    values: Mapping[str, str]
+    is_process: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One variable that is not as planned. planned, live: None where it is not set."""
+
+    place: str
+    name: str
+    kind: DifferenceKind
+    planned: str | None
+    live: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with these names as keys."""
+        return {
+            "place": self.place,
+            "name": self.name,
+            "kind": self.kind.value,
+            "planned": self.planned,
+            "live": self.live,
+        }
+
+
+def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
+    """Every place where the node sets variables of ours. Raises ClusterError when one could not be looked at."""
+    sections = [probe.section(name) for name in LIVE_SECTIONS]
+    trouble = [section.trouble() for section in sections if not section.ok]
+    if trouble or any(line == "unreadable" for line in sections[1].output.splitlines()):
+        raise ClusterError(
+            f"{probe.node}: cannot see all that is set: {'; '.join(trouble) or 'nccl.conf is unreadable'}"
+        )
+    session, files, processes = sections
+    found = [LiveSource(SESSION, _values(_settings(session.output.splitlines())))]
+    found += [LiveSource(one_line(name, 120), _values(lines)) for name, lines in _blocks(files, "file")]
+    for pid, lines in _blocks(processes, "process"):
+        settings = dict(lines)
+        run, rank = one_line(settings.get(_RUN_ID, "?"), 60), one_line(settings.get(_RANK, ""), 12)
+        if rank:  # torchrun and supervisors are no ranks: what they lack says nothing
+            found.append(LiveSource(f"rank {rank} of run {run} (process {pid})", _values(lines), is_process=True))
+    return tuple(found)
+
+
+def compare_live(environment: NodeEnvironment, live: Iterable[LiveSource]) -> tuple[Difference, ...]:
+    """Where what is set is not what is planned.
+
+    A variable that the plan does not know reaches ranks all the same, unless the launch clears it. A planned one that a
+    session lacks is fine, since the launch sets it; a running rank that lacks it runs without it.
+    """
+    planned = {variable.name: variable.value for variable in environment.variables}
+    found: list[Difference] = []
+    for source in live:
+        for name, value in sorted(source.values.items()):
+            if name in planned and value != planned[name]:
+                found.append(Difference(source.place, name, DifferenceKind.DIFFERS, planned[name], value))
+            elif name not in planned and _matters(name, source):
+                found.append(Difference(source.place, name, DifferenceKind.UNKNOWN, None, value))
+        if source.is_process:
+            found += [
+                Difference(source.place, name, DifferenceKind.MISSING, value, None)
+                for name, value in planned.items()
+                if name not in source.values
+            ]
+    return tuple(found)
+
+
+def _matters(name: str, source: LiveSource) -> bool:
+    """Whether a variable that the plan does not set decides on the network: TORCH_ and OMP_ ones have other users."""
+    if name in _HARMLESS or (source.is_process and name in _OF_A_RUN):
+        return False
+    return name.startswith(("NCCL_", "UCX_", "GLOO_"))
+
+
+def _settings(lines: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, value) of the lines `set<tab>NAME=VALUE`."""
+    found = []
+    for line in lines:
+        word, _, setting = line.partition("\t")
+        name, equals, value = setting.partition("=")
+        if word == "set" and equals:
+            found.append((name.strip(), value))
+    return found
+
+
+def _blocks(section: Section, word: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(what follows `word`, the settings below it)."""
+    name: str | None = None
+    lines: list[str] = []
+    for line in [*section.output.splitlines(), f"{word}\t"]:
+        first, _, rest = line.partition("\t")
+        if first == word:
+            if name is not None:
+                yield name, _settings(lines)
+            name, lines = rest, []
+        else:
+            lines.append(line)
+
+
+def _values(settings: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {name: one_line(value, 4096) for name, value in settings if _OURS.fullmatch(name)}

@@ -1,0 +1,231 @@
+"""`plan_environment`: facts of a node in, its environment out. Pure: the same facts give the same environment.
+
+Few variables are set, because each one takes a decision away from NCCL. Never set: NCCL_IGNORE_NET_MISMATCH, which
+turns a wrong network into a slow or hanging one, and CUDA_DEVICE_MAX_CONNECTIONS, which belongs to the training
+strategy: one connection suits overlap of tensor and context parallelism and slows FSDP2.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from cluster.env.facts import EnvironmentVariable, HcaDecision, LeftOut, NodeEnvironment, NodeEnvironmentFacts
+from cluster.env.hcas import INFINIBAND, choose_hcas
+from cluster.env.rails import align_rails, map_rails, rail_order
+from cluster.parse.fabric import HcaPort
+from cluster.parse.infiniband import roce_gid_index
+from engine.config_cluster import ClusterConfig
+
+FLIGHT_RECORDER_ENTRIES = 2000
+# From here on NCCL finds the GID index of RoCE v2 itself, port by port, which is better than one number for all.
+_NCCL_FINDS_GID = (2, 21)
+_Choice = EnvironmentVariable | LeftOut
+
+
+def plan_environment(
+    facts: NodeEnvironmentFacts, config: ClusterConfig, *, log_dir: str | None = None
+) -> NodeEnvironment:
+    """The environment of the ranks on one node, with a reason for every variable and for every port kept or dropped.
+
+    `log_dir`: an existing folder on the node for what NCCL and the flight recorder write; None: they write no files.
+    """
+    decisions, warnings = choose_hcas(facts, config)
+    kept = [decision.port for decision in decisions if decision.kept]
+    rails, disagreements = map_rails(facts.gpus, kept, facts.topology)
+    ordered = rail_order(rails, kept)
+    position = {port.name: number for number, port in enumerate(ordered)}
+    hcas = tuple(sorted(decisions, key=lambda decision: position.get(decision.port.name, len(position))))
+    choices = _choices(facts, config, hcas, ordered)
+    if log_dir is not None:
+        choices += _debug_choices(log_dir, uses_nccl(facts, config))
+    choices.append(_threads(facts, config))
+    return NodeEnvironment(
+        node=facts.node,
+        variables=tuple(choice for choice in choices if isinstance(choice, EnvironmentVariable)),
+        left_out=tuple(choice for choice in choices if isinstance(choice, LeftOut)),
+        hcas=hcas,
+        rails=rails,
+        interface=facts.interface.name if facts.interface is not None else None,
+        warnings=(*facts.notes, *warnings, *disagreements, *_network_warnings(facts, config, ordered)),
+    )
+
+
+def plan_fleet(
+    facts: Iterable[NodeEnvironmentFacts], config: ClusterConfig, *, log_dir: str | None = None
+) -> dict[str, NodeEnvironment]:
+    """The environment of every node by its name, with warnings where the rails of nodes do not fit together."""
+    environments = {one.node: plan_environment(one, config, log_dir=log_dir) for one in facts}
+    odd = align_rails(environments)
+    return {
+        node: replace(environment, warnings=(*environment.warnings, *odd[node]))
+        for node, environment in environments.items()
+    }
+
+
+def uses_nccl(facts: NodeEnvironmentFacts, config: ClusterConfig) -> bool:
+    """Whether ranks on this node talk by NCCL: asked for, or there are GPUs."""
+    return config.backend == "nccl" or (config.backend == "auto" and bool(facts.gpus))
+
+
+def _choices(
+    facts: NodeEnvironmentFacts, config: ClusterConfig, hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]
+) -> list[_Choice]:
+    choices = _interface_choices(facts, nccl=uses_nccl(facts, config))
+    if not uses_nccl(facts, config):
+        why = f"cluster.backend={config.backend}" if facts.gpus else "the node has no GPU"
+        return [*choices, LeftOut("NCCL_*", f"{why}: ranks talk by gloo")]
+    choices += _hca_choices(hcas, ordered)
+    if ordered:
+        choices += [_gid_choice(facts, ordered), _cross_nic_choice(facts, ordered)]
+    return choices
+
+
+def _interface_choices(facts: NodeEnvironmentFacts, *, nccl: bool) -> list[_Choice]:
+    interface = facts.interface
+    if interface is None:
+        why = facts.interface_reason or "none was found"
+        return [LeftOut("NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", f"no interface is chosen: {why}")]
+    why = f"sockets and rendezvous: {facts.interface_reason}"
+    exact = f"{why}; `=`: this name exactly, not all that begin with it"
+    gloo = EnvironmentVariable("GLOO_SOCKET_IFNAME", interface.name, why)
+    return [EnvironmentVariable("NCCL_SOCKET_IFNAME", f"={interface.name}", exact), gloo] if nccl else [gloo]
+
+
+def _hca_choices(hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]) -> list[_Choice]:
+    if not ordered:
+        dropped = "; ".join(f"{decision.port.name}: {decision.reason}" for decision in hcas)
+        reason = f"none of its ports will do: {dropped}" if hcas else "the node has no InfiniBand or RoCE port"
+        return [EnvironmentVariable("NCCL_IB_DISABLE", "1", f"{reason}; NCCL uses sockets")]
+    names = ",".join(port.name for port in ordered)
+    one = ordered[0]
+    count = (
+        f"{len(ordered)} of {len(hcas)} ports: {one.link_layer}, {one.rate_gbps or 0:g} Gbit/s, in the order of GPUs"
+    )
+    return [
+        EnvironmentVariable(
+            "NCCL_IB_HCA", f"={names}", f"{count}; `=`: these names exactly (without it mlx5_1 also takes mlx5_10)"
+        ),
+        EnvironmentVariable("UCX_NET_DEVICES", names, "the same ports for what talks by UCX"),
+    ]
+
+
+def _gid_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> _Choice:
+    name = "NCCL_IB_GID_INDEX"
+    if ordered[0].link_layer == INFINIBAND:
+        return LeftOut(name, "InfiniBand needs none")
+    version = facts.nccl_version
+    if version is None:
+        return LeftOut(name, "NCCL's version is not known; since 2.21 it finds the index itself")
+    told = ".".join(str(part) for part in version)
+    if version >= _NCCL_FINDS_GID:
+        return LeftOut(name, f"NCCL {told} finds the index of RoCE v2 itself")
+    indices = {roce_gid_index(port) for port in ordered}
+    index = next(iter(indices)) if len(indices) == 1 else None
+    if index is None:
+        each = ", ".join(f"{port.name}: {_or_none(roce_gid_index(port))}" for port in ordered)
+        return LeftOut(name, f"NCCL {told} needs it, but no one index suits all ports ({each}); use NCCL 2.21 or newer")
+    return EnvironmentVariable(name, str(index), f"NCCL {told} on RoCE: RoCE v2 over IPv4 has this index on every port")
+
+
+def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> _Choice:
+    """NCCL_CROSS_NIC=0 only where a packet from one rail cannot reach another one."""
+    name = "NCCL_CROSS_NIC"
+    if len(ordered) < 2:
+        return LeftOut(name, "one rail: there is nothing to cross")
+    if ordered[0].link_layer == INFINIBAND:
+        prefixes = {gid[1][:19] for port in ordered if (gid := port.gids.get(0)) is not None}
+        if len(prefixes) > 1 and all(0 in port.gids for port in ordered):
+            return EnvironmentVariable(
+                name, "0", f"the ports lie in {len(prefixes)} InfiniBand subnets: rails cannot cross"
+            )
+        return LeftOut(name, "all ports lie in one InfiniBand subnet, as far as their GIDs tell: rails may cross")
+    networks = _rail_networks(facts, ordered)
+    if networks is None or facts.routes is None:
+        return LeftOut(name, "whether rails reach each other is not known (no IPv4 addresses or routes); NCCL decides")
+    if len(set(networks.values())) < len(networks):
+        return LeftOut(name, "rails share IPv4 networks: they may cross")
+    gateways = sorted({route.interface for route in facts.routes if route.interface in networks and route.gateway})
+    if gateways:
+        return LeftOut(name, f"rails have gateways ({', '.join(gateways)}): they may cross")
+    return EnvironmentVariable(
+        name, "0", "every rail is an IPv4 network of its own without a gateway: rails cannot cross"
+    )
+
+
+def _rail_networks(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> Mapping[str, str] | None:
+    """The IPv4 network of every rail by its interface; None when one has none."""
+    by_name = {interface.name: interface for interface in facts.interfaces}
+    found: dict[str, str] = {}
+    for port in ordered:
+        interface = by_name.get(port.netdev or "")
+        if interface is None or not interface.addresses:
+            return None
+        try:
+            found[interface.name] = str(ipaddress.ip_interface(interface.addresses[0]).network)
+        except ValueError:
+            return None
+    return found
+
+
+def _debug_choices(log_dir: str, nccl: bool) -> list[_Choice]:
+    """What shows afterwards why a run was slow or stuck."""
+    recorder: list[_Choice] = [
+        EnvironmentVariable(
+            "TORCH_FR_BUFFER_SIZE",
+            str(FLIGHT_RECORDER_ENTRIES),
+            "the flight recorder keeps so many collectives per rank",
+        ),
+        EnvironmentVariable(
+            "TORCH_FR_DUMP_TEMP_FILE",
+            f"{log_dir}/flight_recorder_rank",
+            "where the recorder goes when a collective times out; the number of the rank is added",
+        ),
+    ]
+    if not nccl:
+        return recorder
+    return [
+        EnvironmentVariable(
+            "NCCL_DEBUG", "INFO", "NCCL says which network it uses; `burst env check --nccl-log` compares"
+        ),
+        EnvironmentVariable("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than start-up and network"),
+        EnvironmentVariable(
+            "NCCL_DEBUG_FILE", f"{log_dir}/nccl.%h.%p.log", "beside the ranks' output, one file per process"
+        ),
+        *recorder,
+    ]
+
+
+def _threads(facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Choice:
+    name = "OMP_NUM_THREADS"
+    if config.threads_per_rank is not None:
+        return EnvironmentVariable(name, str(config.threads_per_rank), "cluster.threads_per_rank")
+    ranks = config.ranks_per_node or len(facts.gpus) or 1
+    if facts.cores is None:
+        return LeftOut(name, "the number of cores is not known")
+    threads = max(1, facts.cores // ranks)
+    return EnvironmentVariable(
+        name, str(threads), f"{facts.cores} cores for {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    )
+
+
+def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordered: Sequence[HcaPort]) -> Iterable[str]:
+    if facts.interface is None:
+        why = facts.interface_reason or "none was found"
+        yield f"no network interface is chosen: {why}; set cluster.interface to the one that reaches the other nodes"
+    expected = config.expected.hcas
+    if expected is not None and len(ordered) != expected:
+        yield f"{len(ordered)} ports kept, cluster.expected.hcas={expected}"
+    if not ordered or not uses_nccl(facts, config):
+        return
+    if facts.gpus and facts.driver.peer_memory is False and facts.driver.dma_buf is False:
+        yield "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
+    if ordered[0].link_layer != INFINIBAND:
+        for port in ordered:
+            if roce_gid_index(port) is None:
+                yield f"{port.name} has no GID of RoCE v2 over IPv4: give {port.netdev or 'it'} an address"
+
+
+def _or_none(value: int | None) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,44 @@
+"""This machine with the hardware of a rehearsal node: a tree before /sys and a nvidia-smi that comes first in PATH."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS
+from cluster.env.live import LIVE_SECTIONS
+from cluster.probe.run import probe_local
+from cluster.probe.section import NodeProbe
+from cluster.testbed.hardware.fabric import fabric_files
+from cluster.testbed.hardware.gpus import gpu_files
+
+
+def furnish(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, profile: str, *, node: int = 3, faults: tuple[str, ...] = ()
+) -> Path:
+    """Make this machine look like node `node` of `profile` to a probe; the tree that stands before /sys and /etc."""
+    files = gpu_files(profile, f"node{node}") | fabric_files(profile, node, faults)
+    for name, file in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file.link_to is not None:
+            path.symlink_to(file.link_to)
+        else:
+            path.write_text(file.text, encoding="utf-8")
+            path.chmod(file.mode)
+    (folder / "home").mkdir()
+    (folder / "root" / "etc").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("BURST_PROBE_ROOT", str(folder / "root"))
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "UCX_", "GLOO_", "TORCH_", "OMP_"))]:
+        monkeypatch.delenv(name)
+    return folder / "root"
+
+
+def probe(*groups: str) -> NodeProbe:
+    """The answer of the very script that nodes get, of these groups; none: of all that facts are read from."""
+    settings = {"BURST_PROBE_SECTIONS": " ".join((*FACT_SECTIONS, *LIVE_SECTIONS))}
+    return probe_local(groups or FACT_GROUPS, settings=settings)

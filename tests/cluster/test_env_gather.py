@@ -1,0 +1,172 @@
+"""Facts from the answer of the real probe script, on this machine with the hardware of rehearsal nodes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from env_hardware import furnish, probe
+from env_topologies import kept, topology_text
+
+from cluster.env.gather import read_facts
+from cluster.env.plan import plan_environment
+from cluster.errors import ClusterError
+from cluster.probe.section import NodeProbe, Section, SectionState
+from engine.config_cluster import ClusterConfig, ContainerConfig
+
+CONFIG = ClusterConfig()
+
+
+def section(name: str, output: str, code: int | None = 0, state: SectionState = SectionState.ENDED) -> Section:
+    return Section(name, output, code, state)
+
+
+def with_sections(base: NodeProbe, *sections: Section) -> NodeProbe:
+    return replace(base, sections={**base.sections, **{one.name: one for one in sections}})
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> NodeProbe:
+    """What a healthy h100x8 answers to everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        furnish(tmp_path_factory.mktemp("h100"), patch, "h100x8")
+        return probe()
+
+
+def asked_again(answer: NodeProbe, group: str) -> NodeProbe:
+    """The answer with one group asked anew, for what a test has changed there."""
+    return with_sections(answer, *probe(group).sections.values())
+
+
+@pytest.fixture
+def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return furnish(tmp_path, monkeypatch, "h100x8")
+
+
+def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
+    facts = read_facts(answer, CONFIG)
+    assert len(facts.gpus) == 8
+    assert facts.cores is not None
+    assert facts.interface is not None
+    assert facts.routes is not None
+    assert facts.notes == ()
+    environment = plan_environment(facts, CONFIG)
+    assert kept(environment) == [f"mlx5_{index}" for index in range(8)]
+    assert [rail.port.device for rail in environment.rails] == [f"mlx5_{index}" for index in range(8)]
+
+
+def test_two_gpus_share_the_adapter_of_their_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path, monkeypatch, "a100x8")
+    environment = plan_environment(read_facts(probe(), CONFIG), CONFIG)
+    shared = [rail.port.name for rail in environment.rails]
+    assert shared[0::2] == shared[1::2]
+    assert len(set(shared)) == 4
+
+
+def test_roce_with_an_old_nccl_gets_its_gid_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path, monkeypatch, "h100x8", faults=("roce",))
+    old = with_sections(probe(), section("env.nccl", "nccl\t2.18.3"))
+    assert plan_environment(read_facts(old, CONFIG), CONFIG).value("NCCL_IB_GID_INDEX") == "3"
+
+
+def test_a_machine_without_hardware_talks_by_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path, monkeypatch, "none")
+    facts = read_facts(probe(), CONFIG)
+    assert (facts.ports, facts.gpus, facts.topology) == ((), (), None)
+
+
+@pytest.mark.parametrize("name", ["ib.ports", "net.links", "net.route"])
+@pytest.mark.parametrize("state", [SectionState.TIMED_OUT, SectionState.CUT_OFF, SectionState.MISSING])
+def test_what_cannot_be_read_is_no_machine_without_infiniband(
+    answer: NodeProbe, name: str, state: SectionState
+) -> None:
+    broken = with_sections(answer, section(name, "", None, state))
+    with pytest.raises(ClusterError, match=f"{name}: {state.value}.*burst check-nodes --only ib,net"):
+        read_facts(broken, CONFIG)
+
+
+def test_storage_is_found_in_mounts_with_the_way_to_it(answer: NodeProbe, h100: Path) -> None:
+    (h100 / "proc").mkdir(exist_ok=True)
+    (h100 / "proc" / "mounts").write_text(
+        "/dev/sda1 / ext4 rw 0 0\n"
+        "nas:/export /data nfs4 rw,vers=4.2,clientaddr=192.0.2.2,local_lock=none,addr=198.51.100.7 0 0\n"
+        "198.51.100.9@tcp:/lustre /scratch lustre rw 0 0\n"
+        "//198.51.100.11/share /win cifs rw 0 0\n"
+        "bad$(touch\\040/tmp/x):/e /odd nfs rw 0 0\n"
+    )
+    facts = read_facts(asked_again(answer, "env"), CONFIG)
+    servers = {one.mount_point: one.server for one in facts.storage}
+    assert servers == {"/data": "198.51.100.7", "/scratch": "198.51.100.9", "/win": "198.51.100.11"}
+    assert {one.interface for one in facts.storage} == {facts.interface.name if facts.interface else None}
+
+
+def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> None:
+    (h100 / "sys/class/net/bond7").mkdir(parents=True)
+    (h100 / "sys/class/net/bond7/lower_eth8").symlink_to("../eth8")
+    facts = read_facts(asked_again(answer, "env"), CONFIG)
+    assert facts.carriers("bond7") == {"bond7", "eth8"}
+
+
+@pytest.mark.parametrize(
+    ("output", "version"),
+    [("nccl\t2.27.5", (2, 27, 5)), ("nccl\t2.20", (2, 20)), ("", None), ("nccl\tnew", None), ("nccl\t2.27.5\tx", None)],
+)
+def test_the_version_of_nccl_is_known_or_unknown(
+    answer: NodeProbe, output: str, version: tuple[int, ...] | None
+) -> None:
+    told = with_sections(answer, section("env.nccl", output))
+    assert read_facts(told, CONFIG).nccl_version == version
+
+
+def test_in_a_container_the_nccl_of_the_node_says_nothing(answer: NodeProbe) -> None:
+    told = with_sections(answer, section("env.nccl", "nccl\t2.18.3"))
+    config = ClusterConfig(container=ContainerConfig(runtime="docker", image="a:b"))
+    assert read_facts(told, config).nccl_version is None
+
+
+def test_a_damaged_matrix_leaves_pci_paths_and_a_note(answer: NodeProbe) -> None:
+    cut = topology_text("h100_12nics")[:900]
+    facts = read_facts(with_sections(answer, section("gpu.topo", cut)), CONFIG)
+    assert facts.topology is None
+    assert "PCI paths alone decide" in facts.notes[0]
+    assert len(plan_environment(facts, CONFIG).rails) == 8
+
+
+def test_a_matrix_of_ansi_underlines_is_read_through_the_probe(answer: NodeProbe, h100: Path) -> None:
+    """The tool that draws it is replaced by one that prints a recorded matrix."""
+    tool = h100.parent / "bin" / "nvidia-smi"
+    tool.rename(tool.with_name("nvidia-smi.real"))
+    matrix = h100.parent / "matrix"
+    matrix.write_text(topology_text("h20_8nics"))
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && exec cat {matrix}\nexec {tool}.real "$@"\n')
+    tool.chmod(0o755)
+    topology = read_facts(asked_again(answer, "gpu"), CONFIG).topology
+    assert topology is not None
+    assert topology.adapters == tuple(f"mlx5_{index}" for index in range(8))
+
+
+def test_unknown_ways_to_storage_are_a_note(answer: NodeProbe) -> None:
+    late = with_sections(answer, section("env.storage", "", None, SectionState.TIMED_OUT))
+    assert any("storage servers are not known" in note for note in read_facts(late, CONFIG).notes)
+
+
+@pytest.mark.parametrize("faults", [(), ("no_peermem",)])
+def test_gpudirect_is_known_from_modules(
+    answer: NodeProbe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
+) -> None:
+    furnish(tmp_path, monkeypatch, "h100x8", faults=faults)
+    assert read_facts(asked_again(answer, "ib"), CONFIG).driver.peer_memory is not bool(faults)
+
+
+@pytest.mark.parametrize("fragment", ["env.sh", "env_live.sh"])
+def test_the_probe_fragments_parse_in_the_shells_of_nodes(fragment: str) -> None:
+    text = (files("cluster.probe") / fragment).read_text(encoding="utf-8")
+    shells = [["sh", "-n"], *([["busybox", "ash", "-n"]] if shutil.which("busybox") else [])]
+    for part in text.split("<<'END'\n")[1:]:
+        script = part.split("\nEND\n")[0]
+        for shell in shells:
+            assert subprocess.run(shell, input=script, text=True, capture_output=True, check=False).stderr == ""

@@ -1,0 +1,157 @@
+"""Each variable: when it is set, in which form, and what is never set."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from env_topologies import MACHINES, interface, machine, node, port
+
+from cluster.env.facts import DriverFacts, NodeEnvironment, Route
+from cluster.env.plan import plan_environment
+from cluster.parse.fabric import GpuAddress
+from engine.config_cluster import ClusterConfig, ContainerConfig
+
+
+def roce(index: int, *, gid: int = 3, network: int | None = None) -> dict[str, object]:
+    address = f"10.{network if network is not None else index}.0.1"
+    return {"link_layer": "Ethernet", "netdev": f"eth{index + 1}", "roce_v2": {gid: address}}
+
+
+def rails(*networks: str) -> tuple[object, ...]:
+    return tuple(interface(f"eth{index + 1}", addresses=(network,)) for index, network in enumerate(networks))
+
+
+def left_out(environment: NodeEnvironment, name: str) -> str:
+    return next(one.reason for one in environment.left_out if one.name == name)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_lists_match_exactly_and_name_ports(name: str) -> None:
+    environment = plan_environment(machine(name), ClusterConfig())
+    sockets, devices = environment.value("NCCL_SOCKET_IFNAME"), environment.value("NCCL_IB_HCA")
+    assert sockets == f"={environment.value('GLOO_SOCKET_IFNAME')}"
+    if devices is None:
+        assert environment.value("NCCL_IB_DISABLE") == "1"
+    else:
+        assert re.fullmatch(r"=mlx5_\d+:1(,mlx5_\d+:1)*", devices)
+        assert environment.value("UCX_NET_DEVICES") == devices.removeprefix("=")
+
+
+def test_a_name_that_begins_like_another_does_not_bring_it_in() -> None:
+    """As NCCL reads the list: without `=` it takes every name that begins so, and mlx5_1 brings in a dead mlx5_10."""
+    ports = [port("mlx5_1"), port("mlx5_10", state="DOWN")]
+    value = node(*ports).value("NCCL_IB_HCA")
+    assert value == "=mlx5_1:1"
+    assert [one.name for one in ports if _nccl_takes(value, one.name)] == ["mlx5_1:1"]
+    assert [one.device for one in ports if _nccl_takes("mlx5_1", one.device)] == ["mlx5_1", "mlx5_10"]
+
+
+def _nccl_takes(value: str, port_name: str) -> bool:
+    wanted = value.removeprefix("=").split(",")
+    return port_name in wanted if value.startswith("=") else any(port_name.startswith(one) for one in wanted)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_belongs_elsewhere_is_never_set(name: str) -> None:
+    environment = plan_environment(machine(name), ClusterConfig(), log_dir="/run/logs")
+    names = {one.name for one in environment.variables}
+    assert names.isdisjoint({"NCCL_IGNORE_NET_MISMATCH", "CUDA_DEVICE_MAX_CONNECTIONS"})
+    assert len(names) <= 12
+
+
+def test_gid_index_is_set_for_old_nccl_on_roce_only() -> None:
+    old = {"nccl_version": (2, 20, 5)}
+    assert node(port("mlx5_0", **roce(0)), **old).value("NCCL_IB_GID_INDEX") == "3"
+    assert node(port("mlx5_0", **roce(0, gid=5)), **old).value("NCCL_IB_GID_INDEX") == "5"
+    assert node(port("mlx5_0"), **old).value("NCCL_IB_GID_INDEX") is None
+    for version in ((2, 21, 5), (2, 27, 5), None):
+        assert node(port("mlx5_0", **roce(0)), nccl_version=version).value("NCCL_IB_GID_INDEX") is None
+
+
+def test_no_gid_index_is_better_than_one_that_suits_half_of_the_ports() -> None:
+    environment = node(port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1, gid=5)), nccl_version=(2, 18))
+    assert environment.value("NCCL_IB_GID_INDEX") is None
+    assert "mlx5_0:1: 3, mlx5_1:1: 5" in left_out(environment, "NCCL_IB_GID_INDEX")
+
+
+def test_roce_without_an_ipv4_address_is_a_warning() -> None:
+    environment = node(port("mlx5_0", link_layer="Ethernet", netdev="eth1"))
+    assert any("mlx5_0:1 has no GID of RoCE v2 over IPv4" in warning for warning in environment.warnings)
+
+
+def test_rails_in_networks_of_their_own_without_gateway_cannot_cross() -> None:
+    ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
+    known = {"interfaces": rails("10.0.0.1/24", "10.1.0.1/24")}
+    assert node(*ports, routes=(), **known).value("NCCL_CROSS_NIC") == "0"
+    assert "not known" in left_out(node(*ports, routes=None, **known), "NCCL_CROSS_NIC")
+    gateway = (Route("10.1.0.0/16", "eth1", "10.0.0.254"),)
+    assert "rails have gateways (eth1)" in left_out(node(*ports, routes=gateway, **known), "NCCL_CROSS_NIC")
+    elsewhere = (Route("default", "eth0", "10.0.0.254"),)
+    assert node(*ports, routes=elsewhere, **known).value("NCCL_CROSS_NIC") == "0"
+
+
+def test_rails_in_one_network_may_cross() -> None:
+    ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
+    environment = node(*ports, routes=(), interfaces=rails("10.0.0.1/16", "10.0.1.1/16"))
+    assert "share IPv4 networks" in left_out(environment, "NCCL_CROSS_NIC")
+
+
+def test_infiniband_subnets_tell_whether_rails_cross() -> None:
+    default, other = "fe80:0000:0000:0000:0002:c903:0000:000{}", "fec0:0000:0000:0001:0002:c903:0000:000{}"
+    one = replace(port("mlx5_0"), gids={0: ("IB/RoCE v1", default.format(1))})
+    same = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", default.format(2))})
+    apart = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", other.format(2))})
+    assert node(one, apart).value("NCCL_CROSS_NIC") == "0"
+    assert "one InfiniBand subnet" in left_out(node(one, same), "NCCL_CROSS_NIC")
+    assert node(one, port("mlx5_1")).value("NCCL_CROSS_NIC") is None
+
+
+def test_debug_files_go_into_the_run_folder_and_nowhere_without_one() -> None:
+    facts = machine("h100_12nics")
+    environment = plan_environment(facts, ClusterConfig(), log_dir="/runs/a/logs")
+    assert environment.value("NCCL_DEBUG_FILE") == "/runs/a/logs/nccl.%h.%p.log"
+    assert environment.value("TORCH_FR_DUMP_TEMP_FILE") == "/runs/a/logs/flight_recorder_rank"
+    assert environment.value("TORCH_FR_BUFFER_SIZE") == "2000"
+    without = plan_environment(facts, ClusterConfig())
+    assert not [one.name for one in without.variables if "DEBUG" in one.name or "_FR_" in one.name]
+
+
+def test_threads_are_cores_over_ranks_unless_configured() -> None:
+    gpus = tuple(GpuAddress(index) for index in range(4))
+    assert node(gpus=gpus, cores=30).value("OMP_NUM_THREADS") == "7"
+    assert node(gpus=gpus, cores=2).value("OMP_NUM_THREADS") == "1"
+    assert node(gpus=gpus, cores=30, config=ClusterConfig(ranks_per_node=2)).value("OMP_NUM_THREADS") == "15"
+    assert node(gpus=gpus, cores=30, config=ClusterConfig(threads_per_rank=3)).value("OMP_NUM_THREADS") == "3"
+    assert node(gpus=gpus, cores=None).value("OMP_NUM_THREADS") is None
+
+
+@pytest.mark.parametrize("config", [ClusterConfig(backend="gloo"), ClusterConfig()])
+def test_ranks_on_gloo_get_no_nccl_variables(config: ClusterConfig) -> None:
+    gpus = (GpuAddress(0),) if config.backend == "gloo" else ()
+    environment = node(port("mlx5_0"), gpus=gpus, config=config)
+    assert [one.name for one in environment.variables] == ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+    assert "ranks talk by gloo" in left_out(environment, "NCCL_*")
+
+
+def test_without_an_interface_none_is_named_and_a_warning_says_why() -> None:
+    environment = node(interface=None, interface_reason="eth1, eth2 would do and none has the default route")
+    assert environment.value("NCCL_SOCKET_IFNAME") is None
+    assert environment.value("GLOO_SOCKET_IFNAME") is None
+    assert any("eth1, eth2 would do" in warning and "cluster.interface" in warning for warning in environment.warnings)
+
+
+def test_no_way_into_gpu_memory_is_a_warning_only_when_certain() -> None:
+    def warned(driver: DriverFacts) -> bool:
+        return any("no GPUDirect RDMA" in one for one in node(port("mlx5_0"), driver=driver).warnings)
+
+    assert warned(DriverFacts(peer_memory=False, dma_buf=False))
+    assert not warned(DriverFacts(peer_memory=True, dma_buf=False))
+    assert not warned(DriverFacts(peer_memory=False, dma_buf=True))
+    assert not warned(DriverFacts())
+
+
+def test_the_container_setting_changes_nothing_in_the_plan_itself() -> None:
+    docker = ClusterConfig(container=ContainerConfig(runtime="docker", image="a:b"))
+    assert node(port("mlx5_0"), config=docker) == node(port("mlx5_0"))
