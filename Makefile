@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 endif
 export PYTHON
 
-SOURCES := burst_cli cluster engine tests benchmarks scripts
+SOURCES := burst_cli cluster docker engine tests benchmarks scripts
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'

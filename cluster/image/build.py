@@ -1,0 +1,247 @@
+"""Building the image: which files go to the engine, which labels say where they come from, and the one command.
+
+The build context is made here and sent as a tar stream, so that the same files give the same layers whatever lies
+beside them, and wheels from anywhere can be put into it for machines without network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from cluster.errors import ClusterError
+from cluster.remote_text import clean_text
+from engine.errors import ConfigError
+
+Device = Literal["cuda", "cpu"]
+CONTEXT = (
+    "burst_cli",
+    "engine",
+    "cluster",
+    "conf",
+    "docker",
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "LICENSE",
+    "Dockerfile",
+)
+WHEELS_FOLDER = "docker/wheels"
+_LEFT_OUT = frozenset({"__pycache__", "wheels"})
+_LAST_LINES = 20
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """What a person may choose. wheels: a folder of wheels; pip then looks nowhere else, and no package of Debian is
+    added unless `apt_packages` names it. network: of the steps (`docker build --network`)."""
+
+    tag: str
+    device: Device = "cuda"
+    base: str | None = None
+    wheels: Path | None = None
+    apt_packages: str | None = None
+    network: str | None = None
+    no_cache: bool = False
+
+
+@dataclass(frozen=True)
+class ContextFile:
+    """One file of the build context: its name there, and where it lies."""
+
+    name: str
+    source: Path
+    size_bytes: int
+    executable: bool
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """One build: the command, which reads the context from its stdin, and what is in the context."""
+
+    argv: tuple[str, ...]
+    labels: Mapping[str, str]
+    files: tuple[ContextFile, ...]
+
+    @property
+    def context_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; what --dry-run prints."""
+        return {
+            "command": list(self.argv),
+            "labels": dict(self.labels),
+            "context_bytes": self.context_bytes,
+            "files": [file.name for file in self.files],
+        }
+
+
+@dataclass(frozen=True)
+class BuiltImage:
+    """What the engine made."""
+
+    tag: str
+    image_id: str
+    size_bytes: int
+    labels: Mapping[str, str]
+
+
+def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any] | None, command: str) -> BuildPlan:
+    """The build of the checkout at `root`; `command` is the engine's command line, `git` its commit when it is known.
+
+    Raises ConfigError when `root` is no checkout of burst or the folder of wheels has none.
+    """
+    missing = [name for name in CONTEXT if not (root / name).exists()]
+    if missing:
+        raise ConfigError(
+            f"{root}: not a checkout of burst, {', '.join(missing)} is not there; name one by --context FOLDER"
+        )
+    files = (*_source_files(root), *_wheel_files(settings.wheels))
+    labels = _labels(files, settings, git)
+    arguments = _build_arguments(settings)
+    argv = (
+        command,
+        "build",
+        "--tag",
+        settings.tag,
+        *(word for name, value in labels.items() for word in ("--label", f"{name}={value}")),
+        *(word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")),
+        *(("--network", settings.network) if settings.network else ()),
+        *(("--no-cache",) if settings.no_cache else ()),
+        "-",
+    )
+    return BuildPlan(argv, labels, files)
+
+
+def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> BuiltImage:
+    """Build the image; `on_line` is told every line that the engine prints. Raises ClusterError with its last lines."""
+    environment = os.environ | {"BUILDKIT_PROGRESS": "plain"}
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    try:
+        process = subprocess.Popen(
+            plan.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
+    except OSError as error:
+        raise ClusterError(
+            f"{plan.argv[0]}: cannot be started ({error.strerror}); install Docker or set cluster.container.command"
+        ) from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        sender = threading.Thread(target=_send, args=(plan.files, process.stdin), daemon=True)
+        sender.start()
+        try:
+            for raw in process.stdout:
+                line = clean_text(raw, limit=2000).rstrip()
+                last.append(line)
+                on_line(line)
+        except BaseException:
+            process.terminate()
+            raise
+        sender.join()
+    if process.returncode != 0:
+        shown = "\n  ".join(line for line in last if line.strip())
+        raise ClusterError(f"{plan.argv[0]} build ended with exit code {process.returncode}:\n  {shown}")
+    return _inspect(plan.argv[0], tag, plan.labels)
+
+
+def context_digest(files: tuple[ContextFile, ...]) -> str:
+    """SHA-256 over names, modes and contents of the files: equal exactly when the build context is."""
+    total = hashlib.sha256()
+    for file in files:
+        with file.source.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        total.update(f"{file.name}\0{file.executable}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def write_context(files: tuple[ContextFile, ...], stream: IO[bytes]) -> None:
+    """The files as a tar archive; owner and times are constant, so that the engine's cache sees contents only."""
+    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            entry = tarfile.TarInfo(file.name)
+            entry.size, entry.mode = file.size_bytes, 0o755 if file.executable else 0o644
+            with file.source.open("rb") as content:
+                archive.addfile(entry, content)
+
+
+def _send(files: tuple[ContextFile, ...], stream: IO[bytes]) -> None:
+    # An engine that fails early closes the pipe; its own text says why.
+    try:
+        with io.BufferedWriter(stream, _READ_BYTES) as buffered:
+            write_context(files, buffered)
+    except (BrokenPipeError, ValueError):
+        return
+
+
+def _source_files(root: Path) -> Iterator[ContextFile]:
+    for name in CONTEXT:
+        path = root / name
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            relative = file.relative_to(root)
+            if file.is_file() and _LEFT_OUT.isdisjoint(relative.parts) and file.suffix != ".pyc":
+                yield _context_file(relative.as_posix(), file)
+
+
+def _wheel_files(folder: Path | None) -> Iterator[ContextFile]:
+    if folder is None:
+        return
+    wheels = sorted(folder.glob("*.whl"))
+    if not wheels:
+        raise ConfigError(
+            f"--wheels {folder}: no *.whl file in it; fill it with "
+            "`pip wheel -w FOLDER -c constraints.txt '.[parquet,tensorboard]' hatchling`"
+        )
+    for wheel in wheels:
+        yield _context_file(f"{WHEELS_FOLDER}/{wheel.name}", wheel)
+
+
+def _context_file(name: str, source: Path) -> ContextFile:
+    found = source.stat()
+    return ContextFile(name, source, found.st_size, bool(found.st_mode & 0o100))
+
+
+def _labels(files: tuple[ContextFile, ...], settings: BuildSettings, git: Mapping[str, Any] | None) -> dict[str, str]:
+    """Where the image comes from. No time: building the same files again gives the same image."""
+    labels = {
+        "org.opencontainers.image.title": "burst",
+        "org.burst.image": "1",
+        "org.burst.device": settings.device,
+        "org.burst.context-sha256": context_digest(files),
+    }
+    if git is not None:
+        labels["org.opencontainers.image.revision"] = str(git["sha"])
+        labels["org.burst.dirty"] = str(bool(git["dirty"])).lower()
+    return labels
+
+
+def _build_arguments(settings: BuildSettings) -> dict[str, str]:
+    arguments: dict[str, str] = {"DEVICE": settings.device}
+    if settings.base is not None:
+        arguments["BASE"] = settings.base
+    if settings.apt_packages is not None:
+        arguments["APT_PACKAGES"] = settings.apt_packages
+    elif settings.wheels is not None:
+        arguments["APT_PACKAGES"] = ""
+    return arguments
+
+
+def _inspect(command: str, tag: str, labels: Mapping[str, str]) -> BuiltImage:
+    argv = [command, "image", "inspect", "--format", "{{.Id}} {{.Size}}", tag]
+    result = subprocess.run(argv, capture_output=True, check=False, timeout=60)
+    if result.returncode != 0:
+        raise ClusterError(f"{tag}: built, but the engine cannot show it: {clean_text(result.stderr, limit=500)}")
+    image_id, size = clean_text(result.stdout).split()
+    return BuiltImage(tag, image_id, int(size), labels)
