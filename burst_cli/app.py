@@ -38,6 +38,11 @@ VERBS = (
     Verb("bench", "burst_cli.commands.bench", "Measure attention, its communication alone, or the loss."),
     Verb("config", "burst_cli.commands.config", "Show the composed configuration and where each value comes from."),
     Verb("data", "burst_cli.commands.data", "Prepare training data."),
+    Verb("check-nodes", "burst_cli.commands.check_nodes", "Check GPUs, network, disks and software of every node."),
+    Verb("env", "burst_cli.commands.env", "Show, write or check the NCCL environment of every node, with reasons."),
+    Verb("image", "burst_cli.commands.image", "Build the container image and bring it to every node over SSH."),
+    Verb("hosts", "burst_cli.commands.hosts", "List the nodes; trust or forget their host keys."),
+    Verb("testbed", "burst_cli.commands.testbed", "A virtual cluster on this machine, to rehearse every verb on."),
 )
 
 
