@@ -58,6 +58,8 @@ bench: $(READY)  ## Run the benchmarks with their default sizes
 	$(PY) -m burst_cli bench loss
 	$(PY) -m benchmarks.bench_step
 	$(PY) -m benchmarks.bench_memory
+	$(PY) -m benchmarks.bench_fleet
+	$(PY) -m benchmarks.bench_image
 
 gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
 	@$(PY) scripts/require_gpu.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -106,7 +107,12 @@ def _of_groups(probes: Mapping[str, NodeProbe], groups: Sequence[LoadedGroup], c
 
 
 def check_between(
-    connections: Mapping[str, Connection], views: Mapping[str, NodeView], config: ClusterConfig, wanted: Wanted
+    connections: Mapping[str, Connection],
+    views: Mapping[str, NodeView],
+    config: ClusterConfig,
+    wanted: Wanted,
+    *,
+    on_phase: Callable[[str], None] = lambda text: None,
 ) -> Between:
     """The tests that need several nodes at once, over their open connections; with fewer than two there are none."""
     probes = {name: view.probe for name, view in views.items() if view.probe is not None}
@@ -120,7 +126,7 @@ def check_between(
     if wanted.shared and config.shared_folder is not None:
         folder = config.shared_folder
         found += _guarded(SHARED, reached, lambda: _test_shared_folder(reached, folder))
-    return _with_bandwidth(found, reached, addresses) if wanted.bandwidth else Between(tuple(found))
+    return _with_bandwidth(found, reached, addresses, on_phase) if wanted.bandwidth else Between(tuple(found))
 
 
 def _guarded(check: str, nodes: Iterable[str], test: Callable[[], list[Finding]]) -> list[Finding]:
@@ -151,15 +157,26 @@ def _test_shared_folder(reached: Mapping[str, Connection], folder: str) -> list[
 
 
 def _with_bandwidth(
-    found: Sequence[Finding], reached: Mapping[str, Connection], addresses: Mapping[str, str]
+    found: Sequence[Finding],
+    reached: Mapping[str, Connection],
+    addresses: Mapping[str, str],
+    on_phase: Callable[[str], None],
 ) -> Between:
-    from cluster.checks.bandwidth import bandwidth_findings, measure_bandwidth
+    from cluster.checks.bandwidth import PairRate, bandwidth_findings, measure_bandwidth
 
     able = {name: reached[name] for name in addresses}
     if len(able) < 2:
         return Between(tuple(found), ("bandwidth needs two nodes with an address that others can connect to",))
+    total = len(able) * (len(able) - 1)
+    counter = itertools.count(1)
+
+    def tell(rate: PairRate) -> None:
+        done = next(counter)
+        if done % max(1, total // 10) == 0:
+            on_phase(f"measured {done} of {total} directions, {rate.source} to {rate.target} last")
+
     try:
-        matrix = measure_bandwidth(able, addresses)
+        matrix = measure_bandwidth(able, addresses, on_pair=tell)
         return Between((*found, *bandwidth_findings(matrix)), (), matrix)
     except Exception as error:
         return Between(tuple(found), (f"bandwidth was not measured: {type(error).__name__}: {one_line(str(error))}",))

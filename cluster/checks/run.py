@@ -148,7 +148,7 @@ def check_nodes(
         compared = compare_nodes(views, question.groups, config)
         if wanted.any:
             observer.phase("testing between nodes")
-        between = check_between(connections.opened, views, config, wanted)
+        between = check_between(connections.opened, views, config, wanted, on_phase=observer.phase)
     reports, added = {}, by_node(between.findings)
     for name, outcome in outcomes.items():
         found = (*compared.findings[name], *added.get(name, ()))
@@ -193,7 +193,8 @@ class _Connections:
     """Connects to nodes and closes everything in the end, also what a thread of an interrupted check still uses."""
 
     def __init__(self, connect: Connect | None, *, keep: bool) -> None:
-        self._connect, self.keep = connect or _default_connect(), keep
+        self._given, self.keep = connect, keep
+        self._exit = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._is_closed = False
         self.opened: dict[str, Connection] = {}
@@ -216,6 +217,7 @@ class _Connections:
             connection.close()
 
     def __enter__(self) -> _Connections:
+        self._connect = self._given or self._open_pool()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,12 +227,13 @@ class _Connections:
         for connection in connections:
             with contextlib.suppress(SshError, OSError):
                 connection.close()
+        self._exit.close()
 
+    def _open_pool(self) -> Connect:
+        """Connects over SSH; nodes behind the same jump host share one login there."""
+        from cluster.access.ssh import SshPool
 
-def _default_connect() -> Connect:
-    from cluster.access.ssh import connect
-
-    return connect
+        return self._exit.enter_context(SshPool()).connect
 
 
 @dataclass(frozen=True)

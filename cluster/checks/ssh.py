@@ -43,7 +43,9 @@ _REMEDIES = {
 def reach_finding(error: SshError, node: str) -> Finding:
     """FAIL: the node could not be reached; which of the many ways, and what to do about this one."""
     host_key = error.kind in (SshFailure.HOST_KEY_UNKNOWN, SshFailure.HOST_KEY_CHANGED)
-    default = f"compare fingerprints, then: burst hosts trust {node}" if host_key else _REMEDIES.get(error.kind, "")
+    default = (
+        f"compare fingerprints, then: burst hosts trust --hosts {node}" if host_key else _REMEDIES.get(error.kind, "")
+    )
     return Finding(
         REACH,
         node,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
-from cluster.access.ssh import connect
+from cluster.access.ssh import SshPool
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
@@ -49,7 +49,9 @@ def ask_fleet(
         answer = question.ask_this_machine()
         answers[answer.facts.node] = answer
     else:
-        for name, outcome in fan_out(hosts, question.ask, width=config.ssh.fan_out).items():
+        with SshPool() as pool:  # nodes behind the same jump host share one login there
+            outcomes = fan_out(hosts, lambda host: question.ask(host, pool), width=config.ssh.fan_out)
+        for name, outcome in outcomes.items():
             if outcome.value is not None:
                 answers[name] = outcome.value
             else:
@@ -75,8 +77,8 @@ class _Question:
         sections = (*FACT_SECTIONS, *LIVE_SECTIONS) if self.with_live else FACT_SECTIONS
         return {"BURST_PROBE_SECTIONS": " ".join(sections)}
 
-    def ask(self, host: Host) -> _Answer:
-        with connect(host) as connection:
+    def ask(self, host: Host, pool: SshPool) -> _Answer:
+        with pool.connect(host) as connection:
             return self._read(probe_node(connection, self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings))
 
     def ask_this_machine(self) -> _Answer:

@@ -1,0 +1,201 @@
+"""Images and pushes as a person sees them: the plan, progress, results, status."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH, binary_bytes, duration, seconds
+from cluster.access.nodes import fold_nodes
+
+if TYPE_CHECKING:
+    from cluster.image.plan import ImagePlan, NodePlan
+    from cluster.image.prune import Pruned
+    from cluster.image.push import NodeProgress, NodeResult, PushObserver
+    from cluster.image.status import ImageStatus
+
+_REFRESH_S = 0.2
+_PLAIN_INTERVAL_S = 2.0
+_SHORT_ID = 12
+
+
+@contextlib.contextmanager
+def open_push_view(console: Console) -> Iterator[PushObserver]:
+    """The view of a push for this console: live on a terminal, lines on anything else."""
+    if not console.is_terminal:
+        yield PlainPushView(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield LivePushView(console, live)
+
+
+class LivePushView:
+    """A bar per node, redrawn in place; nodes that are done make room for others."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console, self._live = console, live
+        self._next = 0.0
+
+    def progress(self, nodes: Sequence[NodeProgress]) -> None:
+        """Redraw, at most five times a second."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _REFRESH_S
+        room = max(3, self._console.height - 4)
+        shown = sorted(nodes, key=lambda node: node.phase in ("done", "failed", "up to date"))[:room]
+        grid = Table.grid(padding=(0, 2))
+        for node in shown:
+            grid.add_row(Text(node.node), *_bar(node))
+        lines: list[RenderableType] = [grid]
+        if len(shown) < len(nodes):
+            lines.append(Text(f"and {len(nodes) - len(shown)} more", style="dim"))
+        self._live.update(Group(*lines), refresh=True)
+
+    def note(self, node: str, text: str) -> None:
+        """Print above the bars."""
+        self._console.print(_note(node, text))
+
+
+class PlainPushView:
+    """A line every few seconds, and one per node that is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next = time.monotonic() + _PLAIN_INTERVAL_S
+        self._phases: dict[str, str] = {}
+
+    def progress(self, nodes: Sequence[NodeProgress]) -> None:
+        """Print what is new."""
+        for node in nodes:
+            if node.phase in ("done", "failed") and self._phases.get(node.node) != node.phase:
+                self._phases[node.node] = node.phase
+                self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PLAIN_INTERVAL_S
+            parts = [f"{node.node} {_amount(node)}" for node in nodes if node.phase == "receiving"]
+            if parts:
+                self._console.print(Text("  ".join(parts)), soft_wrap=True)
+
+    def note(self, node: str, text: str) -> None:
+        """One line."""
+        self._console.print(_note(node, text), soft_wrap=True)
+
+
+def plan_view(plan: ImagePlan) -> RenderableType:
+    """What a push will do."""
+    head = Text.assemble(
+        (plan.image, "bold"),
+        f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, ",
+        f"{binary_bytes(plan.unpacked_bytes)}, packed {binary_bytes(plan.packed_bytes)}",
+    )
+    table = Table(box=None, pad_edge=False)
+    for title in ("nodes", "route", "layers", "to send", "resumed", "there already", ""):
+        table.add_column(title, overflow="fold")
+    for nodes, row in _folded(plan.nodes):
+        table.add_row(Text(nodes), *row)
+    lines: list[RenderableType] = [head, table]
+    chains = plan.chains if plan.options.shared_folder is None else ()
+    lines += [Text("chain: launcher → " + " → ".join(chain)) for chain in chains if len(chain) > 1]
+    if plan.options.shared_folder is not None and plan.chains:
+        lines.append(Text(f"{plan.chains[0][0]} writes into {plan.options.shared_folder}; the others read there"))
+    if plan.move_bytes:
+        rate = f"{binary_bytes(plan.assumed_bytes_per_s)}/s"
+        lines.append(Text(f"{binary_bytes(plan.move_bytes)} in all, about {duration(plan.estimated_s)} at {rate}"))
+    else:
+        lines.append(Text("nothing to send"))
+    return Group(*lines)
+
+
+def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableType:
+    """What became of every node."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("node", "result", "received", "resumed", "there already", "time", "identity", ""):
+        table.add_column(title, overflow="fold")
+    for result in results:
+        word = ("OK", "green") if result.ok else ("FAILED", "bold red")
+        identity = f"{result.identity[:_SHORT_ID]} verified" if result.is_verified and result.identity else DASH
+        why = result.error or "; ".join(result.notes)
+        table.add_row(
+            Text(result.node),
+            Text(*word),
+            binary_bytes(result.received_bytes),
+            binary_bytes(result.resumed_bytes),
+            binary_bytes(result.skipped_bytes),
+            seconds(result.seconds),
+            Text(identity),
+            Text(why),
+        )
+    failed = [result.node for result in results if not result.ok]
+    last = Text(f"{len(results) - len(failed)} of {len(results)} nodes hold the image, {duration(elapsed_s)}")
+    if failed:
+        last.append(f"; failed: {fold_nodes(failed)}. The same command goes on where they stopped.", style="red")
+    return Group(table, last)
+
+
+def status_view(status: ImageStatus) -> RenderableType:
+    """Which nodes hold which image."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("nodes", "image", "id", "created", ""):
+        table.add_column(title, overflow="fold")
+    for group in status.groups:
+        what = "unknown" if group.problem else "missing" if group.identity is None else group.identity[:_SHORT_ID]
+        mark = group.problem or ("differs" if group.differs and group.identity else "")
+        style = "red" if group.differs else "green"
+        image_id = group.image_id.removeprefix("sha256:")[:_SHORT_ID]
+        table.add_row(
+            Text(fold_nodes(group.nodes)), Text(what, style), Text(image_id), Text(group.created), Text(mark, style)
+        )
+    should = f"should be {status.reference[:_SHORT_ID]} (as {status.source})" if status.reference else "nobody has it"
+    return Group(Text.assemble((status.image, "bold"), f"  {should}"), table)
+
+
+def prune_view(nodes: Sequence[Pruned], here: tuple[int, int], *, dry_run: bool) -> RenderableType:
+    """What was removed where."""
+    verb = "would remove" if dry_run else "removed"
+    lines: list[RenderableType] = [Text(f"this machine: {verb} {here[0]} files, {binary_bytes(here[1])}")]
+    for node in nodes:
+        images = f", images {', '.join(node.images)}" if node.images else ""
+        text = Text(f"{node.node}: {verb} {node.files} files, {binary_bytes(node.bytes)}{images}")
+        if node.problem:
+            text = Text(f"{node.node}: {node.problem}", style="red")
+        lines.append(text)
+    return Group(*lines)
+
+
+def _folded(nodes: Sequence[NodePlan]) -> list[tuple[str, list[Text]]]:
+    """Rows with nodes that have the same in all columns folded into one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for node in nodes:
+        rows.setdefault(_cells(node), []).append(node.node)
+    return [(fold_nodes(names), [Text(cell) for cell in cells]) for cells, names in rows.items()]
+
+
+def _cells(node: NodePlan) -> tuple[str, ...]:
+    if node.problem:
+        return (node.route.value, DASH, DASH, DASH, DASH, node.problem)
+    what = "up to date" if node.up_to_date else "there under another name" if node.same else node.note
+    sizes = (binary_bytes(size) for size in (node.move_bytes, node.resumed_bytes, node.skipped_bytes))
+    return (node.route.value, str(len(node.need)), *sizes, what)
+
+
+def _bar(node: NodeProgress) -> tuple[RenderableType, Text, Text]:
+    style = {"failed": "red", "done": "green", "up to date": "green"}.get(node.phase, "")
+    total = max(1, node.total_bytes)
+    done = total if node.phase in ("done", "up to date") else min(total, node.here_bytes)
+    return ProgressBar(total=total, completed=done, width=30), Text(_amount(node)), Text(node.phase, style=style)
+
+
+def _amount(node: NodeProgress) -> str:
+    return f"{binary_bytes(min(node.here_bytes, node.total_bytes))} of {binary_bytes(node.total_bytes)}"
+
+
+def _note(node: str, text: str) -> Text:
+    return Text.assemble(("note: ", "yellow"), f"{node}: {text}")

@@ -1,0 +1,101 @@
+"""Which nodes hold which image, asked over plain SSH: nothing but the engine's command line is needed there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.access.connection import Connection
+from cluster.image.node.identity import image_identity
+from cluster.remote_text import one_line
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class NodeImage:
+    """What one node holds under an image's name. identity: None when it has no such image, or `problem` hides it."""
+
+    node: str
+    identity: str | None = None
+    image_id: str = ""
+    created: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class ImageGroup:
+    """Nodes that hold the same: an image, nothing (no identity or problem), a problem. differs: from the reference."""
+
+    nodes: tuple[str, ...]
+    identity: str | None
+    image_id: str
+    created: str
+    problem: str
+    differs: bool
+
+
+@dataclass(frozen=True)
+class ImageStatus:
+    """All nodes, the largest group first. reference: the identity that all should have; source: where it came from."""
+
+    image: str
+    reference: str | None
+    source: str
+    groups: tuple[ImageGroup, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0: all nodes hold the reference; 1: one holds another image or none; 3: one could not be asked."""
+        if any(group.differs and not group.problem for group in self.groups):
+            return 1
+        return 3 if any(group.problem for group in self.groups) else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def read_node_image(connection: Connection, engine: Sequence[str], image: str) -> NodeImage:
+    """What `connection`'s node holds under the name `image`. Raises SshError."""
+    node = connection.host.name
+    result = connection.run([*engine, "image", "inspect", "--", image], timeout_s=_TIMEOUT_S)
+    if result.exit_code != 0:
+        said = one_line(result.stderr)
+        if "no such image" in said.lower():
+            return NodeImage(node)
+        return NodeImage(node, problem=said or f"{engine[0]} ended with {result.exit_code}")
+    try:
+        found = json.loads(result.stdout)[0]
+        identity = image_identity(found)
+        return NodeImage(node, identity, one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return NodeImage(node, problem="its engine answered something that makes no sense")
+
+
+def build_status(image: str, found: Sequence[NodeImage], local: str | None) -> ImageStatus:
+    """`found` in groups; compared with the image of this machine (`local`), else with what most nodes hold."""
+    counts = Counter(node.identity for node in found if node.identity is not None)
+    reference = local or (counts.most_common(1)[0][0] if counts else None)
+    source = "this machine" if local else "most nodes" if reference else "nothing"
+    members: dict[tuple[str | None, str], list[NodeImage]] = {}
+    for node in found:
+        members.setdefault((node.identity, node.problem), []).append(node)
+    groups = [_group(key, nodes, reference) for key, nodes in members.items()]
+    return ImageStatus(image, reference, source, tuple(sorted(groups, key=lambda group: -len(group.nodes))))
+
+
+def _group(key: tuple[str | None, str], nodes: Sequence[NodeImage], reference: str | None) -> ImageGroup:
+    identity, problem = key
+    first = nodes[0]
+    return ImageGroup(
+        nodes=tuple(node.node for node in nodes),
+        identity=identity,
+        image_id=first.image_id,
+        created=first.created,
+        problem=problem,
+        differs=identity is None or identity != reference,
+    )

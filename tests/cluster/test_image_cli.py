@@ -1,0 +1,151 @@
+"""`burst image` as a person meets it: mistakes in words, tables, one JSON document."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from test_image_plan import IDENTITY, MIB, stored, survey
+
+from burst_cli.app import main
+from burst_cli.image_view import (
+    PlainPushView,
+    open_push_view,
+    plan_view,
+    prune_view,
+    results_view,
+    status_view,
+)
+from cluster.image.inventory import NodeSurvey
+from cluster.image.plan import PushOptions, build_image_plan
+from cluster.image.prune import Pruned
+from cluster.image.push import NodeProgress, NodeResult
+from cluster.image.status import NodeImage, build_status
+
+HOSTILE = "[red]x[/red] \x1b[2J"
+
+
+def shown(view) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200, highlight=False, emoji=False).print(view)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("verb", ["push", "status"])
+def test_an_image_must_be_named(verb, capsys):
+    assert main(["image", verb, "--hosts", "node1"]) == 2
+    assert "give --image NAME:TAG, or set cluster.container.image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--limit", "fast"], "expected a rate such as 50MB/s"),
+        (["--route", "shared"], "needs a folder that all nodes see: --via-shared PATH"),
+        (["--via-shared", "here"], "expected an absolute path on the nodes"),
+        (["--via-shared", "/x", "--route", "chain"], "exclude each other"),
+        (["--image=--all"], "is no image name"),
+        (["cluster.container.command=''"], "cluster.container.command is empty"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_reached(options, expected, capsys):
+    assert main(["image", "push", "--hosts", "node1", "--image", "app:1", *options]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_engine_that_is_not_there_is_told_in_words(capsys):
+    override = "cluster.container.command=/nowhere/docker"
+    assert main(["image", "push", "--hosts", "node1", "--image", "app:1", override]) == 1
+    assert "the local engine (/nowhere/docker): cannot run /nowhere/docker" in capsys.readouterr().err
+
+
+def test_no_nodes_is_a_mistake_with_a_json_document(capsys):
+    assert main(["image", "prune", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize("verb", ["push", "status", "prune"])
+def test_help_of_every_verb_says_what_it_does(verb, capsys):
+    assert main(["image", verb, "--help"]) == 0
+    assert f"burst image {verb}" in capsys.readouterr().out
+
+
+def test_a_plan_folds_equal_nodes_and_shows_the_chain():
+    surveys = [survey("node1"), survey("node2"), survey("node3"), NodeSurvey("node4", problem="dead")]
+    text = shown(plan_view(build_image_plan(stored(4, 2), surveys, PushOptions())))
+
+    assert "chain: launcher → node1 → node2 → node3" in text
+    assert "node[2-3]" in text
+    assert "6 MiB" in text
+    assert "dead" in text
+
+
+def test_a_plan_is_plain_json():
+    plan = build_image_plan(stored(4), [survey("node1")], PushOptions())
+    document = json.loads(json.dumps(plan.to_dict()))
+
+    assert document["nodes"][0]["route"] == "direct"
+    assert document["move_bytes"] == 4 * MIB
+
+
+def test_results_tell_failed_nodes_and_that_the_same_command_goes_on():
+    good = NodeResult("node1", True, "direct", 3 * MIB, identity=IDENTITY, is_verified=True)
+    text = shown(results_view([good, NodeResult("node2", False, "chain", error="disk full")], 3.0))
+
+    assert f"{IDENTITY[:12]} verified" in text
+    assert "1 of 2 nodes hold the image" in text
+    assert "failed: node2. The same command goes on" in text
+
+
+def test_words_of_nodes_are_never_markup():
+    result = NodeResult("node1", False, "direct", error=HOSTILE.replace("\x1b[2J", ""))
+    status = build_status("app", [NodeImage("node1", problem="[red]x[/red]")], None)
+
+    assert "[red]x[/red]" in shown(results_view([result], 1.0))
+    assert "[red]x[/red]" in shown(status_view(status))
+    assert "[red]x[/red]" in shown(prune_view([Pruned("node1", problem="[red]x[/red]")], (0, 0), dry_run=True))
+
+
+def test_status_marks_what_differs_and_what_is_missing():
+    found = [
+        NodeImage("node1", "a" * 64),
+        NodeImage("node2", "b" * 64),
+        NodeImage("node3"),
+        NodeImage("node4", "a" * 64),
+    ]
+    text = shown(status_view(build_status("app:1", found, "a" * 64)))
+
+    assert [line.split()[:2] for line in text.splitlines()[2:]] == [
+        ["node[1,4]", "a" * 12],
+        ["node2", "b" * 12],
+        ["node3", "missing"],
+    ]
+    assert "differs" in text
+
+
+def test_lines_are_printed_where_there_is_no_terminal():
+    stream = io.StringIO()
+    nodes = [NodeProgress("node1", "done", MIB, MIB, MIB), NodeProgress("node2", "failed")]
+    with open_push_view(Console(file=stream, width=100)) as view:
+        assert isinstance(view, PlainPushView)
+        view.progress(nodes)
+        view.progress(nodes)
+        view.note("node2", "is lost")
+
+    assert stream.getvalue().splitlines() == ["node1: done", "node2: failed", "note: node2: is lost"]
+
+
+def test_a_terminal_shows_a_bar_per_node_that_fits_its_height():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, height=8)
+    nodes = [NodeProgress(f"node{k}", "done", MIB, MIB, MIB) for k in range(20)]
+    nodes.append(replace(nodes[0], node="slow", phase="receiving", here_bytes=MIB // 2))
+    with open_push_view(console) as view:
+        view.progress(nodes)
+
+    assert "slow" in stream.getvalue()
+    assert "512 KiB of 1 MiB" in stream.getvalue()
+    assert "and 17 more" in stream.getvalue()
