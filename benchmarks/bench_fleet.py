@@ -2,9 +2,10 @@
 
 The nodes are SSH servers in one process on this machine (tests/cluster/fleet.py); they answer the probe's script with
 what a node with eight H100 and thirteen adapters (fake ones, of the testbed) answered to it once. `burst` and `clush`
-bring the same answers home; `verb` is `burst check-nodes`, which judges and compares them, too. A twentieth of them is faulty: refusing, silent, with another host key, refusing
-our key, breaking off. Both tools read the same SSH configuration, work on 64 nodes at a time and give up on a
-connection after the same time; they take turns. Times are of whole processes, start to end.
+bring the same answers home; `verb` is `burst check-nodes`, which judges and compares them, too. Every twentieth node
+is faulty: refusing, silent, with another host key, refusing our key, breaking off. All read the same SSH configuration,
+work on 64 nodes at a time and give up on a connection after the same time; they take turns. Times are of whole
+processes, start to end.
 
     python -m benchmarks.bench_fleet --output benchmarks/results/fleet_HARDWARE_YYYYMM.json
 """

@@ -50,7 +50,7 @@ def host_table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line per host of `describe_hosts`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("node", "address", "port", "user", "through", "host key", "known in"):
-        table.add_column(heading, justify="right" if heading == "port" else "left")
+        table.add_column(heading, justify="right" if heading == "port" else "left", overflow="fold")
     for row in rows:
         keys = row["keys"]
         shown = Text("unknown", style="yellow") if not keys else Text(f"{keys[0]['type']} {keys[0]['fingerprint']}")
@@ -67,7 +67,7 @@ def key_table(keys: Sequence[ShownKey]) -> Table:
     """One line per key that a server showed."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("node", "type", "fingerprint", "state"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # a fingerprint is shown whole or not at all
     for key in keys:
         state = Text(key.state, style=_STYLES.get(key.state, "bold red"))
         table.add_row(Text(key.host.name), Text(key.kind), Text(key.fingerprint), state)

@@ -103,4 +103,4 @@ def _show_image(image: BuiltImage, *, as_json: bool) -> None:
         return
     console = render.stdout()
     console.print(f"{image.tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
-    console.print(f"next: burst image push {image.tag}", markup=False)
+    console.print(f"next: burst image push --image {image.tag} cluster=NAME", markup=False)

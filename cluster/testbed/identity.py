@@ -49,7 +49,10 @@ def hardware_files(profile: str, node: str, number: int, faults: tuple[str, ...]
     for_fabric = tuple(fault for fault in faults if fault.partition(":")[0] in fabric.FAULTS)
     for_gpus = tuple(fault for fault in faults if fault not in for_fabric)
     limits = Path("/proc/self/limits").read_text(encoding="ascii")
-    own = {"root/proc/self/limits": FakeFile(unlocked_limits(limits))}
+    own = {
+        "root/proc/self/limits": FakeFile(unlocked_limits(limits)),
+        "root/etc/cdi/nvidia.yaml": FakeFile("cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n"),
+    }
     adapters = fabric.fabric_files(profile, number, for_fabric)
     devices = gpus.gpu_files(profile, node, for_gpus, adapters=gpus.fake_adapters(adapters))
     return {**own, **devices, **adapters}
