@@ -36,10 +36,10 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
     fi
 # World-writable, for user ids that are only known when the container starts.
 RUN useradd --create-home --uid 1000 burst && install -d -m 1777 /burst /cache
+COPY docker/entrypoint.sh /usr/local/bin/entrypoint.sh
 COPY --from=torch /opt/burst/venv /opt/burst/venv
 COPY --from=packages /opt/burst/packages /opt/burst/packages
 COPY --from=code /opt/burst/code /opt/burst/code
-COPY docker/entrypoint.sh /usr/local/bin/entrypoint.sh
 ENV PATH=/opt/burst/venv/bin:/opt/burst/code/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     BURST_CACHE_DIR=/cache PYTHONUNBUFFERED=1
 USER burst

@@ -240,17 +240,9 @@ def _checked_name(name: str) -> str:
 
 def _expand(nodes: str) -> list[str]:
     """Node names of a NodeSet."""
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
+    from cluster.access.nodes import parse_nodes
 
-    from engine.errors import ConfigError
-
-    try:
-        found = [str(node) for node in NodeSet(nodes)]
-    except NodeSetException as error:
-        raise ConfigError(f"nodes {nodes!r}: {error}; expected such as tb2 or tb[1-3]") from error
-    if not found:
-        raise ConfigError("no nodes named; expected such as tb2 or tb[1-3]")
-    return found
+    return list(parse_nodes(nodes, "NODES").names)
 
 
 @contextlib.contextmanager

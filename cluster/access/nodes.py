@@ -24,7 +24,7 @@ _SLURM_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
 _SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"\s*(\d+)(?:-(\d+)(?:/(\d+))?)?\s*")
+_RANGE = re.compile(r"\s*(\d{1,18})(?:-(\d{1,18})(?:/(\d{1,18}))?)?\s*")
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,8 @@ def _refuse_many(text: str, where: str) -> None:
 
 def _range_length(part: str) -> int:
     found = _RANGE.fullmatch(part)
+    if re.search(r"\d{19}", part):
+        return MAX_NODES + 1  # a number that nobody gives to a node
     if found is None or found[2] is None:
         return 1
     return max(0, (int(found[2]) - int(found[1])) // max(1, int(found[3] or 1)) + 1)

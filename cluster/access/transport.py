@@ -164,6 +164,8 @@ class SshTransport(paramiko.Transport):
         number, code = message.get_int(), message.get_int()
         reason = message.get_binary().decode(errors="replace")
         with self.lock:
+            if number not in self.channel_events:
+                return  # about a channel that nobody asked for: a server could fill our memory with those
             self._open_failures[number] = paramiko.ChannelException(code, one_line(reason))
             event = self.channel_events.pop(number, None)
             self._channels.delete(number)

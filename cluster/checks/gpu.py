@@ -56,7 +56,9 @@ class _GpuGroup:
         """Findings of every check; one SKIP for a node that has no GPU and needs none."""
         view = GpuView.of(probe, config)
         if view.has_no_gpus:
-            return [view.node("gpu.count", Opinion(Verdict.SKIP, "no NVIDIA GPU in this node"))]
+            # The kernel log may remember those that fell off the bus.
+            lost = [finding for finding in gpu_kernel.check_xid(view) if finding.severity is Verdict.FAIL]
+            return [view.node("gpu.count", Opinion(Verdict.SKIP, "no NVIDIA GPU in this node")), *lost]
         return [finding for check in CHECKS for finding in check(view)]
 
     def traits(self, probe: NodeProbe) -> Mapping[str, str]:

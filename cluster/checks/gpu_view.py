@@ -62,8 +62,9 @@ class GpuView:
             return False
         if isinstance(self.smi, SmiLog):
             return not self.smi.gpus and self.smi.attached == 0
-        # Without a PCI bus to look at, a tool that is installed and fails may be hiding GPUs.
-        absent = {SmiFailure.NOT_INSTALLED, SmiFailure.NO_DEVICES, SmiFailure.NO_DRIVER}
+        # Without a PCI bus to look at, a tool that is installed and fails may be hiding GPUs. A driver that runs and
+        # finds no device (NO_DEVICES) has lost those it was loaded for.
+        absent = {SmiFailure.NOT_INSTALLED, SmiFailure.NO_DRIVER}
         return self.smi.failure in (absent if self.pci.total else {SmiFailure.NOT_INSTALLED})
 
     def device(self, address: str) -> str:

@@ -12,6 +12,8 @@ from cluster.checks.finding import Finding, Verdict, worst
 from cluster.remote_text import one_line
 from engine.config_cluster import ExpectedHardware
 
+# Of these 0 is never right where another node has some.
+COUNTS = frozenset({"gpu.count", "ib.count"})
 # A difference in these is worth a look, and no reason to leave the node out.
 SOFT_CHECKS = frozenset(
     {
@@ -35,13 +37,8 @@ class Expectation:
 def configured(expected: ExpectedHardware) -> dict[str, Expectation]:
     """What `cluster.expected` says, by check; what it leaves open is not in it."""
     found: dict[str, Expectation] = {}
-    for check, number in (
-        ("gpu.count", expected.gpus),
-        ("ib.count", expected.hcas),
-        ("ib.rate", expected.hca_rate_gbps),
-    ):
-        if number is not None:
-            found[check] = Expectation(f"{number:g} (cluster.expected)", _is_number(number))
+    if expected.gpus is not None:
+        found["gpu.count"] = Expectation(f"{expected.gpus} (cluster.expected)", _is_number(expected.gpus))
     if expected.gpu_model is not None:
         model = expected.gpu_model
         found["gpu.model"] = Expectation(f"{model} (cluster.expected)", lambda value: model.lower() in value.lower())
@@ -107,6 +104,10 @@ def _compare(check: str, values: Mapping[str, str | None]) -> Iterable[Finding]:
     ranking = Counter(told).most_common(2)
     usual, votes = ranking[0]
     tied = len(ranking) == 2 and ranking[1][1] == votes
+    if tied and "0" in told and check in COUNTS:
+        # Nothing against something is no matter of taste, whatever the number of nodes on each side.
+        usual, votes = next(item for item in ranking if item[0] != "0")
+        tied = False
     expected = _sides(values) if tied else f"{_short(usual)}, as {votes} of {len(told)} nodes have"
     odd = Verdict.WARN if tied or check in SOFT_CHECKS else Verdict.FAIL
     for node, value in values.items():

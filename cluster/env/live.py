@@ -72,10 +72,12 @@ def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
     """Every place where the node sets variables of ours. Raises ClusterError when one could not be looked at."""
     sections = [probe.section(name) for name in LIVE_SECTIONS]
     trouble = [section.trouble() for section in sections if not section.ok]
-    if trouble or any(line == "unreadable" for line in sections[1].output.splitlines()):
-        raise ClusterError(
-            f"{probe.node}: cannot see all that is set: {'; '.join(trouble) or 'nccl.conf is unreadable'}"
-        )
+    if "unreadable" in sections[1].output.splitlines():
+        trouble.append("nccl.conf is unreadable")
+    if "unreadable" in sections[2].output.splitlines():
+        trouble.append("more processes of runs than are looked at")
+    if trouble:
+        raise ClusterError(f"{probe.node}: cannot see all that is set: {'; '.join(trouble)}")
     session, files, processes = sections
     found = [LiveSource(SESSION, _values(_settings(session.output.splitlines())))]
     found += [LiveSource(one_line(name, 120), _values(lines)) for name, lines in _blocks(files, "file")]

@@ -29,7 +29,10 @@ END
 # Processes of runs of burst, of this network namespace only: a rehearsal node shares its processes with the machine.
 section env_live.processes 30 <<'END'
 here=$(readlink /proc/self/ns/net)
-grep -l BURST_RUN_ID= /proc/[0-9]*/environ 2>/dev/null | head -n 256 | while read -r path; do
+found=$(grep -l BURST_RUN_ID= /proc/[0-9]*/environ 2>/dev/null)
+[ "$(printf '%s\n' "$found" | wc -l)" -le 2048 ] || echo unreadable
+printf '%s\n' "$found" | head -n 2048 | while read -r path; do
+    [ -n "$path" ] || continue
     process=${path%/environ}
     [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$here" ] || continue
     printf 'process\t%s\n' "${process#/proc/}"

@@ -25,6 +25,8 @@ from cluster.testbed.spec import TestbedSpec
 from engine.errors import ConfigError
 from engine.run.records import read_json_object, replace_json
 
+DEFAULT_ROOT = Path("/var/lib/burst-testbed")
+_ENTRIES = frozenset({"state.json", "client_key", "client_key.pub", "known_hosts", "ssh_config", "shared", "nodes"})
 DIR_VARIABLE = "BURST_TESTBED_DIR"
 _LOCK_WAIT_S = 60.0
 
@@ -162,6 +164,19 @@ class TestbedFolder:
         """Paths of a node."""
         return NodeFolder(self.path / "nodes" / name)
 
+    def is_ours(self) -> bool:
+        """Whether a testbed made this folder: nothing lies in it that `up` does not write, even if it was killed.
+
+        What is not ours is never taken down: the root of all testbeds is any folder that a variable names.
+        """
+        try:
+            names = {path.name for path in self.path.iterdir()}
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return all(name in _ENTRIES or name.startswith(".state.json-") for name in names)
+
     def save(self, state: TestbedState) -> None:
         """Replace the description."""
         replace_json(self.state_file, asdict(state))
@@ -180,7 +195,7 @@ def state_root() -> Path:
 
     Raises ConfigError for a path that configuration files of sshd and others would read as something else.
     """
-    path = os.environ.get(DIR_VARIABLE) or "/var/lib/burst-testbed"
+    path = os.environ.get(DIR_VARIABLE) or str(DEFAULT_ROOT)
     if re.fullmatch(r"/[A-Za-z0-9._/-]{1,60}", path) is None:
         raise ConfigError(
             f"{DIR_VARIABLE}={path!r}: expected an absolute path of letters, digits and . _ - /, at most 61 characters"
@@ -196,7 +211,8 @@ def folder_of(name: str) -> TestbedFolder:
 def standing_folders() -> tuple[TestbedFolder, ...]:
     """Folders of all testbeds that stand, or of which something is left."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
-        return tuple(TestbedFolder(path) for path in sorted(state_root().iterdir()) if path.is_dir())
+        folders = (TestbedFolder(path) for path in sorted(state_root().iterdir()) if path.is_dir())
+        return tuple(folder for folder in folders if folder.is_ours())
     return ()
 
 

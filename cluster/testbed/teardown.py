@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.testbed.folder import TestbedError, TestbedFolder, folder_of, locked, standing_folders
+from cluster.testbed.folder import DEFAULT_ROOT, TestbedError, TestbedFolder, folder_of, locked, standing_folders
 from cluster.testbed.machine import try_command
 from cluster.testbed.network import PREFIX, namespace_prefix
 from cluster.testbed.node import NAMESPACES
@@ -44,10 +44,9 @@ class Removed:
 
 
 def standing_names() -> tuple[str, ...]:
-    """Names of all testbeds of which anything is left on this machine: a folder, a namespace, a link."""
+    """Names of all testbeds of which anything is left on this machine: a folder, a namespace."""
     found = {folder.path.name for folder in standing_folders()}
     found |= {name.split(".")[1] for name in _namespaces() if name.startswith(f"{PREFIX}.") and name.count(".") >= 2}
-    found |= {link.removeprefix(PREFIX) for link in _links() if link.startswith(PREFIX)}
     return tuple(sorted(name for name in found if is_testbed_name(name)))
 
 
@@ -58,6 +57,8 @@ def tear_down(name: str, config_file: Path) -> Removed:
     TestbedError when something cannot be removed.
     """
     folder = folder_of(name)
+    if not folder.is_ours():
+        raise TestbedError(f"{folder.path} was not made by `burst testbed up`; nothing was touched")
     if not folder.path.exists():
         return remove_parts(folder, config_file)
     with locked(folder.path):
@@ -79,9 +80,10 @@ def remove_parts(folder: TestbedFolder, config_file: Path) -> Removed:
     if folder.path.exists():
         _remove_tree(folder.path)
         removed.append(str(folder.path))
-    # The last one leaves nothing behind; a lock on the folder that goes is noticed by who waits for it.
-    with contextlib.suppress(OSError):
-        folder.path.parent.rmdir()
+    if folder.path.parent == DEFAULT_ROOT:
+        # The last one leaves nothing behind; a lock on the folder that goes is noticed by who waits for it.
+        with contextlib.suppress(OSError):
+            DEFAULT_ROOT.rmdir()
     return Removed(name, killed, namespaces, tuple(removed))
 
 
@@ -184,10 +186,11 @@ def _links() -> list[str]:
 
 def _remove_network(name: str) -> int:
     """How many namespaces were removed."""
-    link = f"{PREFIX}{name}"
-    if link in _links():
-        try_command(("ip", "link", "delete", link))
     found = [namespace for namespace in _namespaces() if namespace.startswith(namespace_prefix(name))]
+    link = f"{PREFIX}{name}"
+    # By its name alone it could be somebody's; ours has its other end in one of these.
+    if found and link in _links():
+        try_command(("ip", "link", "delete", link))
     for namespace in found:
         done = try_command(("ip", "netns", "delete", namespace))
         if (NAMESPACES / namespace).exists():

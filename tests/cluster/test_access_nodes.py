@@ -64,6 +64,7 @@ def test_what_names_no_node_is_refused_with_its_place(text: str, words: str) -> 
     [
         "node[1-100000000]",
         "node[1-99999999999999999999999999]",
+        f"node[1-{'9' * 5000}]",
         "a[1-999]b[1-999]",
         "a[1-100000000]!a[2-100000000]",
         f"n[1-{MAX_NODES}],m[1-2]",

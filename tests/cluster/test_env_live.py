@@ -13,7 +13,7 @@ import pytest
 from env_hardware import furnish, probe
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.live import SESSION, Difference, DifferenceKind, LiveSource, compare_live, read_live
+from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, DifferenceKind, LiveSource, compare_live, read_live
 from cluster.errors import ClusterError
 from cluster.probe.section import NodeProbe, Section, SectionState
 
@@ -79,6 +79,14 @@ def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
     (root / "etc/nccl.conf").mkdir()
     with pytest.raises(ClusterError, match=r"nccl\.conf is unreadable"):
         live()
+
+
+def test_more_processes_than_are_looked_at_is_an_error() -> None:
+    sections = {name: Section(name, "", 0, SectionState.ENDED) for name in LIVE_SECTIONS}
+    assert read_live(NodeProbe("n1", sections)) != ()
+    sections[LIVE_SECTIONS[2]] = Section(LIVE_SECTIONS[2], "unreadable", 0, SectionState.ENDED)
+    with pytest.raises(ClusterError, match="more processes of runs than are looked at"):
+        read_live(NodeProbe("n1", sections))
 
 
 @pytest.mark.parametrize("name", ["session", "files", "processes"])

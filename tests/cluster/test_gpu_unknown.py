@@ -132,6 +132,7 @@ def test_no_expected_gpus_and_no_sign_of_any_is_skipped() -> None:
         ("pci_devices\t30\tend", "", 127, 8),  # GPUs are expected
         ("pci_devices\t30", "", 127, None),  # the list of devices breaks off
         ("pci_devices\t0\tend", "No devices were found", 6, None),  # no PCI bus to look at, but a driver's tool
+        ("pci_devices\t30\tend", "No devices were found", 6, None),  # a driver that has lost its devices
         ("pci_devices\t30\tend", "Failed to initialize NVML: Unknown Error", 255, None),
     ],
 )
@@ -140,6 +141,20 @@ def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code:
     findings = check(probe, gpus=expected)
     assert ("gpu.nvidia_smi", None, Verdict.FAIL) in bad(findings)
     assert not {found for found in findings if found.severity is Verdict.OK}
+
+
+def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
+    """The PCI bus lists none any more, and no tool is there to ask."""
+    line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
+    probe = NodeProbe(
+        "node1",
+        {
+            "gpu.lspci": ended("pci_devices\t30\tend", name="gpu.lspci"),
+            "gpu.smi": ended("", 127),
+            "gpu.kernel": ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="gpu.kernel"),
+        },
+    )
+    assert ("gpu.xid", Verdict.FAIL) in {(found.check, found.severity) for found in check(probe)}
 
 
 # False passes that are known from other tools, one test each.

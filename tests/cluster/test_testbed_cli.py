@@ -110,7 +110,7 @@ def test_down_twice_is_fine(burst, name):
         (("up", "--name", "x", "--hardware", "abacus"), "h100x8"),
         (("down", "--name", "../../etc"), "lower-case letters"),
         (("fault", "tb1"), "which fault?"),
-        (("fault", "tb[1-", "sshd_stop"), "expected such as tb2"),
+        (("fault", "tb[1-", "sshd_stop"), "not in the grammar of node lists"),
     ],
 )
 def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -160,6 +161,23 @@ def test_an_interrupt_on_the_way_up_takes_it_down(testbed_machine, tmp_path):
         up(TestbedSpec(name, nodes=2), tmp_path / "config.yaml", on_step=interrupt)
 
     assert leftovers(name) == []
+
+
+def test_a_folder_that_no_testbed_made_is_left_alone(monkeypatch, tmp_path):
+    thesis = tmp_path / "mine" / "thesis.tex"
+    thesis.parent.mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / "home").symlink_to(tmp_path)
+        monkeypatch.setenv("BURST_TESTBED_DIR", f"{short}/home")
+        _expect_left_alone(thesis, tmp_path)
+
+
+def _expect_left_alone(thesis, tmp_path):
+    thesis.write_text("years of work")
+    assert "mine" not in standing_names()
+    with pytest.raises(TestbedError, match=r"was not made by `burst testbed up`; nothing was touched"):
+        tear_down("mine", tmp_path / "mine.yaml")
+    assert thesis.read_text() == "years of work"
 
 
 def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbeds):
