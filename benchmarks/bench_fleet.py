@@ -34,6 +34,14 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 GROUPS = ("gpu", "ib", "net", "host")
 FAULTS = ("refuse", "silent", "wrong_key", "deny", "die")
 WIDTH = 64
+# A process of its own in between: the kernel counts the memory of the process that forked as a peak of the child, too.
+_USAGE = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[2:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    file.write(f"{used.ru_utime + used.ru_stime} {used.ru_maxrss}")
+"""
 
 
 @dataclass(frozen=True)
@@ -145,14 +153,14 @@ def _timed(
     tool: str, command: Sequence[str], stdin: Any, stderr: Any = None
 ) -> tuple[bytes, tuple[str, float, float, int]]:
     """(stdout, (tool, seconds, CPU seconds, peak RSS)) of a process and all that it waited for."""
-    with tempfile.TemporaryFile() as stdout:
+    with tempfile.TemporaryFile() as stdout, tempfile.NamedTemporaryFile() as usage:
         begin = time.monotonic()
-        process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=ROOT)
-        _, _, usage = os.wait4(process.pid, 0)
+        wrapped = [sys.executable, "-S", "-c", _USAGE, usage.name, *command]
+        subprocess.run(wrapped, stdin=stdin, stdout=stdout, stderr=stderr, cwd=ROOT, check=False)
         elapsed = time.monotonic() - begin
-        process.returncode = 0  # wait4 has taken the process; Popen must not wait again
+        cpu_s, peak_kib = Path(usage.name).read_text().split()
         stdout.seek(0)
-        return stdout.read(), (tool, elapsed, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+        return stdout.read(), (tool, elapsed, float(cpu_s), int(peak_kib) * 1024)
 
 
 def measure(nodes: int, repeats: int, timeout_s: float, *, with_clush: bool) -> dict[str, Any]:

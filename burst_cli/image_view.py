@@ -71,6 +71,7 @@ class PlainPushView:
         self._console = console
         self._next = time.monotonic() + _PLAIN_INTERVAL_S
         self._phases: dict[str, str] = {}
+        self._last = ""
 
     def progress(self, nodes: Sequence[NodeProgress]) -> None:
         """Print what is new."""
@@ -80,9 +81,11 @@ class PlainPushView:
                 self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PLAIN_INTERVAL_S
-            parts = [f"{node.node} {_amount(node)}" for node in nodes if node.phase == "receiving"]
-            if parts:
-                self._console.print(Text("  ".join(parts)), soft_wrap=True)
+            parts = [f"{node.node} {_plain_amount(node)}" for node in nodes if node.phase == "receiving"]
+            line = "  ".join(parts)
+            if line and line != self._last:
+                self._last = line
+                self._console.print(Text(line), soft_wrap=True)
 
     def note(self, node: str, text: str) -> None:
         """One line."""
@@ -195,6 +198,11 @@ def _bar(node: NodeProgress) -> tuple[RenderableType, Text, Text]:
 
 def _amount(node: NodeProgress) -> str:
     return f"{binary_bytes(min(node.here_bytes, node.total_bytes))} of {binary_bytes(node.total_bytes)}"
+
+
+def _plain_amount(node: NodeProgress) -> str:
+    """Loading goes on in silence once everything is there."""
+    return "loading" if node.here_bytes >= node.total_bytes else _amount(node)
 
 
 def _note(node: str, text: str) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from engine.errors import BurstError, ConfigError
 
 # Nobody reads a pipe through a window 80 columns wide: tables keep their cells whole there.
 PIPE_WIDTH = 320
+# Below this rich prints nothing at all; COLUMNS=0 means that somebody did not know.
+LEAST_WIDTH = 20
 
 
 def stdout() -> Console:
@@ -32,15 +35,24 @@ def stderr() -> Console:
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) >= LEAST_WIDTH:
+        width: int | None = int(columns)
+    else:
+        width = os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else PIPE_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
 def emit_json(document: Mapping[str, Any]) -> None:
     """Print the one JSON document of this call on stdout; paths become text, figures that are no number null."""
     text = json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise BurstError(f"cannot write the result to standard output: {error.strerror}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -66,7 +78,10 @@ def fail(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
     for line in problems if many else ():
         console.print(Text.assemble(("  • ", "red"), line))
     if as_json:
-        emit_json({"error": {"type": type(error).__name__, "message": title, "problems": problems, "exit_code": code}})
+        with contextlib.suppress(BurstError):  # what could not be written before cannot be written now
+            emit_json(
+                {"error": {"type": type(error).__name__, "message": title, "problems": problems, "exit_code": code}}
+            )
     return code
 
 

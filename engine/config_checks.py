@@ -38,7 +38,7 @@ def config_problems(config: RunConfig) -> list[Problem]:
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
     rules = (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files)
-    for rule in (*rules, _memory, _container, _degrees, _tensor_parallel, _masks, _attention):
+    for rule in (*rules, _memory, _machines, _degrees, _tensor_parallel, _masks, _attention):
         problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
     return problems
 
@@ -222,8 +222,19 @@ def _tokenizer_file(data: DataConfig) -> Iterator[Problem]:
     )
 
 
-def _container(config: RunConfig) -> Iterator[Problem]:
-    container = config.cluster.container
+def _machines(config: RunConfig) -> Iterator[Problem]:
+    cluster, container = config.cluster, config.cluster.container
+    if cluster.shared_folder is not None and not cluster.shared_folder.startswith("/"):
+        yield Problem(
+            ("cluster.shared_folder",),
+            f"cluster.shared_folder: got {cluster.shared_folder!r}, expected an absolute path, such as /shared",
+        )
+    for name in ("user", "jump"):
+        value = getattr(cluster.ssh, name)
+        if value is not None and re.fullmatch(r"[^\s-]\S*", value) is None:
+            yield Problem(
+                (f"cluster.ssh.{name}",), f"cluster.ssh.{name}: got {value!r}, expected a name without dash in front"
+            )
     if container.runtime == "docker" and not container.image:
         yield Problem(
             ("cluster.container.runtime", "cluster.container.image"),

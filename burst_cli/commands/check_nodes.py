@@ -84,7 +84,7 @@ def check_nodes(
         burst check-nodes --hosts node[1-8] --skip ib -l
     """
     if explain is not None:
-        _explain(explain)
+        _explain(explain, as_json=as_json)
         return
     from burst_cli.compose import compose
     from cluster.checks.history import history_path
@@ -128,12 +128,15 @@ def run_check(
     return _show_changes(reports, output)
 
 
-def _explain(check: str) -> None:
+def _explain(check: str, *, as_json: bool) -> None:
     from rich.text import Text
 
     from burst_cli import render
     from cluster.checks.explain import explain
 
+    if as_json:
+        render.emit_json({"checks": explain(check)})
+        return
     for name, text in explain(check).items():
         render.stdout().print(Text.assemble((name, "bold"), f": {text}"), soft_wrap=True)
 

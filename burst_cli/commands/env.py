@@ -82,7 +82,10 @@ def show(
     """
     from burst_cli import env_view, render
     from burst_cli.env_request import ask
+    from engine.errors import ConfigError
 
+    if as_json and form is not None and form is not TextFormat.json:
+        raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
     request = _request(overrides, config_dir, hosts, hostfile)
     found = ask(request, node=node, run=run)
     if form is not None and form is not TextFormat.json:

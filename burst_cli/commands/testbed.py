@@ -116,8 +116,10 @@ def status(
 
 @app.command()
 def down(
-    name: NameOption = "testbed",
-    everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine.")] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Which testbed; default: testbed.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine, whoever built it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove a testbed with everything it started and wrote.
@@ -127,10 +129,13 @@ def down(
     from burst_cli import render
     from cluster.testbed.machine import check_machine
     from cluster.testbed.teardown import standing_names, tear_down
+    from engine.errors import ConfigError
 
-    config_file = _config_file(name)
+    if everything and name is not None:
+        raise ConfigError("--name and --all exclude each other: one testbed, or all of this machine")
+    config_file = _config_file(name or "testbed")
     check_machine()
-    names = standing_names() if everything else (name,)
+    names = standing_names() if everything else (name or "testbed",)
     begin_s = time.monotonic()
     removed = [tear_down(one, config_file.with_name(f"{one}.yaml")) for one in names]
     elapsed_s = time.monotonic() - begin_s

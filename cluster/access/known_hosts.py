@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import os
 import re
+import shlex
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,10 +85,16 @@ class HostKeys:
             return
         if found:
             text = f"its host key is not the one that is known: it shows {shown}, not {_known_in_words(found)}"
-            remedy = f"if the node was installed anew: burst hosts forget --hosts {host.name}, then burst hosts trust"
+            remedy = f"if the node was installed anew: {_way_to_forget(host, found[0])}, then burst hosts trust"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
         remedy = f"compare the fingerprint, then: burst hosts trust --hosts {host.name}"
         raise SshError(host.name, SshFailure.HOST_KEY_UNKNOWN, f"its host key is unknown: {shown}", remedy)
+
+
+def _way_to_forget(host: Host, key: KnownKey) -> str:
+    if Path(key.file).expanduser() == trust_file():
+        return f"burst hosts forget --hosts {host.name}"
+    return f"ssh-keygen -R {shlex.quote(host.key_names[0])} -f {shlex.quote(key.file)}"
 
 
 def trust_file() -> Path:

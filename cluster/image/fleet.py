@@ -38,17 +38,18 @@ class Fleet:
             session.send(question(name))
         answers: dict[str, Message] = {}
         deadline = time.monotonic() + ANSWER_S
-        while len(answers) + len(self.problems.keys() & self.sessions.keys()) < len(self.sessions):
+        while self.sessions.keys() - answers.keys() - self.problems.keys():
             try:
                 node, message = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
                 for name in self.sessions.keys() - answers.keys() - self.problems.keys():
                     self.problems[name] = f"its agent did not answer within {ANSWER_S:.0f} s"
                 break
-            if message["op"] == answer_op:
+            if message["op"] == answer_op and node not in self.problems:
                 answers[node] = message
             elif message["op"] in ("gone", "failed"):
                 self.problems.setdefault(node, one_line(str(message.get("error")), 400))
+                answers.pop(node, None)
         return answers
 
     def close(self, message: Message | None = None) -> None:

@@ -70,7 +70,7 @@ def parse_survey(node: str, answer: Mapping[str, Any]) -> NodeSurvey:
             cache_free=_free(answer.get("cache_free")),
             engine_free=_free(answer.get("engine_free")),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return NodeSurvey(node, problem="its agent gave an answer that makes no sense")
 
 

@@ -48,5 +48,5 @@ def _pruned(node: str, answer: Message | None, problem: str) -> Pruned:
         error = "" if answer["error"] is None else one_line(str(answer["error"]), 300)
         images = tuple(one_line(str(name), 120) for name in answer["images"])
         return Pruned(node, int(answer["files"]), int(answer["bytes"]), images, error)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return Pruned(node, problem="its agent gave an answer that makes no sense")

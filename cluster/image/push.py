@@ -141,7 +141,7 @@ class Push:
             return
         try:
             handler(node, message)
-        except (KeyError, TypeError, ValueError, IndexError):
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             self._lose(node, "its agent sent a message that makes no sense")
 
     def _on_progress(self, node: str, message: Message) -> None:
@@ -332,7 +332,9 @@ class EphemeralKey:
 
 def host_key_lines(host: Host) -> list[str]:
     """The trusted keys of `host`, as known_hosts has them behind the name."""
-    found = HostKeys.load(host.known_hosts).find(host.key_names)
+    known = HostKeys.load(host.known_hosts)
+    revoked = {key.blob for key in known.keys if key.is_revoked}
+    found = [key for key in known.find(host.key_names) if key.blob not in revoked]
     return [f"{key.kind} {base64.b64encode(key.blob).decode('ascii')}" for key in found]
 
 

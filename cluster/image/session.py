@@ -37,6 +37,8 @@ class StoredBlobs(Source):
     def follow(self, number: int, offset: int, generation: int | None, wait_s: float) -> tuple[int, str | None, int]:
         """See `Source.follow`."""
         path, size = self._paths[number]
+        if not path.exists():
+            raise FrameError(f"{path} is gone from the store of the launcher; run the command again")
         return 0, str(path), size - offset
 
 
@@ -55,6 +57,7 @@ class AgentSession:
         self._process: RemoteProcess = connection.start(agent_command())
         self._closing = False
         self._source = _Switch()
+        self._feed_problem = ""
         self._sender = Sender(self._write, self._source, limiter, self._sending_ended)
         self._text: bytes = agent_text()
         self._reader = threading.Thread(target=self._read, name=f"agent {self.node}", daemon=True)
@@ -128,6 +131,7 @@ class AgentSession:
 
     def _sending_ended(self, problem: str) -> None:
         if problem and not self._closing:
+            self._feed_problem = one_line(problem, 300)
             self._process.close_stdin()
 
     def _read(self) -> None:
@@ -150,6 +154,9 @@ class AgentSession:
         """Why the agent ended, in its own words if there are any."""
         if self._closing:
             return "closed"
+        if self._feed_problem:
+            self._process.close_stdin()
+            return self._feed_problem
         self._process.close_stdin()
         with contextlib.suppress(SshError):
             result = self._process.wait(_END_S)

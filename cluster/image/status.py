@@ -72,7 +72,7 @@ def read_node_image(connection: Connection, engine: Sequence[str], image: str) -
         found = json.loads(result.stdout)[0]
         identity = image_identity(found)
         return NodeImage(node, identity, one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         return NodeImage(node, problem="its engine answered something that makes no sense")
 
 

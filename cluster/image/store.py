@@ -124,7 +124,7 @@ class Store:
     def verify(self, layer: Layer, encoding: str) -> bool:
         """Whether the file still has the hash it was stored with; a wrong one is removed, so that it is made anew."""
         digest = hashlib.sha256()
-        with self.path(layer, encoding).open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self.path(layer, encoding).open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
         if digest.hexdigest() == layer.packings[encoding].sha256:

@@ -117,6 +117,22 @@ def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         plan_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [({"base": "-x"}, "--base"), ({"base": "a;b"}, "--base"), ({"network": "-x"}, "--network")],
+)
+def test_names_that_no_engine_takes_are_refused(checkout: Path, settings: dict[str, str], option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        plan_of(checkout, **settings)
+
+
+@pytest.mark.parametrize("tag", ["", "-x", "Bad Tag", "UPPER:1", "a:b:c"])
+def test_tags_that_no_engine_takes_are_refused(checkout: Path, tag: str) -> None:
+    with pytest.raises(ConfigError, match="--tag"):
+        build_build_plan(checkout, BuildSettings(tag), COMMIT, "docker")
+    build_build_plan(checkout, BuildSettings("registry.lab:5000/team/burst:v1.2"), COMMIT, "docker")
+
+
 def test_engine_gets_the_context_on_its_stdin(checkout: Path, tmp_path: Path) -> None:
     plan = plan_of(checkout, command=fake_engine(tmp_path))
     lines: list[str] = []
@@ -134,7 +150,7 @@ def test_failing_build_shows_what_the_engine_said(checkout: Path, tmp_path: Path
 
 def test_missing_engine_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
     plan = plan_of(checkout, command=str(tmp_path / "nothing"))
-    with pytest.raises(ClusterError, match=r"install Docker or set cluster\.container\.command"):
+    with pytest.raises(ClusterError, match="install Docker, or name another engine by --command"):
         run_build(plan, "burst:test", lambda line: None)
 
 

@@ -75,6 +75,8 @@ BROKEN = {
     "data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or": {"data": {"tokenizer": "/no/tokenizer.json"}},
     "data.prepared_dir: ": {"data": {"prepared_dir": __file__}},
     "cluster.container.runtime=docker needs an image: ": {"cluster": {"container": ContainerConfig(runtime="docker")}},
+    "cluster.shared_folder: got 'rel', expected an absolute path": {"cluster": {"shared_folder": "rel"}},
+    "cluster.ssh.jump: got '-x', expected a name": {"cluster": {"ssh": SshConfig(jump="-x")}},
     "cluster.ssh.port: got 70000, expected 1 or more, at most 65535": {"cluster": {"ssh": SshConfig(port=70000)}},
     "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},
     "cluster.topology_nodes: 3 nodes cannot share 4 ranks": {

@@ -230,7 +230,15 @@ class Agent:
 
     def _arrived(self, message: Message) -> None:
         """Another node has written a blob into the shared folder."""
-        _thread(lambda: self._adopt(int(message["blob"])), "adopt")
+        number = int(message["blob"])
+
+        def adopt() -> None:
+            try:
+                self._adopt(number)
+            except Exception as error:  # nobody else hears of it, and the launcher would wait for ever
+                self._fail("receive", f"{type(error).__name__}: {error}")
+
+        _thread(adopt, "adopt")
 
     def _adopt(self, number: int) -> None:
         folder = self._folder
@@ -251,8 +259,9 @@ class Agent:
         found = list_blobs(folder)
         answer["files"], answer["bytes"] = len(found), sum(found.values())
         if not dry_run and found:
-            if not self._take_lock(self._cache):
+            if not self._take_lock(os.path.dirname(folder) if message.get("shared") else self._cache):
                 answer["error"] = "a push is working on this node"
+                answer["files"] = answer["bytes"] = 0
             else:
                 answer["files"], answer["bytes"] = remove_blobs(folder, set())
                 with contextlib.suppress(OSError):
@@ -298,6 +307,9 @@ class Agent:
                 self._say({"op": "refused", "error": str(error)})
             else:
                 self._fail(stage, str(error))
+            return
+        except Exception as error:  # nobody else hears of it, and the launcher would wait for ever
+            self._fail(stage, f"{type(error).__name__}: {error}")
             return
         self._phase = "done"
         self.beat()

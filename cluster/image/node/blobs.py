@@ -3,6 +3,7 @@
 One thread appends, others follow the growing bytes or wait for the verified whole. Python 3.6, standard library only.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -146,7 +147,8 @@ class BlobFolder(Source):
         if offset != state.length or offset + len(data) > blob.size or state.complete:
             raise FrameError(f"blob {number}: bytes at {offset} while {state.length} of {blob.size}")
         part = self.path(number) + PART
-        with open(part, "ab", buffering=0) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with os.fdopen(os.open(part, flags, 0o600), "ab", buffering=0) as file:
             if file.tell() != offset:
                 file.truncate(offset)  # a write that failed half-way left more than was counted
             file.write(data)
@@ -233,9 +235,11 @@ def remove_blobs(folder: str, keep: Set[str]) -> Tuple[int, int]:
     for name in list_blobs(folder):
         if name.replace(PART, "") not in keep:
             path = os.path.join(folder, name)
-            size += os.path.getsize(path)
-            files += 1
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):  # another node removes them from a shared folder, too
+                length = os.path.getsize(path)
+                os.unlink(path)
+                size += length
+                files += 1
     return files, size
 
 
@@ -246,7 +250,11 @@ def list_blobs(folder: str) -> Dict[str, int]:
     except OSError:
         return {}
     ours = [name for name in names if _HEX.fullmatch(name.replace(PART, "")) and len(name) in (64, 64 + len(PART))]
-    return {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(ours)}
+    sizes = {}
+    for name in sorted(ours):
+        with contextlib.suppress(FileNotFoundError):
+            sizes[name] = os.path.getsize(os.path.join(folder, name))
+    return sizes
 
 
 def _digest_file(path: str) -> Tuple[Any, int]:

@@ -98,8 +98,11 @@ class Loader:
         broken = ""
         try:
             self._write_archive(_stream(load.stdin))
-        except (EngineError, OSError) as error:
-            broken = str(error)  # mostly a broken pipe: then the engine says why
+        except Stopped:
+            load.kill()
+            raise
+        except Exception as error:  # a damaged layer raises what its unpacker knows
+            broken = str(error) or type(error).__name__  # mostly a broken pipe: then the engine says why
             reader.join(2.0)
             load.kill()
         finally:
