@@ -155,15 +155,17 @@ def prune(
     via_shared: SharedOption = None,
     images: Annotated[
         bool,
-        typer.Option("--images", help="Images of the nodes with our label, too (org.burst.image=1), unless in use."),
+        typer.Option("--images", help="All tags of the image that burst built (--image), too, unless in use."),
     ] = False,
+    image: ImageOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove packed layers that pushes keep on the nodes and here for the next push.
 
-    The images stay where they are, unless --images is given; containers, and
-    images without our label, are never touched.
+    The images stay where they are, unless --images is given: then those of the
+    repository of --image that carry our label go. Containers and other images
+    are never touched, not even those that were built upon ours.
     """
     from dataclasses import asdict
 
@@ -179,9 +181,10 @@ def prune(
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     engine = engine_words(targets.config.cluster.container.command)
     width = targets.config.cluster.ssh.fan_out
+    repository = _repository(_image_name(targets, image)) if images else None
     with SshPool() as pool, open_fleet(targets.hosts, pool.connect, width=width) as fleet:
         nodes = prune_nodes(
-            fleet, targets.hosts, engine=engine, images=images, dry_run=dry_run, shared_folder=via_shared
+            fleet, targets.hosts, engine=engine, repository=repository, dry_run=dry_run, shared_folder=via_shared
         )
         fleet.close({"op": "finish"})
     here = default_store().prune(dry_run=dry_run)
@@ -191,6 +194,12 @@ def prune(
     else:
         render.stdout().print(prune_view(nodes, here, dry_run=dry_run))
     raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
+
+
+def _repository(name: str) -> str:
+    """The name without its tag; a port of a registry is no tag."""
+    head, _, last = name.rpartition("/")
+    return f"{head}/{last.partition(':')[0]}".lstrip("/")
 
 
 def _image_name(targets: Targets, given: str | None) -> str:

@@ -53,6 +53,7 @@ class LocalImage:
                 f"the local engine has no image {name!r}; build it with `burst image build`, or name one of "
                 f"`{shlex.join(command)} image ls`"
             )
+        self._image_id = str(found["Id"])
         self.name = _full_name(name, [str(tag) for tag in found.get("RepoTags") or ()])
         self.identity = image_identity(found)
         self.diff_ids = tuple(layers_of(found))
@@ -63,8 +64,9 @@ class LocalImage:
         return store.find(self.identity, self.name) or self._save(store, on_bytes)
 
     def _save(self, store: Store, on_bytes: Callable[[int], None]) -> StoredImage:
+        # By its id: the name may have moved on to another image since it was looked at.
         process = subprocess.Popen(
-            [*self._command, "save", "--", self.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*self._command, "save", "--", self._image_id], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert process.stdout is not None
         assert process.stderr is not None

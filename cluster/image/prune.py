@@ -27,14 +27,14 @@ def prune_nodes(
     hosts: Sequence[Host],
     *,
     engine: Sequence[str],
-    images: bool,
+    repository: str | None,
     dry_run: bool,
     shared_folder: str | None = None,
 ) -> list[Pruned]:
-    """What became of every node, in the order of `hosts`."""
+    """What became of every node, in the order of `hosts`. repository: of images that shall go, too, without a tag."""
 
     def question(node: str) -> Message:
-        options = {"images": images, "dry_run": dry_run, "shared": shared_folder}
+        options = {"repository": repository, "dry_run": dry_run, "shared": shared_folder}
         return {"op": "prune", "node": node, "engine": list(engine), **options}
 
     answers = fleet.ask(question, "pruned")

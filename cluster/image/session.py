@@ -17,6 +17,7 @@ from cluster.image.node.links import Limiter, Sender, wanted_blobs
 from cluster.remote_text import one_line
 
 _READ_BYTES = 1 << 16
+_GONE = "is gone from the store of the launcher; run the command again"
 _END_S = 5.0
 
 OnMessage = Callable[[str, Message], None]
@@ -38,7 +39,7 @@ class StoredBlobs(Source):
         """See `Source.follow`."""
         path, size = self._paths[number]
         if not path.exists():
-            raise FrameError(f"{path} is gone from the store of the launcher; run the command again")
+            raise FrameError(f"{path} {_GONE}")
         return 0, str(path), size - offset
 
 
@@ -131,7 +132,8 @@ class AgentSession:
 
     def _sending_ended(self, problem: str) -> None:
         if problem and not self._closing:
-            self._feed_problem = one_line(problem, 300)
+            if problem.endswith(_GONE):  # else it is the node that broke off, and it knows best why
+                self._feed_problem = one_line(problem, 300)
             self._process.close_stdin()
 
     def _read(self) -> None:

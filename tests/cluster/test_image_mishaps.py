@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import queue
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,14 @@ from rich.console import Console
 from test_image_agent import Layers, begin, folder_of, node  # noqa: F401
 from test_image_store import IDENTITY, SAVED
 
+from burst_cli.commands.image import _repository
 from burst_cli.image_view import PlainPushView
 from cluster.image.fleet import Fleet
 from cluster.image.inventory import parse_survey
 from cluster.image.node.blobs import list_blobs
+from cluster.image.node.chain import check_own_folder
 from cluster.image.node.frames import FrameError
+from cluster.image.node.keys import MARKER, remove_lines
 from cluster.image.prune import _pruned
 from cluster.image.push import EphemeralKey, NodeProgress, host_key_lines
 from cluster.image.session import StoredBlobs
@@ -102,3 +106,36 @@ def test_a_revoked_key_is_told_to_no_other_node(tmp_path):
     file.write_text(f"node1 {good}\nnode1 {bad}\n@revoked * {bad}\n")
 
     assert host_key_lines(SimpleNamespace(known_hosts=(str(file),), key_names=("node1",))) == [good]
+
+
+def test_a_shared_folder_of_others_is_not_written_into(tmp_path: Path) -> None:
+    check_own_folder(str(tmp_path))
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not a folder of ours alone"):
+        check_own_folder(str(tmp_path / "link"))
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match="not a folder of ours alone"):
+        check_own_folder(str(tmp_path))
+
+
+def test_a_key_leaves_a_file_that_cannot_be_replaced(tmp_path: Path) -> None:
+    keys = tmp_path / "authorized_keys"
+    mine = "ssh-ed25519 AAAA me@laptop\n"
+    keys.write_text(f'{mine}restrict,command="false" ssh-ed25519 AAAA {MARKER} push-1 n1\n')
+    target = tmp_path / "mounted"
+    target.touch()
+    subprocess.run(["mount", "--bind", str(keys), str(target)], check=True)
+    try:
+        assert remove_lines(str(target), "n1") == 1
+        assert keys.read_text() == mine
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+
+
+def test_a_repository_is_a_name_without_its_tag() -> None:
+    assert [_repository(name) for name in ("a:1", "a", "lab:5000/team/a:1", "lab:5000/a")] == [
+        "a",
+        "a",
+        "lab:5000/team/a",
+        "lab:5000/a",
+    ]

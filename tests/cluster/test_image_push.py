@@ -329,27 +329,28 @@ def test_lines_of_killed_agents_are_removed_by_the_next_push(rig):
     assert keys.read_bytes() == before
 
 
-def test_prune_removes_what_pushes_keep_and_only_unused_images_with_our_label(rig):
+def test_prune_removes_what_pushes_keep_and_only_unused_images_of_that_name(rig):
     node = rig.names[0]
     ours = rig.image(1, name="rig/ours:1", labels={"org.burst.image": "1"})
-    used = rig.image(1, name="rig/used:1", labels={"org.burst.image": "1"})
-    foreign = rig.image(1, name="rig/foreign:1", labels={"org.burst.image": "0"})
-    for image in (ours, used, foreign):
+    used = rig.image(1, name="rig/ours:2", labels={"org.burst.image": "1"})
+    theirs = rig.image(1, name="rig/built-upon-ours:1", labels={"org.burst.image": "1"})
+    foreign = rig.image(1, name="rig/ours:3", labels={"org.burst.image": "0"})
+    for image in (ours, used, theirs, foreign):
         rig.push(image, (node,))
     container = rig.run(node, "docker", "create", "--network", "none", used.name)
     hosts = [rig.testbed.host(node)]
     with open_fleet(hosts, connect) as fleet:
-        (would,) = prune_nodes(fleet, hosts, engine=["docker"], images=True, dry_run=True)
+        (would,) = prune_nodes(fleet, hosts, engine=["docker"], repository="rig/ours", dry_run=True)
         kept = list(rig.cache(node).iterdir())
         size = sum(path.stat().st_size for path in kept)
-        (did,) = prune_nodes(fleet, hosts, engine=["docker"], images=True, dry_run=False)
+        (did,) = prune_nodes(fleet, hosts, engine=["docker"], repository="rig/ours", dry_run=False)
     left = rig.run(node, "docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").split()
     rig.run(node, "docker", "rm", container)
 
     assert (would.files, would.bytes) == (did.files, did.bytes) == (len(kept), size)
     assert not rig.cache(node).exists()
     assert ours.name not in left
-    assert {used.name, foreign.name} <= set(left)
+    assert {used.name, theirs.name, foreign.name} <= set(left)
     assert would.images == did.images == (ours.name,)
 
 

@@ -18,7 +18,7 @@ import time
 from typing import IO, Any, Callable, Dict, Iterable, List, Optional
 
 from cluster.image.node.blobs import BlobFolder, list_blobs, parse_blobs, remove_blobs
-from cluster.image.node.chain import Listener, SshLink, make_runtime, sweep_runtimes, write_all
+from cluster.image.node.chain import Listener, SshLink, check_own_folder, make_runtime, sweep_runtimes, write_all
 from cluster.image.node.engine import Engine, EngineError, find_unzstd, free_bytes
 from cluster.image.node.frames import Frame, FrameError, FrameReader, Message, pack_message
 from cluster.image.node.identity import image_identity
@@ -251,7 +251,7 @@ class Agent:
             self._whole(number)
 
     def _prune(self, message: Message) -> None:
-        """Remove what pushes keep here; with `images` also images that carry our label."""
+        """Remove what pushes keep here; with `repository` also its images that carry our label."""
         self._node, self._cache = _checked_name(message["node"]), _cache_folder(message)
         self._engine = Engine([str(word) for word in message["engine"]])
         dry_run, folder = bool(message.get("dry_run")), self._blob_folder(message)
@@ -259,16 +259,18 @@ class Agent:
         found = list_blobs(folder)
         answer["files"], answer["bytes"] = len(found), sum(found.values())
         if not dry_run and found:
-            if not self._take_lock(os.path.dirname(folder) if message.get("shared") else self._cache):
+            place = os.path.dirname(folder) if message.get("shared") else self._cache
+            if not self._take_lock(place):
                 answer["error"] = "a push is working on this node"
                 answer["files"] = answer["bytes"] = 0
             else:
                 answer["files"], answer["bytes"] = remove_blobs(folder, set())
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-        if message.get("images"):
+                self._locks.pop(place).close()  # the next node waits for it, if the folder is shared
+        if message.get("repository"):
             try:
-                answer["images"] = self._engine.remove_labelled(dry_run)
+                answer["images"] = self._engine.remove_labelled(str(message["repository"]), dry_run)
             except (EngineError, ValueError) as error:
                 answer["error"] = str(error)
         self._say(answer)
@@ -335,6 +337,8 @@ class Agent:
             return os.path.join(self._cache, "blobs")
         if not os.path.isabs(shared):
             raise FrameError("the shared folder is no absolute path")
+        if not os.path.isdir(shared):
+            raise FrameError("the shared folder " + str(shared) + " is not there")
         return os.path.join(shared, f"burst-image-{os.geteuid()}", "blobs")
 
     def _make_runtime(self) -> None:
@@ -346,6 +350,8 @@ class Agent:
         if folder in self._locks:
             return True
         os.makedirs(folder, mode=0o700, exist_ok=True)
+        if folder != self._cache:
+            check_own_folder(folder)
         lock = open(os.path.join(folder, "lock"), "a")  # noqa: SIM115
         deadline = time.time() + _LOCK_WAIT_S
         while True:

@@ -5,10 +5,12 @@ Python 3.6, standard library only.
 
 import array
 import contextlib
+import errno
 import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 import threading
@@ -231,3 +233,16 @@ def _thread(target: Callable[..., Any], name: str, *arguments: Any) -> None:
     thread = threading.Thread(target=target, name=name, args=arguments)
     thread.daemon = True
     thread.start()
+
+
+def check_own_folder(path: str) -> None:
+    """Raise OSError unless `path` is a folder of ours that nobody else may write into.
+
+    In a shared folder others could lay one under our name, with links in it that lead our writes elsewhere. Servers may
+    map root to another user, so a file that is made just now tells who we are there.
+    """
+    found = os.lstat(path)
+    with tempfile.TemporaryFile(dir=path) as probe:
+        owner = os.fstat(probe.fileno()).st_uid
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o022:
+        raise OSError(errno.EPERM, "not a folder of ours alone", path)

@@ -87,8 +87,11 @@ class Engine:
                 same = image["Id"]
         return {"identity": None if named is None else image_identity(named), "same": same, "present": present}
 
-    def remove_labelled(self, dry_run: bool) -> List[str]:
-        """Names of the images with our label that were (or would be) removed; those in use stay, nothing is forced."""
+    def remove_labelled(self, repository: str, dry_run: bool) -> List[str]:
+        """Names `repository:...` of images with our label that were (or would be) removed; those in use stay.
+
+        The label alone is not enough: whatever somebody builds upon our image inherits it.
+        """
         ids = set(self.call("image", "ls", "--quiet", "--no-trunc", "--filter", f"label={LABEL}=1").split())
         removed = []
         for image_id in sorted(ids):
@@ -96,8 +99,8 @@ class Engine:
             labels = (image or {}).get("Config", {}).get("Labels") or {}
             if image is None or labels.get(LABEL) != "1" or self._is_used(image_id):
                 continue
-            names = image.get("RepoTags") or [image_id]
-            removed += [str(name) for name in names if dry_run or self._remove(name)]
+            names = [str(name) for name in image.get("RepoTags") or () if str(name).rpartition(":")[0] == repository]
+            removed += [name for name in names if dry_run or self._remove(name)]
         return removed
 
     def _is_used(self, image_id: str) -> bool:

@@ -73,6 +73,17 @@ def _rewrite(path: str, is_ours: Callable[[bytes], bool]) -> int:
     kept: List[bytes] = [line for line in lines if not is_ours(line)]
     if len(kept) == len(lines):
         return 0
+    try:
+        _replace(path, kept)
+    except OSError:
+        # A file that is mounted on its own, or a folder that takes no new file: then in place.
+        with open(path, "r+b") as file:
+            file.writelines(kept)
+            file.truncate()
+    return len(lines) - len(kept)
+
+
+def _replace(path: str, lines: List[bytes]) -> None:
     status = os.stat(path)
     descriptor, temporary = tempfile.mkstemp(prefix=".authorized_keys-", dir=os.path.dirname(path))
     try:
@@ -80,14 +91,13 @@ def _rewrite(path: str, is_ours: Callable[[bytes], bool]) -> int:
             os.fchmod(file.fileno(), status.st_mode & 0o7777)
             if os.geteuid() == 0:
                 os.fchown(file.fileno(), status.st_uid, status.st_gid)
-            file.writelines(kept)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return len(lines) - len(kept)
 
 
 @contextlib.contextmanager
