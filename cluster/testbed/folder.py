@@ -165,10 +165,12 @@ class TestbedFolder:
         return NodeFolder(self.path / "nodes" / name)
 
     def is_ours(self) -> bool:
-        """Whether a testbed made this folder: nothing lies in it that `up` does not write, even if it was killed.
+        """Whether a testbed made this folder: it has a description, or nothing but what a killed `up` leaves.
 
         What is not ours is never taken down: the root of all testbeds is any folder that a variable names.
         """
+        if self.load() is not None:
+            return True
         try:
             names = {path.name for path in self.path.iterdir()}
         except FileNotFoundError:

@@ -17,7 +17,15 @@ from typing import IO
 
 COMMANDS = ("sh", "ls", "rm", "cat", "env", "id", "install", "mkdir", "mktemp", "sleep", "useradd", "uname")
 # Packages from wheels load these; they are no dependency of the interpreter itself.
-LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1")
+LIBRARIES = (
+    "libstdc++.so.6",
+    "libgcc_s.so.1",
+    "libpthread.so.0",
+    "libdl.so.2",
+    "librt.so.1",
+    "libm.so.6",
+    "libutil.so.1",
+)
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}  # as Debian's merged /usr
 ACCOUNTS = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/sh\n",
