@@ -156,7 +156,11 @@ def status_view(status: ImageStatus) -> RenderableType:
         table.add_row(
             Text(fold_nodes(group.nodes)), Text(what, style), Text(image_id), Text(group.created), Text(mark, style)
         )
-    should = f"should be {status.reference[:_SHORT_ID]} (as {status.source})" if status.reference else "nobody has it"
+    if status.reference:
+        should = f"should be {status.reference[:_SHORT_ID]} (as {status.source})"
+    else:
+        unseen = any(group.problem for group in status.groups)
+        should = "was seen nowhere, but not all could be asked" if unseen else "nobody has it"
     return Group(Text.assemble((status.image, "bold"), f"  {should}"), table)
 
 

@@ -19,7 +19,7 @@ from engine.config_cluster import SshConfig
 @pytest.fixture(autouse=True)
 def own_trust_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("ssh") is None:
-        pytest.skip("OpenSSH's client is not installed")
+        pytest.skip("OpenSSH's client is not installed")  # where CI is set, a skip fails the session
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
 

@@ -56,9 +56,9 @@ class Server:
 @contextlib.contextmanager
 def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
     """An sshd of this user's own on a free port of 127.0.0.1, with an ed25519 and an RSA host key."""
-    sshd = shutil.which("sshd") or "/usr/sbin/sshd"
-    if not Path(sshd).exists():
-        pytest.skip("sshd is not installed")
+    sshd = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
+    if sshd is None:
+        pytest.skip("sshd is not installed")  # where CI is set, a skip fails the session
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -189,6 +189,7 @@ def docker_engine(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
+# Where CI is set, a skip fails the session.
 @pytest.mark.skipif(shutil.which("docker") is None, reason="needs the Docker client (package docker.io)")
 def test_dotenv_round_trips_through_the_docker_client(tmp_path: Path) -> None:
     (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.DOTENV), encoding="utf-8")

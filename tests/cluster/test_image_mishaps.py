@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import queue
 import subprocess
 from pathlib import Path
@@ -122,6 +123,8 @@ def test_a_key_leaves_a_file_that_cannot_be_replaced(tmp_path: Path) -> None:
     keys = tmp_path / "authorized_keys"
     mine = "ssh-ed25519 AAAA me@laptop\n"
     keys.write_text(f'{mine}restrict,command="false" ssh-ed25519 AAAA {MARKER} push-1 n1\n')
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")  # where CI is set, a skip fails the session
     target = tmp_path / "mounted"
     target.touch()
     subprocess.run(["mount", "--bind", str(keys), str(target)], check=True)

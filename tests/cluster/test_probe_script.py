@@ -29,7 +29,8 @@ NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,5}\.[a-z0-9_]{1,8}", fullmatch=True)
 
 
 def run_script(fragment: str, shell: list[str], **settings: str) -> dict[str, Section]:
-    assert shutil.which(shell[0]), f"{shell[0]} is missing"
+    if shutil.which(shell[0]) is None:
+        pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
     fence = new_fence()
     script = assemble_script([fragment], fence, settings)
     # Not a pipe: what a killed section leaves behind would hold it open.

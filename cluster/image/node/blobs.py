@@ -3,6 +3,7 @@
 One thread appends, others follow the growing bytes or wait for the verified whole. Python 3.6, standard library only.
 """
 
+import abc
 import contextlib
 import hashlib
 import os
@@ -53,13 +54,14 @@ def _parse_blob(number: int, row: Any) -> Blob:
     return blob
 
 
-class Source:
+class Source(abc.ABC):
     """Where a sender reads blobs: `BlobFolder` on a node, the store of the launcher."""
 
+    @abc.abstractmethod
     def size(self, number: int) -> int:
         """Bytes of the whole blob. Raises FrameError for a blob that is not in this push."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def follow(
         self, number: int, offset: int, generation: Optional[int], wait_s: float
     ) -> Tuple[int, Optional[str], int]:
@@ -67,7 +69,6 @@ class Source:
 
         No file: nothing yet. Another generation than the one given: what was sent is void, begin again at 0.
         """
-        raise NotImplementedError
 
 
 class _State:
