@@ -16,10 +16,17 @@ from typing import Any, Literal
 
 import yaml
 
+from engine.config_checkpoint import CheckpointConfig
 from engine.config_cluster import ClusterConfig
+from engine.config_guard import GuardConfig
 from engine.config_reader import read_dataclass, to_plain
+from engine.config_rope import RopeScalingConfig
 from engine.config_schema import Problem, note
 from engine.errors import ConfigError
+
+# The same safe loader in C where PyYAML was built with libyaml: eight times faster, and a report reads many files.
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_NESTED = 4000  # the loader in C has no limit of its own: it would overflow the stack
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
@@ -48,7 +55,9 @@ Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
 Store = Literal["device", "host"]
 MomentsDtype = Literal["float32", "int8"]
-KernelName = Literal["auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "flash_attn"]
+KernelName = Literal[
+    "auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "aten_efficient", "flash_attn", "fa3", "fa4"
+]
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,15 @@ class ModelConfig:
     )
     head_dim: int = field(default=64, metadata=note("width of one head; even, for RoPE", at_least=2))
     rope_theta: float = field(default=10000.0, metadata=note("base of the rotary position wavelengths", above=0))
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     norm_eps: float = field(default=1e-5, metadata=note("added to the variance in RMSNorm", above=0))
+    qkv_bias: bool = field(default=False, metadata=note("the projections to q, k and v add a bias, as in Qwen 2"))
+    qk_norm: bool = field(default=False, metadata=note("RMSNorm over every head of q and k before RoPE, as in Qwen 3"))
     tie_embeddings: bool = field(default=False, metadata=note("the LM head uses the embedding's weight"))
     init_std: float = field(default=0.02, metadata=note("standard deviation of initial weights", above=0))
+    init_from: str | None = field(
+        default=None, metadata=note("folder of a Hugging Face model whose weights are the first ones; null: random")
+    )
 
 
 @dataclass(frozen=True)
@@ -186,6 +201,14 @@ class MemoryConfig:
         default=None,
         metadata=note("where what is kept lies; null: in host memory under attention.chunk_store=host, else device"),
     )
+    host_layers: int | None = field(
+        default=None,
+        metadata=note(
+            "activation_store=host: so many layers, the first ones, keep there and the others on the device; null: all",
+            "layers",
+            at_least=1,
+        ),
+    )
     tile_tokens: int | None = field(
         default=None,
         metadata=note(
@@ -283,10 +306,42 @@ class TrainConfig:
     )
     grad_accum_steps: int = field(default=1, metadata=note("micro-steps per optimizer step", "micro-steps", at_least=1))
     compute_dtype: Dtype = field(default="bfloat16", metadata=note("number format of matrix products"))
+    deterministic: bool = field(
+        default=False,
+        metadata=note("equal runs give equal bits, on a GPU too; kernels that cannot are not used"),
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata=note(
+            "share of what attention and the MLP add to the residual stream that is dropped in training",
+            at_least=0,
+            below=1,
+        ),
+    )
     eval_interval_steps: int | None = field(
         default=None, metadata=note("steps between validations; null: only at the end", "steps", at_least=1)
     )
     eval_batches: int = field(default=4, metadata=note("micro-batches per validation", "micro-batches", at_least=1))
+    eval_position_buckets: int = field(
+        default=1,
+        metadata=note("validation loss by position: the last half, the quarter before it, and so on", at_least=1),
+    )
+    eval_needle_depths: int = field(
+        default=0,
+        metadata=note(
+            "depths, evenly from the start of the sequence to its end, at which a sentence is hidden and asked for; "
+            "0: none",
+            "depths",
+            at_least=0,
+        ),
+    )
+    eval_needle_samples: int = field(
+        default=4, metadata=note("texts in which a sentence is hidden at every depth", "texts", at_least=1)
+    )
+    evaluate_only: bool = field(
+        default=False,
+        metadata=note("evaluate the weights of checkpoint.resume_from or model.init_from, and train nothing"),
+    )
     warmup_metric_steps: int = field(
         default=3, metadata=note("first steps left out of the medians", "steps", at_least=0)
     )
@@ -300,6 +355,8 @@ class TrainConfig:
         metadata=note("what MFU is measured against; null: by device name, measured on CPU", "FLOP/s", above=0),
     )
     log_interval_steps: int = field(default=1, metadata=note("steps between lines of progress", "steps", at_least=1))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
 @dataclass(frozen=True)
@@ -311,6 +368,18 @@ class DataConfig:
     )
     paths: tuple[str, ...] = field(default=(), metadata=note("files, folders or globs; empty only for stdlib"))
     text_field: str = field(default="text", metadata=note("key (JSONL) or column (parquet) that holds the text"))
+    prompt_field: str | None = field(
+        default=None,
+        metadata=note("key (JSONL) of what comes before the text: read, but not learned; null: all text is learned"),
+    )
+    messages_field: str | None = field(
+        default=None,
+        metadata=note("key (JSONL) of conversations: lists of {role, content}, of which the assistant's are learned"),
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata=note('what renders conversations: "chatml" or a .jinja file; null: the one beside the tokenizer'),
+    )
     tokenizer: str = field(
         default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
     )
@@ -320,6 +389,26 @@ class DataConfig:
     )
     validation_fraction: float = field(
         default=0.01, metadata=note("share of the corpus kept for validation", above=0, below=1)
+    )
+    echo_tokens: int | None = field(
+        default=None,
+        metadata=note(
+            "read every so many tokens of this corpus twice in a row: what a toy needs a long context for; null: once",
+            "tokens",
+            at_least=1,
+        ),
+    )
+    mix_paths: tuple[str, ...] = field(
+        default=(), metadata=note("prepared folders that training samples are taken from, too (data.mix_weights)")
+    )
+    mix_weights: tuple[float, ...] = field(
+        default=(), metadata=note("shares of this corpus and of each of data.mix_paths among the samples")
+    )
+    length_buckets: tuple[int, ...] = field(
+        default=(), metadata=note("lengths of documents at which classes of samples are divided, ascending", "tokens")
+    )
+    length_weights: tuple[float, ...] = field(
+        default=(), metadata=note("shares of the classes of data.length_buckets among the samples, one more; sum 1")
     )
     max_bytes: int | None = field(
         default=None, metadata=note("stop reading the corpus after so much text", "bytes", at_least=1)
@@ -372,10 +461,10 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 def load_config(path: str | Path) -> RunConfig:
     """The configuration in a YAML file, such as RUN/config.yaml. Raises ConfigError, naming the file."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         place = " ".join(str(error).split())
         raise ConfigError(f"{path}: not readable as YAML: {place}") from error
     if not isinstance(values, Mapping):
@@ -384,6 +473,12 @@ def load_config(path: str | Path) -> RunConfig:
         return config_from_dict(values)
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
+
+
+def load_yaml(text: str) -> Any:
+    """What a YAML text says. Raises yaml.YAMLError, RecursionError for what is nested without end."""
+    openings = sum(text.count(sign) for sign in ("[", "{", "- ", "? "))
+    return yaml.load(text, _YAML_LOADER if openings < _MOST_NESTED else yaml.SafeLoader)  # noqa: S506 - both are safe
 
 
 def dump_config(config: RunConfig) -> str:

@@ -16,8 +16,11 @@ from pathlib import Path
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.config import DataConfig, ModelConfig, RunConfig
+from engine.config_data import data_problems
+from engine.config_machines import machine_problems, runs_elsewhere
 from engine.config_reader import range_problems
 from engine.config_schema import Problem
+from engine.config_state import state_problems
 from engine.errors import ConfigError
 from engine.tiling import tile_tokens_of
 
@@ -37,8 +40,20 @@ def config_problems(config: RunConfig) -> list[Problem]:
     """One problem per broken rule; rules that read a number which is itself out of range are silent."""
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
-    rules = (_name, _model, _vocabulary, _optimizer, _train, _data_format, _data_files)
-    for rule in (*rules, _memory, _machines, _degrees, _tensor_parallel, _masks, _attention):
+    rules = (
+        _name,
+        _model,
+        _rope,
+        _vocabulary,
+        _optimizer,
+        _train,
+        _data_format,
+        _prompts,
+        _mixture,
+        data_problems,
+        _data_files,
+    )
+    for rule in (*rules, state_problems, _memory, machine_problems, _degrees, _tensor_parallel, _masks, _attention):
         problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
     return problems
 
@@ -64,6 +79,32 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("model.head_dim",),
             f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels",
+        )
+
+
+def _rope(config: RunConfig) -> Iterator[Problem]:
+    scaling, key = config.model.rope_scaling, "model.rope_scaling"
+    if scaling.kind in ("yarn", "llama3") and scaling.original_seq_len is None:
+        yield Problem(
+            (f"{key}.original_seq_len", f"{key}.kind"),
+            f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on",
+        )
+    if scaling.kind == "none" and scaling.factor != 1.0:
+        yield Problem(
+            (f"{key}.factor", f"{key}.kind"),
+            f"model.rope_scaling.factor: got {scaling.factor}, but kind=none stretches nothing; set "
+            "model.rope_scaling.kind to linear, ntk, yarn or llama3",
+        )
+    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Problem(
+            (f"{key}.low_freq_factor", f"{key}.high_freq_factor"),
+            f"model.rope_scaling.low_freq_factor: got {scaling.low_freq_factor}, expected less than high_freq_factor="
+            f"{scaling.high_freq_factor}",
+        )
+    if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        yield Problem(
+            (f"{key}.beta_slow", f"{key}.beta_fast"),
+            f"model.rope_scaling.beta_slow: got {scaling.beta_slow}, expected less than beta_fast={scaling.beta_fast}",
         )
 
 
@@ -132,6 +173,12 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
             "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
             "them; set memory.checkpoint_layers=[], or another activation_checkpoint",
         )
+    if memory.host_layers is not None and memory.activation_store != "host":
+        yield Problem(
+            ("memory.host_layers", "memory.activation_store"),
+            f"memory.host_layers={memory.host_layers} says how many layers keep in host memory what backward needs, "
+            "which memory.activation_store=host asks for; set that, or memory.host_layers=null",
+        )
     if memory.optimizer_in_backward:
         yield from update_in_backward_problems(config)
     if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
@@ -163,6 +210,14 @@ def update_in_backward_problems(config: RunConfig) -> list[Problem]:
                 f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1",
             )
         )
+    if config.train.guard.may_drop:
+        problems.append(
+            Problem(
+                ("memory.optimizer_in_backward", "train.guard"),
+                "memory.optimizer_in_backward=true has updated the weights before a step can be judged, but "
+                "train.guard may drop steps; set train.guard.on_nonfinite=stop and train.guard.spike_deviations=null",
+            )
+        )
     if replicas > 1:
         problems.append(
             Problem(
@@ -189,12 +244,41 @@ def _data_format(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _prompts(config: RunConfig) -> Iterator[Problem]:
+    if config.data.prompt_field is not None and config.data.format != "jsonl":
+        yield Problem(
+            ("data.prompt_field", "data.format"),
+            f"data.prompt_field names a key of JSON lines, but data.format={config.data.format}; set data=jsonl or "
+            "data.prompt_field=null",
+        )
+
+
+def _mixture(config: RunConfig) -> Iterator[Problem]:
+    paths, weights = config.data.mix_paths, config.data.mix_weights
+    if len(weights) != (len(paths) + 1 if paths else 0) or any(weight <= 0 for weight in weights):
+        yield Problem(
+            ("data.mix_paths", "data.mix_weights"),
+            f"data.mix_weights: got {list(weights)}, expected one positive number for data.paths and one for each of "
+            f"the {len(paths)} data.mix_paths",
+        )
+
+
 def _data_files(config: RunConfig) -> Iterator[Problem]:
+    """What this machine's disk tells; of other machines' files a launch asks them."""
+    if runs_elsewhere(config.cluster):
+        return
     for index, entry in enumerate(config.data.paths):
         if not _names_something(entry):
             yield Problem(
                 (f"data.paths[{index}]",),
                 f"data.paths: no such file or folder: {entry!r} (looked from {Path.cwd()}); give paths that exist",
+            )
+    for index, entry in enumerate(config.data.mix_paths):
+        if not Path(entry).expanduser().is_dir():
+            yield Problem(
+                (f"data.mix_paths[{index}]",),
+                f"data.mix_paths: no such folder: {entry!r} (looked from {Path.cwd()}); give folders that "
+                "`burst data prepare` made",
             )
     yield from _tokenizer_file(config.data)
     prepared = config.data.prepared_dir
@@ -222,31 +306,10 @@ def _tokenizer_file(data: DataConfig) -> Iterator[Problem]:
     )
 
 
-def _machines(config: RunConfig) -> Iterator[Problem]:
-    cluster, container = config.cluster, config.cluster.container
-    if cluster.shared_folder is not None and not cluster.shared_folder.startswith("/"):
-        yield Problem(
-            ("cluster.shared_folder",),
-            f"cluster.shared_folder: got {cluster.shared_folder!r}, expected an absolute path, such as /shared",
-        )
-    for name in ("user", "jump"):
-        value = getattr(cluster.ssh, name)
-        if value is not None and re.fullmatch(r"[^\s-]\S*", value) is None:
-            yield Problem(
-                (f"cluster.ssh.{name}",), f"cluster.ssh.{name}: got {value!r}, expected a name without dash in front"
-            )
-    if container.runtime == "docker" and not container.image:
-        yield Problem(
-            ("cluster.container.runtime", "cluster.container.image"),
-            "cluster.container.runtime=docker needs an image: set cluster.container.image=NAME:TAG, the one that "
-            "`burst image build --tag NAME:TAG` makes",
-        )
-
-
 def _degrees(config: RunConfig) -> Iterator[Problem]:
     """Degrees multiply to the number of ranks; nodes divide it."""
-    world_size, parallel = config.cluster.ranks_per_node, config.parallel
-    nodes = 1 if config.cluster.topology_nodes is None else config.cluster.topology_nodes
+    world_size, parallel = config.cluster.world_size, config.parallel
+    nodes = config.cluster.topology_groups
     sizes = {"dp_replicate_size": parallel.dp_replicate_size, "dp_shard_size": parallel.dp_shard_size}
     sizes |= {} if parallel.cp_size is None else {"cp_size": parallel.cp_size}
     sizes |= {} if parallel.tp_size == 1 else {"tp_size": parallel.tp_size}
@@ -256,7 +319,7 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("cluster.topology_nodes", "cluster.ranks_per_node"),
             f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; "
-            f"choose a divisor of cluster.ranks_per_node={world_size}",
+            f"choose a divisor of {_ranks_text(config)}",
         )
     keys = (*(f"parallel.{name}_size" for name in ("cp", "tp", "dp_shard", "dp_replicate")), "cluster.ranks_per_node")
     fixed = math.prod(sizes.values())
@@ -264,15 +327,28 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
     if parallel.cp_size is None and world_size % fixed:
         yield Problem(
             keys,
-            f"parallel: {product} does not divide the {world_size} ranks of cluster.ranks_per_node; "
+            f"parallel: {product} does not divide the {world_size} ranks of {_ranks_text(config)}; "
             "choose degrees that do",
         )
     elif parallel.cp_size is not None and fixed != world_size:
         yield Problem(
             keys,
-            f"parallel: {product}, but cluster.ranks_per_node={world_size}; set "
-            f"cluster.ranks_per_node={fixed}, leave parallel.cp_size=null, or change a degree",
+            f"parallel: {product}, but {_ranks_text(config)}; {_ranks_advice(config, fixed)}"
+            "leave parallel.cp_size=null, or change a degree",
         )
+
+
+def _ranks_text(config: RunConfig) -> str:
+    """How many ranks there are, as the settings have it."""
+    cluster = config.cluster
+    nodes = f" on {cluster.num_nodes} nodes" if (cluster.num_nodes or 1) > 1 else ""
+    return f"cluster.ranks_per_node={cluster.ranks_per_node}{nodes}"
+
+
+def _ranks_advice(config: RunConfig, world_size: int) -> str:
+    """The setting that gives `world_size` ranks, if there is one."""
+    nodes = config.cluster.num_nodes or 1
+    return "" if world_size % nodes else f"set cluster.ranks_per_node={world_size // nodes}, "
 
 
 def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
@@ -283,7 +359,7 @@ def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
     model_keys = ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
     for text in tensor_parallel_problems(config.model, tp_size):
         yield Problem(("parallel.tp_size", *(f"model.{name}" for name in model_keys)), text)
-    ranks, nodes = config.cluster.ranks_per_node, config.cluster.topology_nodes or 1
+    ranks, nodes = config.cluster.world_size, config.cluster.topology_groups
     if ranks is None or nodes < 1 or ranks % nodes or ranks // nodes % tp_size == 0:
         return
     yield Problem(
@@ -387,7 +463,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
 
 def known_cp_size(config: RunConfig) -> int | None:
     """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
-    parallel, world_size = config.parallel, config.cluster.ranks_per_node
+    parallel, world_size = config.parallel, config.cluster.world_size
     others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
     if world_size is None or others < 1:
         return parallel.cp_size
@@ -401,7 +477,7 @@ def _has_legal_heads(model: ModelConfig) -> bool:
 
 def _topology(config: RunConfig, cp_size: int) -> Topology:
     """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
-    world_size, nodes = config.cluster.ranks_per_node, config.cluster.topology_nodes or 1
+    world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
     if world_size is None or world_size < 1 or nodes < 1 or world_size % nodes:
         return Topology(1, cp_size)
     tp_size = config.parallel.tp_size

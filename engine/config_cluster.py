@@ -61,6 +61,31 @@ class ContainerConfig:
     )
     image: str | None = field(default=None, metadata=note("NAME:TAG that `burst image push` distributes"))
     command: str = field(default="docker", metadata=note("the engine's command line on every node"))
+    run_options: tuple[str, ...] | None = field(
+        default=None,
+        metadata=note(
+            "options of `docker run` in place of those for GPUs, shared and locked memory and InfiniBand; null: those"
+        ),
+    )
+    mounts: tuple[str, ...] = field(
+        default=(),
+        metadata=note("folders of the node that ranks see at the same path, read-only; PATH:rw: also written"),
+    )
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What is asked of Slurm when it starts the nodes; null: its default."""
+
+    partition: str | None = field(default=None, metadata=note("partition"))
+    account: str | None = field(default=None, metadata=note("account to charge"))
+    qos: str | None = field(default=None, metadata=note("quality of service"))
+    time_limit: str | None = field(default=None, metadata=note("[DAYS-]HH:MM:SS"))
+    gpus_per_node: int | None = field(default=None, metadata=note("GPUs per node", "devices", at_least=0))
+    cpus_per_node: int | None = field(default=None, metadata=note("CPUs per node; null: all", at_least=1))
+    constraint: str | None = field(default=None, metadata=note("features that nodes must have"))
+    exclude: str | None = field(default=None, metadata=note("nodes to leave out, in NodeSet grammar"))
+    options: tuple[str, ...] = field(default=(), metadata=note("further options of sbatch, --NAME=VALUE"))
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,13 @@ class ClusterConfig:
     nodes: str | None = field(
         default=None, metadata=note("names in NodeSet grammar, node[1-4,7]; null: this machine only")
     )
+    launcher: Literal["auto", "local", "ssh", "slurm"] = field(
+        default="auto", metadata=note("who starts the ranks; auto: ssh where `nodes` names machines, else local")
+    )
+    num_nodes: int | None = field(
+        default=None,
+        metadata=note("machines; null: as many as `nodes` names, else 1; with slurm: how many to ask for", at_least=1),
+    )
     ranks_per_node: int | None = field(
         default=None, metadata=note("processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1)
     )
@@ -105,8 +137,45 @@ class ClusterConfig:
     interface: str | None = field(
         default=None, metadata=note("network interface for rendezvous and sockets; null: that of the default route")
     )
+    master_port: int | None = field(
+        default=None,
+        metadata=note("port of the first node for the rendezvous; null: one that is free", at_least=1, at_most=65535),
+    )
+    python: str | None = field(
+        default=None, metadata=note("Python of the ranks, on every node; null: this one, on other machines python3")
+    )
+    node_folder: str | None = field(
+        default=None, metadata=note("where a node keeps code and runs; null: .burst in its user's home folder")
+    )
+    environment: tuple[str, ...] = field(
+        default=(),
+        metadata=note("NAME=VALUE for every rank, stronger than what burst sets; no secrets: it is recorded"),
+    )
+    lease_s: float = field(
+        default=60.0,
+        metadata=note("a node that hears nothing of its launcher for so long stops its ranks", "seconds", at_least=5),
+    )
+    hang_timeout_s: float | None = field(
+        default=None,
+        metadata=note(
+            "no further step for so long is a hang; null: 30 s or 5 steps (15 min before the first)", "seconds", above=0
+        ),
+    )
     shared_folder: str | None = field(default=None, metadata=note("a folder that all nodes see; null: none is shared"))
     ssh: SshConfig = field(default_factory=SshConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     expected: ExpectedHardware = field(default_factory=ExpectedHardware)
     machine: MachineConfig = field(default_factory=MachineConfig)
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of a run on these machines; None while it is not known how many machines or ranks on each there are."""
+        if self.ranks_per_node is None or (self.num_nodes is None and self.nodes is not None):
+            return None
+        return self.ranks_per_node * (self.num_nodes or 1)
+
+    @property
+    def topology_groups(self) -> int:
+        """Nodes that plans reckon with: `topology_nodes`, else the machines."""
+        return self.topology_nodes or self.num_nodes or 1

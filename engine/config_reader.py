@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from engine.config_schema import (
     Problem,
@@ -18,6 +18,7 @@ from engine.config_schema import (
     known_keys,
     nearest,
     note_of,
+    type_hints,
     union_members,
     unknown_key,
 )
@@ -38,7 +39,7 @@ class _Reader:
         if not isinstance(value, Mapping):
             self._wrong(prefix.rstrip(".") or "configuration", "a table of settings", value)
             return cls()
-        hints = get_type_hints(cls)
+        hints = type_hints(cls)
         for name in value:
             if name not in hints:
                 self.problems.append(unknown_key(f"{prefix}{name}", self.all_keys))
@@ -58,7 +59,12 @@ class _Reader:
             return self._list(get_args(annotation)[0], value, key)
         if get_origin(annotation) is dict and isinstance(value, Mapping):
             return self._dict(get_args(annotation)[1], value, key)
-        for member in union_members(annotation):
+        members = union_members(annotation)
+        if len(members) > 1 and isinstance(value, Sequence) and not isinstance(value, str):
+            lists = [member for member in members if get_origin(member) is tuple]
+            if lists:
+                return self.value(lists[0], value, key)
+        for member in members:
             good, result = convert_scalar(member, value)
             if good:
                 return True, result

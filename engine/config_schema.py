@@ -6,13 +6,15 @@ Standard library only. Knows nothing of the settings themselves; `engine.config`
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 _NOTE = "note"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,20 @@ class FieldSpec:
         return (*self.choices, "null") if self.type_text.endswith(" or null") else self.choices
 
 
+def _cached(function: Callable[[type[Any]], _T]) -> Callable[[type[Any]], _T]:
+    """`functools.cache` with its signature kept: type checkers doubt that classes can be hashed."""
+    return cast(Callable[[type[Any]], _T], functools.cache(function))
+
+
+@_cached
+def type_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The types of a dataclass's fields by name; found once, because that takes a millisecond."""
+    return get_type_hints(cls)
+
+
 def walk_fields(cls: type[Any], prefix: str = "") -> Iterator[FieldSpec]:
     """Every leaf setting of a tree of dataclasses, in the order of declaration."""
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     for item in fields(cls):
         key = f"{prefix}{item.name}"
         annotation = hints[item.name]
@@ -91,7 +104,7 @@ def walk_fields(cls: type[Any], prefix: str = "") -> Iterator[FieldSpec]:
 
 def walk_sections(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, first line of the docstring) of every nested dataclass, in the order of declaration."""
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     for item in fields(cls):
         annotation = hints[item.name]
         if is_dataclass(annotation) and isinstance(annotation, type):
@@ -99,6 +112,7 @@ def walk_sections(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]
             yield from walk_sections(annotation, f"{prefix}{item.name}.")
 
 
+@_cached
 def known_keys(cls: type[Any]) -> tuple[str, ...]:
     """Every dotted key that may be set: sections and the settings in them."""
     return (*(key for key, _ in walk_sections(cls)), *(spec.key for spec in walk_fields(cls)))

@@ -38,13 +38,13 @@ class ParameterCount:
 
     embedding: int
     layer_matmuls: int
-    norms: int
+    vectors: int  # norm gains and biases
     head: int
 
     @property
     def total(self) -> int:
         """Numbers that are stored and trained."""
-        return self.embedding + self.layer_matmuls + self.norms + self.head
+        return self.embedding + self.layer_matmuls + self.vectors + self.head
 
     @property
     def matmul(self) -> int:
@@ -70,9 +70,16 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     return ParameterCount(
         embedding=0 if model.tie_embeddings else vocabulary,
         layer_matmuls=model.num_layers * (attention + mlp),
-        norms=(2 * model.num_layers + 1) * model.hidden_size,
+        vectors=model.num_layers * layer_vectors(model) + model.hidden_size,
         head=vocabulary,
     )
+
+
+def layer_vectors(model: ModelConfig, tp_size: int = 1) -> int:
+    """Norm gains and biases of one layer on one of `tp_size` ranks, which divide the biases only."""
+    widths = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    gains = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    return gains + (widths // tp_size if model.qkv_bias else 0)
 
 
 def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:

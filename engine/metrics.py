@@ -8,6 +8,11 @@
                        optimizer; on a CPU, in the warm-up steps that medians leave out: counting takes time
     peak_host_bytes    most host memory for activations of a rank; CPU: counted in the same steps; CUDA: pinned memory
     comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
+    comm_exposed_s     CUDA: seconds that compute waited for attention's messages, peers that come late included
+    offload_*          copies of activations between device and host memory: bytes, seconds of them on their streams,
+                       seconds that compute waited for them (CUDA)
+    rank_wait_s_*      least and most that a rank was blocked on others in the step, and in the exchange of these
+                       figures before it; straggler_rank: the one that waited least, if the difference counts
 
 A figure that cannot be had is None, never 0.
 """
@@ -15,6 +20,7 @@ A figure that cannot be had is None, never 0.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +29,17 @@ from typing import Any
 import torch
 
 from engine.attention.api import ParallelAttention
+from engine.attention.stream_times import total
 from engine.flops import Flops, mfu
 from engine.memory.oom import peak_resident_bytes
+from engine.memory.store import HostStore
 from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.mesh import Mesh
 from engine.parallel.reduce import max_over_ranks
-from engine.peak import Peak, above_peak_warning
+from engine.peak import above_peak_warning
+from engine.peak_table import Peak
 from engine.train_step import StepResult
+from engine.waits import WaitClock, find_straggler
 
 
 class PeakMemory:
@@ -131,6 +141,8 @@ class StepMeter:
     """Measures one optimizer step between `start` and `finish`; all ranks must call both.
 
     tracked_steps   so many first steps of a CPU run count their tensors (see `TensorMemory`)
+    waits           knows what this rank waits for; None where that is not measured, alike on all ranks
+    store           of the layers' activations; measured if it is a HostStore
     """
 
     def __init__(
@@ -140,13 +152,19 @@ class StepMeter:
         cost: StepCost,
         *,
         tracked_steps: int = 0,
+        waits: WaitClock | None = None,
+        store: object = None,
     ) -> None:
         self._mesh = mesh
         self._attention = attention
+        self._offload = [attention.copy_times, *([store.times] if isinstance(store, HostStore) else [])]
+        self._messages = attention.message_times
         self._cost = cost
         self._memory = PeakMemory(mesh.device)
         self._tensors = TensorMemory(mesh.device, tracked_steps)
         self._started = 0.0
+        self._waits = waits
+        self._waited_before = 0.0
 
     @property
     def peak_memory_source(self) -> str:
@@ -162,6 +180,10 @@ class StepMeter:
         self._attention.reset_traffic()
         self._memory.reset()
         self._synchronize()
+        if self._waits is not None:
+            self._waits.take()  # what validation waited is no part of a step
+        for times in (*self._offload, self._messages):
+            times.start()
         self._started = time.perf_counter()
 
     def count_tensors(self) -> contextlib.AbstractContextManager[None]:
@@ -174,13 +196,13 @@ class StepMeter:
         seconds = time.perf_counter() - self._started
         traffic = self._attention.traffic()
         own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
-        found = max_over_ranks(own, self._mesh.device)
-        slowest, allocated, reserved, tensors, host, intra, inter, stopping = found
+        found, waits = self._reduce([*own, *self._transfers()])
+        slowest, allocated, reserved, tensors, host, intra, inter, stopping, exposed, moved, copying, standing = found
         assert slowest is not None
         row = {
             "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
             "lr": result.learning_rate,
             "tokens": self._cost.tokens,
             "step_time_s": slowest,
@@ -191,13 +213,41 @@ class StepMeter:
             "peak_host_bytes": _whole(host),
             "comm_intra_bytes": _whole(intra),
             "comm_inter_bytes": _whole(inter),
-            "comm_exposed_s": None,  # needs the same plan with a null transport: not measured in training
+            "comm_exposed_s": exposed,
+            "offload_bytes": _whole(moved),
+            "offload_copy_s": copying,
+            "offload_exposed_s": standing,
+            "straggler_rank": find_straggler(waits, slowest),
+            "rank_wait_s_min": min(waits, default=None),
+            "rank_wait_s_max": max(waits, default=None),
         }
         return row, bool(stopping)
+
+    def _transfers(self) -> list[float | None]:
+        """Of this rank's step: seconds that messages were waited for; bytes, seconds and waits of the offload."""
+        messages, offload = self._messages.read(), total(times.read() for times in self._offload)
+        waited = messages.exposed_s if messages.transferred_bytes else None
+        return [waited, offload.transferred_bytes or None, offload.transfer_s, offload.exposed_s]
+
+    def _reduce(self, own: list[float | None]) -> tuple[list[float | None], list[float]]:
+        """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""
+        if self._waits is None:
+            return max_over_ranks(own, self._mesh.device), []
+        waited = self._waited_before + self._waits.take()
+        places = [waited if rank == self._mesh.rank else None for rank in range(self._mesh.world_size)]
+        with self._waits.waiting("all_reduce"):
+            found = max_over_ranks([*own, *places], self._mesh.device)
+        self._waited_before = self._waits.take()
+        return found[: len(own)], [wait or 0.0 for wait in found[len(own) :]]
 
     def _synchronize(self) -> None:
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None
 
 
 def _whole(value: float | None) -> int | None:

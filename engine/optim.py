@@ -64,22 +64,24 @@ def build_optimizer(
     }
     if moments_dtype == "float32":
         return torch.optim.AdamW(groups, fused=True, **shared)
-    optimizer = load_adamw_8bit()(groups, **shared)
-    if all(parameter.device.type == "cpu" for parameter in parameters):
-        # torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards
-        # that lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
-        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)  # type: ignore[method-assign]
-    return optimizer
+    is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    return load_adamw_8bit(is_on_host=is_on_host)(groups, **shared)
 
 
 def load_adamw_8bit(
-    import_module: Callable[[str], Any] = importlib.import_module,
+    import_module: Callable[[str], Any] = importlib.import_module, *, is_on_host: bool
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The class torchao.optim.AdamW8bit. Raises ConfigError when torchao is missing or too old."""
+    """The class torchao.optim.AdamW8bit, or what stands for it on the host. Raises ConfigError when torchao is missing
+    or too old.
+
+    torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards that
+    lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
+    """
+    module, name = ("engine.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
     try:
         # Importing all of torchao logs which of its GPU kernels do not load here; none of them is used.
         with _errors_only("torchao", "torch.utils._pytree"):
-            optimizer: Callable[..., torch.optim.Optimizer] = import_module("torchao.optim").AdamW8bit
+            optimizer: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"memory.moments_dtype: int8 needs torchao.optim.AdamW8bit, which could not be imported ({error}); "

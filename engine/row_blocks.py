@@ -10,13 +10,18 @@ memory as the second, which finds what the first left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from engine.fused_kernels.dispatch import uses_triton
+
+Item = TypeVar("Item")
 
 # Measured on 2 cores with 1 MiB of L2 each: 2**18 to 2**20 elements are equally fast, smaller ones pay for calls.
 CPU_BLOCK_ELEMENTS = 2**19
@@ -75,6 +80,14 @@ def spans(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def ends(items: Sequence[Item]) -> Sequence[Item]:
+    """All items of a walk; in a rehearsal the first two and the last, as in `spans`."""
+    rehearsal = _rehearsal()
+    if rehearsal is None or not rehearsal.ends_only or len(items) <= 3:
+        return items
+    return (items[0], items[1], items[-1])
+
+
 def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover [0, rows) in order, each of at least one row and about one block of elements."""
     limit = ACCELERATOR_BLOCK_ELEMENTS if acts_as_accelerator(device) else CPU_BLOCK_ELEMENTS
@@ -91,7 +104,13 @@ def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     A plain product of a bf16 tensor and a scalar tensor rounds the scalar to bf16 first.
     """
+    if uses_triton(values):
+        from engine.fused_kernels import elementwise as kernels
+
+        return kernels.scaled(values, scale, dtype)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if rehearses_accelerator():  # of that kernel, which has no temporaries
+        return out
     wide = accumulate_dtype(values.dtype)
     factor = scale.to(wide)
     row_elements = values[0].numel() if values.shape[0] else 1

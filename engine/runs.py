@@ -5,7 +5,7 @@
         run.json           the state machine below, replaced atomically under a lock on the folder
         events.jsonl       one object per event;  metrics.jsonl: one object per optimizer step
         summary.json       figures of the whole run
-        logs/<host>/rank<NNNN>.log and, when that rank failed, rank<NNNN>.error.json
+        logs/<node>/rank<NNNN>.log, .status.json, .stacks and, when that rank failed, .error.json
         checkpoints/
         attempts/<N>/      metrics, events, summary and errors of an earlier attempt of the same run
 
@@ -40,6 +40,7 @@ from engine.run.records import append_json_line, read_json_lines, read_json_obje
 
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run
+NODE_VARIABLE = "BURST_NODE"  # likewise: the node's name in the launch plan, which need not be its host name
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
 STATES = ("planned", "starting", "running", "completed", "failed", "cancelled", "oom")
 FINAL_STATES = frozenset({"completed", "failed", "cancelled", "oom"})
@@ -56,6 +57,11 @@ _ATTEMPT_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 
 class RunFolderError(BurstError):
     """A run folder cannot be created, read or moved to the wanted state."""
+
+
+def node_name() -> str:
+    """The name of this machine in files of a run: as the launch plan has it, else its host name."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def default_runs_dir() -> Path:
@@ -144,7 +150,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{self.path / 'run.json'} is damaged: {error}") from error
         if document is None:
-            return _initial_state(self.path, {})
+            return initial_state(self.path)
         if document.get("state") not in STATES:
             raise RunFolderError(f"{self.path / 'run.json'} names the unknown state {document.get('state')!r}.")
         return document
@@ -231,7 +237,7 @@ class RunFolder:
         self, rank: int, error: BaseException, *, step: int | None = None, phase: str | None = None
     ) -> None:
         """Leave what ended this rank beside its log; never raises, because the rank is already dying of `error`."""
-        host = socket.gethostname()
+        host = node_name()
         path = self.log_path(host, rank).with_suffix(".error.json")
         record = {"rank": rank, "host": host, "pid": os.getpid(), "step": step, "phase": phase, **describe_error(error)}
         with contextlib.suppress(OSError):
@@ -300,7 +306,7 @@ class RunFolder:
         for name in _ATTEMPT_FILES:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).rename(target / name)
-        for path in self.path.glob("logs/*/rank*.error.json"):
+        for path in self.path.glob("logs/*/rank*.json"):  # errors, and where ranks said that they were
             path.rename(target / path.name)
 
 
@@ -309,7 +315,8 @@ def _process_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
 
 
-def _initial_state(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def initial_state(path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What run.json holds of a planned run in folder `path`, with `facts` beside it."""
     now = utc_now()
     return {
         "format": 1,
@@ -326,7 +333,7 @@ def _initial_state(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         "exit_code": None,
         "failure": None,
         "history": [{"state": "planned", "at": now}],
-        **facts,
+        **(facts or {}),
     }
 
 
@@ -338,7 +345,7 @@ def _fill(temporary: Path, path: Path, files: Mapping[str, str], facts: Mapping[
         target.chmod(0o700 if name.endswith(".sh") else 0o600)
     for name in ("logs", "checkpoints"):
         (temporary / name).mkdir(exist_ok=True)
-    replace_json(temporary / "run.json", _initial_state(path, facts))
+    replace_json(temporary / "run.json", initial_state(path, facts))
 
 
 def _cannot_create(path: Path, cause: str) -> RunFolderError:

@@ -12,13 +12,16 @@ from engine.attention.api import ParallelAttention
 from engine.config import RunConfig
 from engine.data.sampler import Batch
 from engine.errors import RunError
+from engine.guard import TAKEN, Guard, Verdict
 from engine.loss.options import IGNORE_INDEX
+from engine.model.dropout import Dropout, row_keys
 from engine.model.llama import AttentionFn, LlamaModel
 from engine.optim import build_optimizer, learning_rate, set_learning_rate
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
 from engine.parallel.reduce import sum_over_ranks
 from engine.parallel.shard import LocalBatch, shard_batch
+from engine.run.faults import NO_FAULTS, Faults
 from engine.run.rank_process import RankStatus
 from engine.updates import build_updates
 
@@ -31,14 +34,16 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     label_tokens: int
+    verdict: Verdict = TAKEN
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's rows of a batch and the attention of every layer over them."""
+    """This rank's rows of a batch, the attention of every layer over them, and the numbers of their sequences."""
 
     rows: LocalBatch
     attention: Sequence[AttentionFn]
+    samples: tuple[int, ...] = ()
 
 
 def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, mesh: Mesh) -> RankBatch:
@@ -52,7 +57,7 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, me
         device=mesh.device,
         label_part=mesh.row_part,
     )
-    return RankBatch(rows, context.functions(len(model.layers)))
+    return RankBatch(rows, context.functions(len(model.layers)), batch.samples)
 
 
 def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
@@ -85,28 +90,51 @@ class TrainStep:
         model: LlamaModel,
         attention: ParallelAttention,
         status: RankStatus | None = None,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self._status = status or RankStatus()
+        self._faults = faults
         self.config = config
         self.mesh = mesh
         self.model = model
         self.attention = attention
         self.optimizer = build_optimizer(model, config.optimizer, config.memory.moments_dtype)
         self._updates = build_updates(config, mesh, model, self.optimizer)
+        self.guard = Guard(config.train.guard)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
+        self._status.phase = "count labels"
         local = [rank_batch(batch, self.model, self.attention, self.mesh) for batch in batches]
         # Counted before any backward: each micro-step's gradient must already have its final weight.
-        label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
+        with self._status.waits.waiting("all_reduce"):
+            label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
         loss_sum = self.accumulate(local, label_tokens)
-        norm = self.update()
+        if not self.config.train.guard.may_drop:
+            # Judged after the update, so that the host need not wait for the device before it.
+            norm = float(self.update().item())
+            loss = float(loss_sum.item()) / label_tokens
+            self._status.phase = "train"
+            verdict = self.guard.judge(step, loss, norm)
+        else:
+            loss = float(loss_sum.item()) / label_tokens
+            norm, verdict = self._update_if_taken(step, loss)
+        return StepResult(loss, norm, rate, label_tokens, verdict)
+
+    def _update_if_taken(self, step: int, loss: float) -> tuple[float, Verdict]:
+        """(gradient norm before clipping, the verdict): the weights are updated only if the step is taken."""
+        verdicts = []
+
+        def taken(norm: Tensor) -> bool:
+            verdicts.append(self.guard.judge(step, loss, float(norm.item())))
+            return verdicts[0].taken
+
+        self._status.phase = "optimizer"
+        norm = float(self._updates.finish(taken).item())
         self._status.phase = "train"
-        result = StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, label_tokens)
-        _check_finite(result, step)
-        return result
+        return norm, verdicts[0]
 
     def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
         """Forward and backward: gradients of the mean loss in `.grad`, or in the weights under optimizer_in_backward.
@@ -117,15 +145,27 @@ class TrainStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
             set_gradient_sync(self.model, sync=index == len(local) - 1)
-            self._status.phase = "forward"
-            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention)
+            self._status.micro_step, self._status.phase = index, "forward"
+            self._faults.at_forward(self._status.step)
+            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
             self._status.phase = "loss"
-            loss = self.model.head(hidden, batch.rows.labels)
+            loss = self._faults.at_loss(self._status.step, self.model.head(hidden, batch.rows.labels))
             del hidden  # would live through the whole backward pass
             self._status.phase = "backward"
             (loss / label_tokens).backward()
             loss_sum += loss.detach()
-        return sum_over_ranks(loss_sum)
+        with self._status.waits.waiting("all_reduce"):
+            return sum_over_ranks(loss_sum)
+
+    def _dropout_of(self, batch: RankBatch) -> Dropout | None:
+        """What is dropped of the rows that this rank holds between the layers."""
+        rate, positions = self.config.train.dropout, batch.rows.positions
+        if rate == 0.0:
+            return None
+        if not batch.samples:
+            raise ValueError("train.dropout needs the numbers of a batch's samples")
+        own = positions[self.mesh.row_part.of(positions.shape[0])]
+        return Dropout(rate, row_keys(self.config.seed, batch.samples, own))
 
     def update(self) -> Tensor:
         """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
@@ -134,14 +174,3 @@ class TrainStep:
         """
         self._status.phase = "optimizer"
         return self._updates.finish()
-
-
-def _check_finite(result: StepResult, step: int) -> None:
-    """Raises RunError, on every rank alike, when training has diverged."""
-    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-        if not torch.isfinite(torch.tensor(value)):
-            raise RunError(
-                f"the {name} of step {step + 1} is {value}: training has diverged. "
-                "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.max_grad_norm, "
-                "and check the data; nothing after this step would be of use, so the run stops here"
-            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -12,78 +13,152 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.api import ParallelAttention
+from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config import RunConfig, config_fingerprint
 from engine.config_checks import check_config
-from engine.data import PackedSampler, PreparedData, open_prepared, prepare, sequential_batches
+from engine.data import TrainingData, open_training_data, prepare
+from engine.determinism import deterministic_algorithms
 from engine.errors import ConfigError, DataError
-from engine.evaluate import evaluate
 from engine.flops import count_parameters, step_flops
+from engine.guard import Verdict
 from engine.memory.policy import policy_name
 from engine.memory.recompute import recomputed_by
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_model
-from engine.parallel.mesh import Mesh, Placement, build_mesh, choose_device, read_placement, start_process_group
+from engine.needle.tasks import needle_tasks
+from engine.parallel.mesh import (
+    Mesh,
+    Placement,
+    build_mesh,
+    check_world,
+    choose_device,
+    read_placement,
+    start_process_group,
+)
 from engine.parallel.reduce import wait_for_all_ranks
-from engine.peak import Peak, find_peak
+from engine.parallel.waiting import count_waits
+from engine.peak import find_peak
+from engine.peak_table import Peak
 from engine.profiling import StepProfiler
+from engine.run.faults import NO_FAULTS, Faults, read_faults
 from engine.run.lifecycle import run_states
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
-from engine.run.stopping import StopRequest
+from engine.run.stopping import GRACE_S, KILL_MARGIN_S, StopRequest
 from engine.run.summary import predicted_facts, summarise
 from engine.runs import RunFolder
 from engine.train_step import TrainStep
+from engine.validation import measured, validate
 
 
 class Trainer:
     """One run on this rank; `run` does everything in order. All ranks build one and run it."""
 
-    def __init__(self, config: RunConfig, run: RunFolder, mesh: Mesh, recorder: Recorder, status: RankStatus) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        mesh: Mesh,
+        recorder: Recorder,
+        status: RankStatus,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self._run_folder = run
         self._recorder = recorder
         self._status = status
-        self._stop = StopRequest()
+        checkpoint = config.train.checkpoint
+        self._stop = StopRequest(checkpoint.stop_grace_s - KILL_MARGIN_S if checkpoint.is_on else GRACE_S)
         self.data = load_data(config, mesh, recorder)
-        self.sampler = PackedSampler(
-            self.data.train, config.train.seq_len, config.seed, grad_accum_steps=config.train.grad_accum_steps
-        )
+        if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
+            self.sampler = self.data.sampler(
+                config.train.seq_len, config.seed, grad_accum_steps=config.train.grad_accum_steps
+            )
+        self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
         self.model, self.attention = build_model(config, mesh)
-        self.train_step = TrainStep(config, mesh, self.model, self.attention, status)
+        choice = self.attention.kernel_choice
+        if choice is not None:
+            recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
+        counts = count_waits(status.waits, mesh, self.model, self.attention)
+        self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
         recorder.phase("measure peak")
         self.peak = find_peak(config.train, mesh.device)
         self.cost = step_cost(config, mesh.dp_size, self.peak, self.attention)
-        self._meter = StepMeter(mesh, self.attention, self.cost, tracked_steps=config.train.warmup_metric_steps)
+        self._meter = StepMeter(
+            mesh,
+            self.attention,
+            self.cost,
+            tracked_steps=config.train.warmup_metric_steps,
+            waits=status.waits if counts else None,
+            store=self.model.activation_store,
+        )
         self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
+        self._checkpoints = RunCheckpoints(config, run, mesh, self.train_step, self.data.content_hash, recorder)
 
     def run(self) -> dict[str, Any]:
-        """Trains to the last step; returns the summary, which rank 0 also writes. SIGTERM ends it at a step edge."""
+        """Trains to the last step; returns the summary, which rank 0 also writes. SIGTERM ends it at a step edge.
+
+        With train.evaluate_only it evaluates instead.
+        """
+        if self.config.train.evaluate_only:
+            return self._evaluate_only()
         total = self.config.train.steps
+        position = self._checkpoints.restore()
+        self.sampler.start_at(position.step, position.samples)
         self._recorder.phase("train")
         rows: list[dict[str, Any]] = []
         stopped = False
         with self._stop.watch():
-            while len(rows) < total and not stopped:
-                row, stopped = self._run_step(len(rows))
+            while position.step < total and not stopped:
+                row, verdict, stopped = self._run_step(position.step)
+                if not verdict.taken:
+                    row["dropped"] = verdict.action
                 if self._validation_is_due(row["step"]) and not stopped:
                     row.update(self._validate())
+                self._status.step_done(row["step_time_s"])
                 self._recorder.step(row, total)
                 self._recorder.warn(self._meter.warning(row))
                 rows.append(row)
+                before, position = position, self._after(position)
+                if not verdict.taken:
+                    self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
+                if verdict.action == "rewind" and not stopped:
+                    position = self._checkpoints.rewind(position)
+                    self.sampler.start_at(position.step, position.samples)
+                else:
+                    self._checkpoints.after_step(position, is_last=stopped or position.step == total)
+            self._checkpoints.close()
         self._profiler.close()
-        summary = self._summarise(rows, "cancelled" if stopped else "completed")
-        if self.mesh.rank == 0:
-            self._run_folder.write_summary(summary)
-        self._recorder.close()
+        # A run that had nothing left to do has no rows, and its steps all the same.
+        summary = self._summarise(rows, "cancelled" if stopped else "completed") | {"steps": position.step}
+        self._end(summary)
         if stopped:
             raise KeyboardInterrupt
         return summary
 
-    def _run_step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """(row, whether to stop) of step `step`, counted from 0 here and from 1 in all that people read."""
-        self._status.step = step + 1
+    def _evaluate_only(self) -> dict[str, Any]:
+        """Evaluates the weights that are named; returns the summary. Nothing of the optimizer is ever made."""
+        evaluated = self._checkpoints.restore_weights()
+        step = 0 if evaluated is None else evaluated.step
+        self._recorder.phase("evaluate")
+        row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
+        self._recorder.evaluated(row)
+        self._checkpoints.close()
+        source = {"evaluated_run": None if evaluated is None else evaluated.run_id, "evaluated_step": step}
+        summary = self._summarise([row], "completed") | source | {"steps": 0}
+        self._end(summary)
+        return summary
+
+    def _end(self, summary: dict[str, Any]) -> None:
+        if self.mesh.rank == 0:
+            self._run_folder.write_summary(summary)
+        self._recorder.close()
+
+    def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
+        """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
+        self._status.step, self._status.phase = step + 1, "load batch"
         train, mesh = self.config.train, self.mesh
         with self._profiler.step(step + 1):
             self._meter.start()
@@ -93,34 +168,32 @@ class Trainer:
             ]
             with self._meter.count_tensors():
                 result = self.train_step(step, batches)
-            return self._meter.finish(step + 1, result, stop=self._stop.requested)
+            row, stopped = self._meter.finish(step + 1, result, stop=self._stop.requested)
+            return row, result.verdict, stopped
+
+    def _after(self, position: Position) -> Position:
+        """Where training is after one step more."""
+        train = self.config.train
+        samples = self.mesh.dp_size * train.micro_batch_size * train.grad_accum_steps
+        return Position(position.step + 1, position.samples + samples, position.tokens + samples * train.seq_len)
 
     def _validation_is_due(self, step: int) -> bool:
         interval = self.config.train.eval_interval_steps
         return step == self.config.train.steps or (interval is not None and step % interval == 0)
 
     def _validate(self) -> dict[str, Any]:
-        train, mesh = self.config.train, self.mesh
         self._recorder.phase("evaluate")
-        batches = sequential_batches(
-            self.data.validation,
-            train.seq_len,
-            batch_size=train.micro_batch_size,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            max_batches=train.eval_batches,
-        )
-        figures = evaluate(self.train_step, batches, self.data.token_bytes)
+        row = validate(self.train_step, self.data.main, self._needles)
         self._recorder.phase("train")
-        if figures is None:
-            return {}
-        return {"validation_loss": figures.loss, "validation_bits_per_byte": figures.bits_per_byte}
+        return row
 
     def _summarise(self, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        # What was predicted is a training step, which an evaluation does not make.
+        plan = None if self.config.train.evaluate_only else self._run_folder.read_memory_plan()
         return {
             "status": status,
             **run_facts(self.config, self.mesh, self.attention),
-            **predicted_facts(self._run_folder.read_memory_plan()),
+            **predicted_facts(plan),
             "flops_per_step": asdict(self.cost.flops),
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
@@ -132,12 +205,15 @@ class Trainer:
 def run_training(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
     """Everything a rank does, from its process group to the last line of its summary; called by engine.train."""
     placement = read_placement()
-    with run_states(run, status, rank=placement.rank):
+    with run_states(run, status, rank=placement.rank), ExitStack() as stack:
         status.phase = "start"
         check_config(config)
+        check_world(config.cluster, placement)
+        faults, announced = read_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
         set_threads(config, device, placement)
         seed_everything(config.seed)
+        stack.enter_context(deterministic_algorithms(config.train.deterministic))
         started = start_process_group(device, placement)
         mesh = build_mesh(config.parallel, config.cluster)
         recorder = Recorder(
@@ -146,8 +222,10 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
             rank=mesh.rank,
             tensorboard=config.train.tensorboard,
             log_interval=config.train.log_interval_steps,
+            faults=faults,
         )
-        Trainer(config, run, mesh, recorder, status).run()
+        recorder.announce_faults(announced)
+        Trainer(config, run, mesh, recorder, status, faults).run()
         if started:
             dist.destroy_process_group()
 
@@ -155,8 +233,13 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
 def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:
     """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one."""
     if device.type == "cpu" or config.memory.optimizer_store == "host":
-        share = max(1, (os.cpu_count() or 1) // placement.local_world_size)
+        share = max(1, usable_cores() // placement.local_world_size)
         torch.set_num_threads(config.cluster.threads_per_rank or share)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: a container or `taskset` may leave it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seed_everything(seed: int) -> None:
@@ -166,8 +249,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> PreparedData:
-    """The prepared corpus; one rank per node prepares it while the others wait. All ranks must call.
+def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData:
+    """The prepared corpora; one rank per node prepares it while the others wait. All ranks must call.
 
     Raises ConfigError when its tokens do not fit the model, DataError when the ranks found different tokens.
     """
@@ -175,7 +258,7 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> PreparedData
     if read_placement().local_rank == 0:
         prepare(config.data, progress=recorder.preparing)
     wait_for_all_ranks()
-    data = open_prepared(config.data)
+    data = open_training_data(config.data)
     if data.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "
@@ -185,7 +268,7 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> PreparedData
     dist.all_gather_object(hashes, data.content_hash)
     if len(set(hashes)) > 1:
         raise DataError(
-            f"the ranks hold different tokens in {data.path} (content hashes {', '.join(sorted(set(hashes)))}); "
+            f"the ranks hold different tokens in {data.main.path} (content hashes {', '.join(sorted(set(hashes)))}); "
             "give every node the same corpus, or set data.prepared_dir to a folder that all nodes share"
         )
     return data
@@ -222,6 +305,8 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> di
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
+        "attention_kernel_reason": None if attention.kernel_choice is None else attention.kernel_choice.reason,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "memory_policy": policy_name(config.memory),
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,

@@ -11,6 +11,7 @@ embeddings) has the gradients of both: FSDP2 reduces such a unit at the end of b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,11 +30,11 @@ from engine.parallel.reduce import sum_over_ranks
 class Updates(Protocol):
     """Brings gradients into the weights."""
 
-    def finish(self) -> Tensor:
+    def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Ends a step after backward; no gradient is left. All ranks must call.
 
         Gives the global 2-norm of the gradients before clipping: fp32 scalar where the gradients lie, equal on all
-        ranks.
+        ranks. `taken` may refuse the update when it has seen that norm.
         """
         ...
 
@@ -58,10 +59,11 @@ class UpdateAfterBackward:
     optimizer: torch.optim.Optimizer
     max_grad_norm: float | None
 
-    def finish(self) -> Tensor:
+    def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """See `Updates`."""
         norm = clip_gradients(self.model.parameters(), self.max_grad_norm)
-        self.optimizer.step()
+        if taken is None or taken(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -82,8 +84,9 @@ class UpdateInBackward:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
-    def finish(self) -> Tensor:
-        """See `Updates`."""
+    def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
+        """See `Updates`; by now all weights are updated."""
+        assert taken is None
         norm = sum_over_ranks(self._squares).sqrt().float()
         self._squares = torch.zeros_like(self._squares)
         self._updated.clear()

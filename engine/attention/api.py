@@ -6,13 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.auto import machine_of, settle_auto
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import KernelChoice, choose_kernel, settle_kernel
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.layout import Layout
@@ -22,12 +23,16 @@ from engine.attention.methods import channels_of
 from engine.attention.plan import Channel, LinkBytes
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
+from engine.attention.stream_times import TransferTimes
+from engine.attention.streams import StreamTransport
 from engine.attention.topology import Topology
-from engine.attention.transport import LocalTransport, MeteredTransport, Transport
+from engine.attention.transport import DistributedTransport, LocalTransport, MeteredTransport, Transport
 from engine.config import RunConfig
 from engine.parallel.mesh import Mesh
+from engine.waits import WaitClock
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
+WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
 CP_TIMEOUT = timedelta(minutes=10)
 
 
@@ -38,9 +43,16 @@ class ParallelAttention:
     calls that one.
     """
 
-    def __init__(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        group: AttentionGroup,
+        method: AttentionMethod,
+        kernel_choice: KernelChoice | None = None,
+    ) -> None:
         self.method = method
         self.group = group
+        self.kernel_choice = kernel_choice  # why `group.kernel`, where it was chosen
         self._config = config
         self._contexts: OrderedDict[tuple[int, ...], AttentionContext] = OrderedDict()
 
@@ -85,7 +97,7 @@ class ParallelAttention:
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> ParallelAttention:
         """The same attention with changed runtimes, such as another transport; for benchmarks and tests."""
         context = self.context()
-        other = ParallelAttention(self._config, self.group, self.method)
+        other = ParallelAttention(self._config, self.group, self.method, self.kernel_choice)
         other._contexts[()] = replace(context, runtimes=tuple(map(change, context.runtimes)))
         return other
 
@@ -93,10 +105,27 @@ class ParallelAttention:
         """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
         return self.context()(q, k, v)
 
+    def tell_waits_to(self, waits: WaitClock) -> None:
+        """From now on `waits` knows for which rank the host waits; on a GPU it waits for none."""
+        if isinstance(self.group.transport, DistributedTransport):
+            self.group.transport.waits = waits
+
     def traffic(self) -> LinkBytes:
         """Bytes sent and copied by this rank since the last `reset_traffic`."""
         transport = self.group.transport
         return transport.sent if isinstance(transport, MeteredTransport) else LinkBytes()
+
+    @property
+    def copy_times(self) -> TransferTimes[Any]:
+        """Measures the plans' copies between device and host memory."""
+        transport = self.group.transport
+        return transport.copies if isinstance(transport, StreamTransport) else TransferTimes()
+
+    @property
+    def message_times(self) -> TransferTimes[Any]:
+        """Measures messages between ranks, where streams carry them."""
+        transport = self.group.transport
+        return transport.messages if isinstance(transport, StreamTransport) else TransferTimes()
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
@@ -111,12 +140,17 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport
     """
     topology = mesh.cp_topology
     config, method = settle_method(config, topology, mesh.device)
-    kernel = choose_kernel(
-        config.attention.kernel, mesh.device, getattr(torch, config.train.compute_dtype), config.model.head_dim
+    choice = settle_kernel(
+        config.attention.kernel,
+        mesh.device,
+        getattr(torch, config.train.compute_dtype),
+        config.model.head_dim,
+        windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
+        deterministic=config.train.deterministic,
     )
     transport = transport or open_channels(config, mesh, channels_of(method))
-    group = AttentionGroup(mesh.cp_rank, topology, transport, kernel)
-    return ParallelAttention(config, group, method)
+    group = AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel)
+    return ParallelAttention(config, group, method, choice)
 
 
 def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = tuple(Channel)) -> Transport:

@@ -11,11 +11,13 @@ from torch import Tensor
 from engine.attention.buffers import Lease, allocate_tensor, compute_place
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.heads import WHOLE, HeadSlices, split_heads
 from engine.attention.merge import backward_stats, merge_tile, surrogate_out
 from engine.attention.plan import Kind, Slot, Tile, TokenBytes
 from engine.attention.transport import poison
+from engine.row_blocks import ends
 
-# What a message of each kind carries, in this order. Slots of kind QX may hold `out` besides: it never travels.
+# What a message of each kind carries, in this order.
 WIRE_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),
     Kind.KV: ("k", "v"),
@@ -32,6 +34,7 @@ WIRE_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.DKV_CAST: ("dkv",),
 }
 KV_FIELDS = frozenset({"k", "v", "dkv"})
+ACCUMULATED = frozenset({"acc", "acc_kv"})  # operands of a tile that it adds to
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,21 @@ class TensorArithmetic:
         return {name: poison(tensor) for name, tensor in fields.items()} if self._poisoned else fields
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv."""
+        """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv. In parts of the heads if large."""
+        run = self._run_forward if "acc_kv" not in fields else self._run_backward
+        band, limit = BandSpec(tile.low, tile.high), self.kernel.capabilities.max_call_elements
+        parts = [WHOLE] if limit is None else split_heads(fields["q"]["q"], fields["kv"]["k"], limit)
+        for part in ends(parts):
+            run(band, fields if len(parts) == 1 else _part_of(part, fields))
+
+    def _run_forward(self, band: BandSpec, fields: Mapping[str, Fields]) -> None:
         q, kv, acc = fields["q"], fields["kv"], fields["acc"]
-        band = BandSpec(tile.low, tile.high)
-        if "acc_kv" not in fields:
-            block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], band)
-            merge_tile(acc["out"], acc["lse"], block_out, block_lse)
-            return
-        out = q["out"] if "out" in q else surrogate_out(q["dout"], q["stats"])
-        grads = TileGradients(q["dout"], out, q["stats"][..., 0])
+        block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], band)
+        merge_tile(acc["out"], acc["lse"], block_out, block_lse)
+
+    def _run_backward(self, band: BandSpec, fields: Mapping[str, Fields]) -> None:
+        q, kv, acc = fields["q"], fields["kv"], fields["acc"]
+        grads = TileGradients(q["dout"], surrogate_out(q["dout"], q["stats"]), q["stats"][..., 0])
         dq, dk, dv = self.kernel.backward(grads, q["q"], kv["k"], kv["v"], band)
         acc["dq"].add_(dq)
         fields["acc_kv"]["dkv"][:, 0].add_(dk)
@@ -173,3 +182,18 @@ class TensorArithmetic:
             "dkv": ((2, *kv), gradient),
         }
         return {name: fields[name] for name in WIRE_FIELDS[slot.kind]}
+
+
+def _part_of(part: HeadSlices, fields: Mapping[str, Fields]) -> dict[str, Fields]:
+    """Operands of a tile cut to a part of its heads: accumulators as views, to be added to; the others as copies, for
+    rows of a view would lie as far apart as those of the whole, and kernels count in 32 bits.
+    """
+    cut: dict[str, Fields] = {}
+    for name, tensors in fields.items():
+        views = {
+            key: x.narrow(2 if key == "dkv" else 1, heads.start, heads.stop - heads.start)
+            for key, x in tensors.items()
+            for heads in [part.keys if key in KV_FIELDS else part.queries]
+        }
+        cut[name] = views if name in ACCUMULATED else {key: x.contiguous() for key, x in views.items()}
+    return cut

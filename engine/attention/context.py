@@ -68,12 +68,14 @@ def open_transport(
     # A rank alone takes part too: torch counts groups on every rank, and counts that differ hang the next new_group.
     shared = [ranks for ranks in cp_groups if len(ranks) > 1]
     groups = make_channel_groups(shared, world_rank, channels, timeout, messages_on)
-    if len(own) == 1:
-        return LocalTransport() if on_cpu else StreamTransport(CudaStreams(device), None, Meter(topology, 0))
     if on_cpu:
-        return DistributedTransport(groups, own, topology, rank)
-    kind = StagedTransport if shares_device else StreamTransport
-    return kind(CudaStreams(device), GroupMessenger(groups, own), Meter(topology, rank))
+        return LocalTransport() if len(own) == 1 else DistributedTransport(groups, own, topology, rank)
+    streams = CudaStreams(device)
+    if len(own) == 1:
+        return StreamTransport(streams, None, Meter(topology, 0), streams)
+    if shares_device:
+        return StagedTransport(streams, GroupMessenger(groups, own), Meter(topology, rank))
+    return StreamTransport(streams, GroupMessenger(groups, own), Meter(topology, rank), streams)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward.
 
-On a GPU each is one pass of a Triton kernel (`engine.attention.fused`; torch's CUDA builds bring Triton along, and
+On a GPU each is one pass of a Triton kernel (`engine.fused_kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
 their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
 Adding gradients to accumulators needs nothing of the kind: `add_` of a narrower tensor is one pass.
@@ -8,13 +8,10 @@ Adding gradients to accumulators needs nothing of the kind: `add_` of a narrower
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from engine.fused_kernels.dispatch import uses_triton
 from engine.row_blocks import rehearses_accelerator, spans
 
 ROWS_PER_PASS = 1024  # bounds the fp32 temporary and keeps it in cache on CPU
@@ -25,17 +22,18 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
     out [n, H, D] and lse [n, H] are accumulators (fp32 or float64; lse = -inf where nothing was merged yet); block_out
     may be narrower. out += sigmoid(block_lse - lse) * (block_out - out); lse = logaddexp(lse, block_lse).
-    Tiles have no empty rows, so block_lse is finite.
+    A row of the tile without keys has block_lse -inf and changes nothing; its block_out is finite.
     """
-    fused = _fused(out)
-    if fused is not None:
-        fused.merge_tile(out, lse, block_out, block_lse)
+    if uses_triton(out):
+        from engine.fused_kernels import merge as kernels
+
+        kernels.merge_tile(out, lse, block_out, block_lse)
         return
     if rehearses_accelerator():  # a rehearsal of that kernel, which allocates nothing
         return
     for rows in spans(out.shape[0], ROWS_PER_PASS):
-        weight = torch.sigmoid(block_lse[rows] - lse[rows]).unsqueeze(-1)
-        out[rows].lerp_(block_out[rows].to(out.dtype), weight)
+        weight = torch.sigmoid(block_lse[rows] - lse[rows]).masked_fill_(block_lse[rows] == -torch.inf, 0.0)
+        out[rows].lerp_(block_out[rows].to(out.dtype), weight.unsqueeze(-1))
         torch.logaddexp(lse[rows], block_lse[rows], out=lse[rows])
 
 
@@ -45,9 +43,10 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     `dout * scale` has the same rowsum with dout as `out` itself, so it stands in for `out` in a library kernel's
     backward and `out` need not travel.
     """
-    fused = _fused(dout)
-    if fused is not None:
-        return fused.backward_stats(dout, out, lse)  # type: ignore[no-any-return]
+    if uses_triton(dout):
+        from engine.fused_kernels import merge as kernels
+
+        return kernels.backward_stats(dout, out, lse)
     stats = torch.empty(*lse.shape, 2, dtype=lse.dtype, device=lse.device)
     if rehearses_accelerator():
         return stats
@@ -62,9 +61,10 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 def surrogate_out(dout: Tensor, stats: Tensor) -> Tensor:
     """[n, H, D] in dout's dtype: dout * scale, the stand-in for `out` (see `backward_stats`)."""
-    fused = _fused(dout)
-    if fused is not None:
-        return fused.surrogate_out(dout, stats)  # type: ignore[no-any-return]
+    if uses_triton(dout):
+        from engine.fused_kernels import merge as kernels
+
+        return kernels.surrogate_out(dout, stats)
     if rehearses_accelerator():
         return torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     if dout.dtype == stats.dtype:
@@ -73,17 +73,3 @@ def surrogate_out(dout: Tensor, stats: Tensor) -> Tensor:
     for rows in spans(dout.shape[0], ROWS_PER_PASS):
         result[rows] = dout[rows] * stats[rows, :, 1:]
     return result
-
-
-def _fused(tensor: Tensor) -> ModuleType | None:
-    """The Triton kernels, if they can work on this tensor."""
-    if tensor.device.type != "cuda" or not _triton_is_installed():
-        return None
-    from engine.attention import fused
-
-    return fused
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -164,7 +164,7 @@ class AttentionRuntime:
             ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
         elif stats is None:
             stats = backward_stats(dout, saved.out, saved.lse)
-        pinned["qx"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "stats": stats}
+        pinned["qx"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
         arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
         return Execution(self.backward, arithmetic, self.transport, pinned)
 
@@ -207,15 +207,17 @@ class ForwardPass:
         self.group: Any = None
 
 
-@dataclass(frozen=True)
 class PlannedAttention:
     """An AttentionFn whose runtime a layer may use directly, to run its own work chunk by chunk around the plans.
 
-    The functions of a model's layers share a `forward_pass`.
+    The functions of a model's layers share a `forward_pass`. A plain class: FSDP2 of torch 2.13 walks through every
+    dataclass among a layer's arguments in search of tensors, and so would visit all operations of the plans, in every
+    forward pass of every layer.
     """
 
-    runtime: AttentionRuntime
-    forward_pass: ForwardPass = field(default_factory=ForwardPass)
+    def __init__(self, runtime: AttentionRuntime, forward_pass: ForwardPass | None = None) -> None:
+        self.runtime = runtime
+        self.forward_pass = forward_pass or ForwardPass()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `run_attention`."""

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.attention.stream_times import StreamClock, TransferTimes
 from engine.attention.transport import Messenger, Meter, Parcel, by_channel
 
 Event = TypeVar("Event")
@@ -58,7 +59,7 @@ class StreamOps(Protocol[Event]):
 
 
 class CudaStreams:
-    """StreamOps of one GPU; the compute stream is the one that is current when it is asked for.
+    """StreamOps and StreamClock of one GPU; the compute stream is the one that is current when it is asked for.
 
     Channel streams have high priority, so that a transfer's few thread blocks are not queued behind those of a tile.
     """
@@ -87,6 +88,16 @@ class CudaStreams:
         """See StreamOps; host memory is pinned (else torch would make the host wait)."""
         target.copy_(source, non_blocking=True)
 
+    def mark(self, stream: Channel | None) -> torch.cuda.Event:
+        """See StreamClock."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream(stream))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """See StreamClock."""
+        return float(start.elapsed_time(stop)) / 1e3
+
     def finish(self, event: torch.cuda.Event) -> None:
         """See `engine.attention.staging.BlockingStreamOps`."""
         event.synchronize()
@@ -98,14 +109,23 @@ class CudaStreams:
 class StreamTransport(Generic[Event]):
     """Messages by `messenger` and copies between host and device, each channel on its own stream.
 
-    See the module's text for the order that it keeps. `messenger` is None for a group of one rank.
+    See the module's text for the order that it keeps. `messenger` is None for a group of one rank; `clock` measures
+    `copies` and `messages`.
     """
 
-    def __init__(self, streams: StreamOps[Event], messenger: Messenger | None, meter: Meter) -> None:
+    def __init__(
+        self,
+        streams: StreamOps[Event],
+        messenger: Messenger | None,
+        meter: Meter,
+        clock: StreamClock[Event] | None = None,
+    ) -> None:
         self._streams = streams
         self._messenger = messenger
         self._meter = meter
-        self._done: dict[int, Event] = {}
+        self.copies = TransferTimes(clock)
+        self.messages = TransferTimes(clock)
+        self._done: dict[int, tuple[Event, TransferTimes[Event]]] = {}
         self._held: dict[int, tuple[Tensor, ...]] = {}  # tensors in flight
 
     @property
@@ -127,16 +147,18 @@ class StreamTransport(Generic[Event]):
         ready = self._streams.record(None)
         for channel, members in by_channel(parcels).items():
             self._streams.hold(channel, ready)
-            with self._streams.under(channel):
+            times = self.copies if channel in HOST_CHANNELS else self.messages
+            with self._streams.under(channel), times.transfer(channel, sum(parcel.num_bytes for parcel in members)):
                 self._start(channel, members)
             done = self._streams.record(channel)
-            self._done.update({parcel.message: done for parcel in members})
+            self._done.update({parcel.message: (done, times) for parcel in members})
 
     def wait(self, messages: Sequence[int]) -> None:
         """Hold the compute stream until the messages' batches are done."""
-        events = {id(event): event for event in (self._done.pop(message) for message in messages)}
-        for event in events.values():  # messages of one batch share theirs
-            self._streams.hold(None, event)
+        events = {id(event): (event, times) for event, times in (self._done.pop(message) for message in messages)}
+        for event, times in events.values():  # messages of one batch share theirs
+            with times.wait():
+                self._streams.hold(None, event)
         for message in messages:
             del self._held[message]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.topology import Topology
 from engine.errors import PlanError
+from engine.waits import WaitClock
 
 
 class Parcel(NamedTuple):
@@ -162,15 +163,18 @@ class GroupMessenger:
 class DistributedTransport:
     """torch.distributed point-to-point in the memory where the tensors lie; waiting is up to the process group's works.
 
-    For CPUs. Every rank of the group must execute plans in the same order.
+    For CPUs. Every rank of the group must execute plans in the same order. `waits` is told whom it waits for, by global
+    rank.
     """
 
     def __init__(
         self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], topology: Topology, rank: int
     ) -> None:
+        self.waits = WaitClock()
         self._messenger = GroupMessenger(groups, ranks)
+        self._ranks = tuple(ranks)
         self._meter = Meter(topology, rank)
-        self._works: dict[int, list[dist.Work]] = {}
+        self._works: dict[int, tuple[str, int, list[dist.Work]]] = {}
 
     @property
     def sent(self) -> LinkBytes:
@@ -191,13 +195,18 @@ class DistributedTransport:
                     _copy(parcel)
                 continue
             for parcel, works in zip(members, self._messenger.start(channel, members), strict=True):
-                self._works[parcel.message] = works
+                self._works[parcel.message] = parcel.op, parcel.peer, works
 
     def wait(self, messages: Sequence[int]) -> None:
         """Wait for each message's tensors."""
         for message in messages:
-            for work in self._works.pop(message, ()):  # a copy on this rank has none
+            if message not in self._works:
+                continue  # a copy on this rank
+            op, peer, works = self._works.pop(message)
+            self.waits.begin(op, self._ranks[peer])
+            for work in works:
                 work.wait()
+            self.waits.end()
 
 
 def _copy(parcel: Parcel) -> None:

@@ -7,17 +7,21 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.config import DataConfig
+from engine.data.chat import learned_tokens
 from engine.data.files import sync_folders, write_json
 from engine.data.identity import make_identity
 from engine.data.progress import Progress, ProgressCallback, Stage
 from engine.data.sources import Source, open_source
 from engine.data.split import Piece, SplitName, SplitRule, Survey, Surveyor, iter_pieces, make_rule
-from engine.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer_file, train_bpe
+from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
 from engine.data.writer import TokenSetWriter
 from engine.errors import DataError
 
@@ -128,15 +132,26 @@ def _write_splits(
             (work / name).mkdir()
             writers[name] = TokenSetWriter(work / name, tokenizer)
         for group in _groups(pieces):
-            encoded = tokenizer.encode_many([piece.text for _, piece in group])
-            for (name, piece), ids in zip(group, encoded, strict=True):
-                writers[name].append(ids, len(piece.data), ends_document=piece.ends_document)
+            encoded = _encode(tokenizer, [piece for _, piece in group])
+            for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
+                writers[name].append(ids, len(piece.data), ends_document=piece.ends_document, is_prompt=is_prompt)
                 report.add(piece, tokens=ids.size + piece.ends_document)
     finally:
         for writer in writers.values():
             writer.finish_files()
     report.finish()
     return writers
+
+
+def _encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[tuple[Ids, bool | npt.NDArray[np.bool_]]]:
+    """(ids, which of them are read but not learned) of each piece; either all are of conversations, or none is."""
+    texts = [piece.text for piece in pieces]
+    if all(piece.learned is None for piece in pieces):
+        return [(ids, piece.is_prompt) for piece, ids in zip(pieces, tokenizer.encode_many(texts), strict=True)]
+    return [
+        (ids, ~learned_tokens(offsets, piece.learned or (), len(piece.text)))
+        for piece, (ids, offsets) in zip(pieces, tokenizer.encode_chats(texts), strict=True)
+    ]
 
 
 def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[SplitName, Piece]]]:

@@ -120,6 +120,12 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
+def json_type(value: object) -> str:
+    """What JSON calls the kind of `value`."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:

@@ -44,6 +44,8 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
         "text_field": config.text_field if reads_fields else None,
+        **({} if config.prompt_field is None else {"prompt_field": config.prompt_field}),
+        **({} if config.messages_field is None else _chat_facts(config)),
         "tokenizer": config.tokenizer,
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
@@ -51,8 +53,13 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
     }
 
 
+def _chat_facts(config: DataConfig) -> dict[str, Any]:
+    return {"messages_field": config.messages_field, "chat_template": config.chat_template}
+
+
 def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
-    """Settings, source files (path, size, modification time) and tokenizer: if these are equal, so are the tokens."""
+    """Settings, source files (path, size, modification time), tokenizer and chat template: if these are equal, so are
+    the tokens."""
     tokenizer_hash = None
     if config.tokenizer not in ("bytes", "bpe"):
         text = read_tokenizer_file(Path(config.tokenizer).expanduser())
@@ -62,16 +69,17 @@ def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
         "config": config_facts(config),
         "files_hash": hash_json([stat_key(path) for path in source.files]),
         "tokenizer_hash": tokenizer_hash,
+        **({} if source.template_hash is None else {"template_hash": source.template_hash}),
     }
 
 
 def check_same_config(folder: Path, identity: dict[str, Any], config: DataConfig) -> None:
     """`DataError` that lists the settings in which the data in `folder`, made as `identity` says, differs."""
-    made = identity.get("config", {})
+    made, now = identity.get("config", {}), config_facts(config)
     changed = [
-        f"{key}: made with {made.get(key)!r}, now {value!r}"
-        for key, value in config_facts(config).items()
-        if made.get(key) != value
+        f"{key}: made with {made.get(key)!r}, now {now.get(key)!r}"
+        for key in {**now, **made}
+        if made.get(key) != now.get(key)
     ]
     if changed:
         listed = "\n".join(f"  - {line}" for line in changed)
@@ -82,9 +90,10 @@ def check_same_config(folder: Path, identity: dict[str, Any], config: DataConfig
 
 
 def check_same_identity(folder: Path, made: dict[str, Any], identity: dict[str, Any]) -> None:
-    """`DataError` if the source files or the tokenizer have changed since the data in `folder` was made."""
+    """`DataError` if source files, tokenizer or chat template have changed since the data in `folder` was made."""
     names = {"version": "burst's data format", "files_hash": "source files", "tokenizer_hash": "tokenizer"}
-    changed = [what for key, what in names.items() if made.get(key) != identity[key]]
+    names["template_hash"] = "chat template"
+    changed = [what for key, what in names.items() if made.get(key) != identity.get(key)]
     if changed:
         raise DataError(
             f"{folder} is out of date: changed since it was prepared: {', '.join(changed)}. "

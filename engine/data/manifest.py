@@ -4,6 +4,8 @@
     FOLDER/tokens-00000.bin ...   token ids one after the other, no header, little-endian (or one-dimensional .npy)
     FOLDER/documents.bin          optional: int64 little-endian, where each document starts, counted in tokens over
                                   all files; ascending, the first is 0
+    FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of tokens that are read but
+                                  not learned; ascending, none touches the next
     FOLDER/token_bytes.bin        optional: uint32 little-endian, vocab_size entries: bytes of text per token id;
                                   without it (and without a known tokenizer) no loss in bits per byte can be told
     FOLDER/tokenizer.json         optional: to turn ids into text
@@ -14,9 +16,10 @@ manifest.json, all that must be there:
      "files": [{"name": "tokens-00000.bin", "token_count": 123456}]}
 
 dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), tokenizer
-(a name; "bytes" is known), documents_file and document_count, token_bytes_file, text_bytes, max_token_id, source,
-writer, and in each entry of files its sha256. Names are plain: the files lie in the manifest's own folder. A manifest
-may also lie beside a single file under its name: corpus.bin (or corpus.npy) and corpus.json. Unknown keys are ignored.
+(a name; "bytes" is known), documents_file and document_count, prompts_file and prompt_count, token_bytes_file,
+text_bytes, max_token_id, source, writer, and in each entry of files its sha256. Names are plain: the files lie in the
+manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or corpus.npy) and
+corpus.json. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Manifest:
     tokenizer: str | None = None
     documents_file: str | None = None
     document_count: int | None = None
+    prompts_file: str | None = None
+    prompt_count: int | None = None
     token_bytes_file: str | None = None
     text_bytes: int | None = None
     max_token_id: int | None = None
@@ -103,13 +108,13 @@ def _problems(raw: dict[str, Any]) -> list[str]:
     if raw.get("dtype") not in DTYPES:
         problems.append(f"dtype is {raw.get('dtype')!r}; legal: {', '.join(DTYPES)}")
     problems += [f"{key} is {raw.get(key)!r}; expected a whole number > 0" for key in _not_positive(raw)]
-    for key in ("eod_id", "document_count", "text_bytes", "max_token_id"):
+    for key in ("eod_id", "document_count", "prompt_count", "text_bytes", "max_token_id"):
         if not (raw.get(key) is None or _is_whole(raw[key], 0)):
             problems.append(f"{key} is {raw[key]!r}; expected a whole number >= 0 or null")
     for key in ("tokenizer", "source", "writer"):
         if not isinstance(raw.get(key), str | None):
             problems.append(f"{key} is {raw[key]!r}; expected a string or null")
-    for key in ("documents_file", "token_bytes_file"):
+    for key in ("documents_file", "prompts_file", "token_bytes_file"):
         if raw.get(key) is not None and not _is_plain_name(raw[key]):
             problems.append(f"{key} is {raw[key]!r}; expected the plain name of a file in the manifest's folder")
     return problems + _file_problems(raw)

@@ -1,4 +1,4 @@
-"""Batches of packed samples: pure functions of (seed, step), without state to save or restore.
+"""Batches of packed samples: pure functions of (seed, step), and of where the stream was taken up again.
 
     documents   a a a E b b E c c c c c E ...      E = end-of-document id
     samples     |a a a E|b b E c|c c c c|E ...     seq_len = 4; the label of every token is the next one
@@ -9,8 +9,10 @@ from (seed, epoch); what is left at the end of the tokens, less than one sample,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from engine.errors import DataError
 IGNORE_INDEX = -100
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 8
+BLOCK = 10_000  # samples of a mixture in which every stream has exactly its share
 
 
 @dataclass(frozen=True)
@@ -29,35 +32,38 @@ class Batch:
 
     tokens, labels: int64 [batch_size, seq_len]; labels[b, t] is the token after tokens[b, t], or -100 past the end of
     the corpus (validation only). documents[b]: offsets in row b at which a document starts, ascending, the first is
-    always 0; with seq_len appended they are the row's cu_seqlens.
+    always 0; with seq_len appended they are the row's cu_seqlens. samples[b]: number of row b in the stream that
+    training reads; empty where there is no such stream (validation).
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     documents: tuple[npt.NDArray[np.int64], ...]
+    samples: tuple[int, ...] = ()
 
 
-class PackedSampler:
-    """Training batches of `shards`; every rank builds the same sampler and asks for its own part.
+class Sampler(ABC):
+    """Training batches of an endless stream of samples; every rank builds the same one and asks for its own part.
 
     Sample number (step * grad_accum_steps + micro_step) * dp_size * batch_size + dp_rank * batch_size + b of the
-    endless stream of epochs is row b. So the samples of a step do not depend on how its global batch is divided.
+    stream is row b. So the samples of a step do not depend on how its global batch is divided. After `start_at` steps
+    count from there, so that a run that goes on with other batches reads nothing twice.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int, seed: int, *, grad_accum_steps: int = 1) -> None:
+    def __init__(self, seq_len: int, grad_accum_steps: int) -> None:
+        self._first_step = self._first_sample = 0
         if seq_len < 1 or grad_accum_steps < 1:
             raise ValueError(f"seq_len={seq_len} and grad_accum_steps={grad_accum_steps} must be at least 1")
-        self.shards = shards
         self.seq_len = seq_len
-        self.seed = seed
         self.grad_accum_steps = grad_accum_steps
-        self.samples_per_epoch = (shards.token_count - 1) // seq_len
-        if self.samples_per_epoch < 1:
-            raise DataError(
-                f"{shards.folder}: the training split has {shards.token_count:,} tokens, but seq_len={seq_len:,} needs "
-                f"at least {seq_len + 1:,}. Set train.seq_len to at most {max(1, shards.token_count - 1):,} or "
-                "give more text (data.paths, data.max_bytes)."
-            )
+
+    @abstractmethod
+    def place_of(self, number: int) -> tuple[TokenShards, int]:
+        """(shards, which of their samples) of sample `number` of the stream."""
+
+    def start_at(self, step: int, sample: int) -> None:
+        """Step `step` (from 0) begins with sample number `sample` of the stream."""
+        self._first_step, self._first_sample = step, sample
 
     def batch(self, step: int, micro_step: int, dp_rank: int, dp_size: int, batch_size: int) -> Batch:
         """The batch of one data-parallel rank in one micro-step; the same arguments always give the same batch."""
@@ -66,14 +72,75 @@ class PackedSampler:
                 f"step={step} micro_step={micro_step} of {self.grad_accum_steps}, dp_rank={dp_rank} of {dp_size}, "
                 f"batch_size={batch_size}"
             )
-        first = ((step * self.grad_accum_steps + micro_step) * dp_size + dp_rank) * batch_size
-        samples = [self.sample_at(first + row) for row in range(batch_size)]
-        return _collect(self.shards, self.seq_len, samples)
+        micro_steps = (step - self._first_step) * self.grad_accum_steps + micro_step
+        first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
+        numbers = tuple(range(first, first + batch_size))
+        return replace(_collect(self.seq_len, [self.place_of(number) for number in numbers]), samples=numbers)
+
+
+class PackedSampler(Sampler):
+    """The samples of `shards`, epoch after epoch, each in an order of its own."""
+
+    def __init__(self, shards: TokenShards, seq_len: int, seed: int, *, grad_accum_steps: int = 1) -> None:
+        super().__init__(seq_len, grad_accum_steps)
+        self.shards = shards
+        self.seed = seed
+        self.samples_per_epoch = (shards.token_count - 1) // seq_len
+        if self.samples_per_epoch < 1:
+            raise DataError(
+                f"{shards.folder}: the training split has {shards.token_count:,} tokens, but seq_len={seq_len:,} needs "
+                f"at least {seq_len + 1:,}. Set train.seq_len to at most {max(1, shards.token_count - 1):,} or "
+                "give more text (data.paths, data.max_bytes)."
+            )
+
+    def place_of(self, number: int) -> tuple[TokenShards, int]:
+        """See `Sampler`."""
+        return self.shards, self.sample_at(number)
 
     def sample_at(self, number: int) -> int:
         """Which sample of the shards comes as `number` in the endless stream of shuffled epochs."""
         epoch, position = divmod(number, self.samples_per_epoch)
         return permute(position, self.samples_per_epoch, (self.seed, epoch))
+
+
+class MixedSampler(Sampler):
+    """Samples of several streams by weight: of every `BLOCK` samples in a row each has its share, spread by chance.
+
+    A stream is a token set, or a class of its samples. Shares are whole numbers of samples per block, at least one.
+    What a stream gives does not depend on the others: its samples come in the order in which they would without them.
+    """
+
+    def __init__(self, sources: Sequence[Sampler], weights: Sequence[float], seed: int) -> None:
+        super().__init__(sources[0].seq_len, sources[0].grad_accum_steps)
+        self.sources = tuple(sources)
+        self.shares = shares(weights)
+        self._starts = [sum(self.shares[:index]) for index in range(len(self.shares))]
+        self._seed = _mix(seed & _MASK)  # the order inside the streams is drawn from the seed itself
+
+    def place_of(self, number: int) -> tuple[TokenShards, int]:
+        """See `Sampler`."""
+        source, own = self.source_of(number)
+        return self.sources[source].place_of(own)
+
+    def source_of(self, number: int) -> tuple[int, int]:
+        """(which stream, number in that stream) of sample `number`."""
+        block, position = divmod(number, BLOCK)
+        drawn = permute(position, BLOCK, (self._seed, block))
+        source = bisect_right(self._starts, drawn) - 1
+        return source, block * self.shares[source] + drawn - self._starts[source]
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """Samples per block by weight, largest remainders first; each at least one. Weights are positive numbers."""
+    total = sum(weights)
+    exact = [weight / total * BLOCK for weight in weights]
+    found = [max(1, int(share)) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda index: int(exact[index]) - exact[index])
+    for index in by_rest * BLOCK:
+        if sum(found) == BLOCK:
+            break
+        found[index] += 1 if sum(found) < BLOCK else -(found[index] > 1)
+    return found
 
 
 def sequential_batches(
@@ -99,7 +166,7 @@ def sequential_batches(
     batches = -(-samples // (dp_size * batch_size))
     for index in range(batches if max_batches is None else min(batches, max_batches)):
         first = (index * dp_size + dp_rank) * batch_size
-        yield _collect(shards, seq_len, range(first, first + batch_size))
+        yield _collect(seq_len, [(shards, sample) for sample in range(first, first + batch_size)])
 
 
 def permute(position: int, size: int, key: tuple[int, int]) -> int:
@@ -129,17 +196,18 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _collect(shards: TokenShards, seq_len: int, samples: list[int] | range) -> Batch:
-    """The batch whose row b is sample samples[b]; past the end of the shards tokens are padding, labels -100."""
-    shape = (len(samples), seq_len)
-    tokens = np.full(shape, shards.eod_id or 0, dtype=np.int64)
+def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]]) -> Batch:
+    """The batch of these samples, a row each; past the end of the shards tokens are padding, labels -100."""
+    shape = (len(places), seq_len)
+    tokens = np.empty(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     documents = []
-    for row, sample in enumerate(samples):
+    for row, (shards, sample) in enumerate(places):
+        tokens[row] = shards.eod_id or 0
         start = min(sample * seq_len, shards.token_count - 1)
         ids = shards.read(start, min(seq_len + 1, shards.token_count - start))
         inputs = ids[:-1]
         tokens[row, : inputs.size] = inputs
-        labels[row, : inputs.size] = ids[1:]
+        labels[row, : inputs.size] = np.where(shards.is_prompt(start + 1, inputs.size), IGNORE_INDEX, ids[1:])
         documents.append(shards.document_offsets(start, inputs))
     return Batch(tokens, labels, tuple(documents))

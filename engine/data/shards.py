@@ -39,7 +39,13 @@ class TokenShards:
     """
 
     def __init__(
-        self, manifest: Manifest, folder: Path, parts: tuple[_Part, ...], documents: Mapped | None, window: range
+        self,
+        manifest: Manifest,
+        folder: Path,
+        parts: tuple[_Part, ...],
+        documents: Mapped | None,
+        window: range,
+        prompts: Mapped | None = None,
     ) -> None:
         self.manifest = manifest
         self.folder = folder
@@ -48,6 +54,7 @@ class TokenShards:
         self.eod_id = manifest.eod_id
         self._parts = parts
         self._documents = documents
+        self._prompts = prompts
         self._window = window
 
     def read(self, start: int, count: int) -> Tokens:
@@ -84,6 +91,31 @@ class TokenShards:
             inner = np.empty(0, dtype=np.int64)
         return np.concatenate((np.zeros(1, dtype=np.int64), inner))
 
+    def document_edges(self, start: int, count: int) -> Tokens | None:
+        """Starts of the documents with tokens in [start, start + count) and the end of the last, int64 [documents + 1].
+
+        All within the window: of a document that it cuts, only what lies inside counts. Null if the set has no index.
+        """
+        if self._documents is None:
+            return None
+        low = self._window.start + start
+        begin = int(np.searchsorted(self._documents, low, side="right")) - 1
+        end = int(np.searchsorted(self._documents, low + count))
+        edges = np.append(self._documents[begin : end + 1], self._window.stop)[: end - begin + 1]
+        return np.clip(edges.astype(np.int64), self._window.start, self._window.stop) - self._window.start
+
+    def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
+        """Which of the tokens [start, start + count) are read but not learned, bool [count]."""
+        mask = np.zeros(count, dtype=np.bool_)
+        if self._prompts is None:
+            return mask
+        low = self._window.start + start
+        begin = int(np.searchsorted(self._prompts[:, 1], low, side="right"))
+        end = int(np.searchsorted(self._prompts[:, 0], low + count))
+        for first, after in self._prompts[begin:end].tolist():
+            mask[max(first - low, 0) : after - low] = True
+        return mask
+
     @property
     def document_count(self) -> int | None:
         """Documents that start in the window; null if the set has no index of documents."""
@@ -115,7 +147,7 @@ class TokenShards:
         return self._view(range(window.start, cut)), self._view(range(cut, window.stop))
 
     def _view(self, window: range) -> TokenShards:
-        return TokenShards(self.manifest, self.folder, self._parts, self._documents, window)
+        return TokenShards(self.manifest, self.folder, self._parts, self._documents, window, self._prompts)
 
     def load_token_bytes(self) -> Tokens | None:
         """Bytes of text per token id, int64 [vocab_size]; null if neither the set nor its tokenizer tells."""
@@ -171,7 +203,8 @@ def open_token_set(path: Path, *, verify: bool = False, scan_foreign: bool = Tru
         start = parts[-1].start + parts[-1].tokens.size if parts else 0
         parts.append(_open_part(folder / entry.name, entry, manifest.dtype, start))
     documents = _open_documents(manifest, folder)
-    shards = TokenShards(manifest, folder, tuple(parts), documents, range(manifest.token_count))
+    prompts = _open_prompts(manifest, folder)
+    shards = TokenShards(manifest, folder, tuple(parts), documents, range(manifest.token_count), prompts)
     if verify:
         shards.verify()
     elif scan_foreign and manifest.writer != WRITER:
@@ -248,6 +281,20 @@ def _open_documents(manifest: Manifest, folder: Path) -> Mapped | None:
             f"than the {manifest.token_count} tokens. Write the file again."
         )
     return documents
+
+
+def _open_prompts(manifest: Manifest, folder: Path) -> Mapped | None:
+    if manifest.prompts_file is None:
+        return None
+    path = folder / manifest.prompts_file
+    count = manifest.prompt_count or 0
+    edges = _map_array(path, "<i8", 2 * count) if count else np.empty(0, dtype=np.int64)
+    if edges.size == 0 or (np.diff(edges) <= 0).any() or edges[0] < 0 or edges[-1] > manifest.token_count:
+        raise DataError(
+            f"{path}: expected ranges of prompts that ascend within the {manifest.token_count} tokens. "
+            "Write the file again, or leave the key out."
+        )
+    return edges.reshape(-1, 2)
 
 
 def _check_ids(part: _Part, ids: Mapped, begin: int, vocab_size: int) -> None:

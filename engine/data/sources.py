@@ -11,11 +11,14 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from engine.config import DataConfig
-from engine.data.files import list_files, reading_error
+from engine.data.chat import read_messages, render_chat
+from engine.data.files import json_type, list_files, reading_error
+from engine.data.texts import Prompt
 from engine.errors import DataError
 
 PIECE_BYTES = 1 << 20  # text is handled in pieces of about this size
@@ -27,15 +30,20 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
 
 Document = tuple[str, Iterable[str]]
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """An ordered list of files and the way to read documents out of one of them."""
+    """An ordered list of files and the way to read documents out of one of them.
+
+    template_hash: of the chat template that renders its conversations; null where there are none.
+    """
 
     description: str
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[Document]]
+    template_hash: str | None = None
 
     def documents(self) -> Iterator[Document]:
         """Every document in a fixed order; the texts of one must be used before the next is asked for."""
@@ -53,8 +61,7 @@ def open_source(config: DataConfig, *, stdlib_folder: Path | None = None) -> Sou
         files = list_files(config.paths, ())
         return Source(f"{len(files)} text files", files, _read_text_file)
     if config.format == "jsonl":
-        files = list_files(config.paths, (".jsonl", ".ndjson"))
-        return Source(f"{len(files)} JSONL files", files, lambda path: _read_jsonl(path, field))
+        return _open_jsonl(config)
     if config.format == "parquet":
         files = list_files(config.paths, (".parquet",))
         return Source(f"{len(files)} parquet files", files, lambda path: _read_parquet(path, field))
@@ -121,19 +128,45 @@ def decode_utf8(data: bytes, path: Path, offset: int, line: int | None = None) -
 # --- JSONL ------------------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+def _open_jsonl(config: DataConfig) -> Source:
+    files = list_files(config.paths, (".jsonl", ".ndjson"))
+    description, prompt_field = f"{len(files)} JSONL files", config.prompt_field
+    field = config.messages_field or config.text_field
+
+    def text_of(record: Record, place: str) -> Iterable[str]:
+        texts = split_text(_jsonl_text(record, place, field, "data.text_field"))
+        if prompt_field is None:
+            return texts
+        prompt = _jsonl_text(record, place, prompt_field, "data.prompt_field")
+        return chain(map(Prompt, split_text(prompt)), texts)
+
+    if config.messages_field is None:
+        return Source(description, files, lambda path: _read_jsonl(path, field, text_of))
+    from engine.data.chat_template import find_template  # Jinja is read by those alone who have conversations
+
+    template = find_template(config)
+
+    def chat_of(record: Record, place: str) -> Iterable[str]:
+        messages = read_messages(_jsonl_value(record, place, field, "data.messages_field"), place, field)
+        return (render_chat(template, messages, place),)
+
+    return Source(description, files, lambda path: _read_jsonl(path, field, chat_of), template.content_hash)
+
+
+def _read_jsonl(path: Path, field: str, texts_of: Callable[[Record, str], Iterable[str]]) -> Iterator[Document]:
     offset = 0
     try:
         with path.open("rb") as file:
             for line, data in enumerate(file, start=1):
                 if data.strip():
-                    yield f"{path}:{line}", split_text(_jsonl_text(data, path, offset, line, field))
+                    record = _jsonl_record(data, path, offset, line, field)
+                    yield f"{path}:{line}", texts_of(record, f"{path}:{line}")
                 offset += len(data)
     except OSError as error:
         raise reading_error(path, error) from None
 
 
-def _jsonl_text(data: bytes, path: Path, offset: int, line: int, field: str) -> str:
+def _jsonl_record(data: bytes, path: Path, offset: int, line: int, field: str) -> Record:
     text = decode_utf8(data, path, offset, line).rstrip("\r\n")
     try:
         record = json.loads(text.removeprefix(_BYTE_ORDER_MARK) if line == 1 else text)
@@ -143,22 +176,25 @@ def _jsonl_text(data: bytes, path: Path, offset: int, line: int, field: str) -> 
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{line}: bad JSON ({error}). Expected one JSON object per line.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{path}:{line}: a JSON {_json_type(record)}; expected an object with the key '{field}'.")
+        raise DataError(f"{path}:{line}: a JSON {json_type(record)}; expected an object with the key '{field}'.")
+    return record
+
+
+def _jsonl_value(record: Record, place: str, field: str, setting: str) -> object:
     if field not in record:
         keys = ", ".join(sorted(record)) or "none"
-        raise DataError(f"{path}:{line}: no key '{field}'; keys present: {keys}. Set data.text_field to one of them.")
-    value = record[field]
+        raise DataError(f"{place}: no key '{field}'; keys present: {keys}. Set {setting} to one of them.")
+    return record[field]
+
+
+def _jsonl_text(record: Record, place: str, field: str, setting: str) -> str:
+    value = _jsonl_value(record, place, field, setting)
     if not isinstance(value, str):
         raise DataError(
-            f"{path}:{line}: '{field}' is a JSON {_json_type(value)}; expected a string. Mend the line or set "
-            "data.text_field to a key that holds text."
+            f"{place}: '{field}' is a JSON {json_type(value)}; expected a string. Mend the line or set "
+            f"{setting} to a key that holds text."
         )
     return value
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
 
 
 # --- parquet ----------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ validation, it gets the first document. A corpus of a single document is cut by 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
 from engine.data.sources import Source
+from engine.data.texts import Chat, Prompt, Spans
 from engine.errors import DataError
 
 SplitName = Literal["train", "validation"]
@@ -24,12 +25,17 @@ BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive text of one document; `data` is its UTF-8, never empty."""
+    """Consecutive text of one document; `data` is its UTF-8, never empty.
+
+    learned: characters of a conversation that are learned, some perhaps past the end of `text`; null for other text.
+    """
 
     document: int  # counts documents from 0
     text: str
     data: bytes
     ends_document: bool
+    is_prompt: bool = False
+    learned: Spans | None = None
 
 
 def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
@@ -41,6 +47,7 @@ def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
     for origin, texts in source.documents():
         held: Piece | None = None
         for text in texts:
+            is_prompt, learned = isinstance(text, Prompt), text.learned if isinstance(text, Chat) else None
             data = _encode(text, origin)
             if left is not None and len(data) >= left:
                 data = data[:left]
@@ -52,11 +59,11 @@ def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
             if data:
                 if held is not None:
                     yield held
-                held = Piece(document, text, data, ends_document=False)
+                held = Piece(document, text, data, ends_document=False, is_prompt=is_prompt, learned=learned)
             if left == 0:
                 break
         if held is not None:
-            yield Piece(document, held.text, held.data, ends_document=True)
+            yield replace(held, ends_document=True)
             document += 1
         if left == 0:
             return
@@ -168,6 +175,12 @@ def _cut(pieces: Iterable[Piece], train_bytes: int) -> Iterator[tuple[SplitName,
         tail = piece.text[len(head) :]
         if start < train_bytes:
             # An empty head still has to end the document on the training side.
-            yield "train", Piece(0, head, head.encode("utf-8"), ends_document=True)
+            yield "train", replace(piece, text=head, data=head.encode("utf-8"), ends_document=True)
         if tail:
-            yield "validation", Piece(1, tail, tail.encode("utf-8"), ends_document=piece.ends_document)
+            learned = None if piece.learned is None else _after(piece.learned, len(head))
+            yield "validation", replace(piece, document=1, text=tail, data=tail.encode("utf-8"), learned=learned)
+
+
+def _after(spans: Spans, cut: int) -> Spans:
+    """What of `spans` lies from the character `cut` on, counted from there."""
+    return tuple((max(first - cut, 0), after - cut) for first, after in spans if after > cut)

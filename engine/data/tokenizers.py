@@ -47,6 +47,12 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, int64, without any end-of-document id; special tokens in a text are plain text."""
 
+    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+        """(ids, offsets) of each text: int64 [n] and [n, 2], the characters [first, after) that an id stands for.
+
+        Special tokens that a text spells are their ids here: a chat template has put them there.
+        """
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without end-of-document ids; broken UTF-8 becomes U+FFFD."""
 
@@ -81,6 +87,10 @@ class ByteTokenizer:
         """Ids of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+        """Ids of each text and the characters they stand for; there are no special tokens."""
+        return [(self.encode(text), _byte_offsets(text)) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; a character cut in half becomes U+FFFD."""
         return bytes(token for token in ids if token != self.eod_id).decode("utf-8", errors="replace")
@@ -97,7 +107,7 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from a tokenizer.json or just trained.
 
     Truncation, padding and added start or end tokens that the file may ask for are switched off: they would change the
-    text. Special tokens are found only by their ids, never in the text of a document.
+    text. Special tokens are found only by their ids, never in the text of a document (but in that of a conversation).
     """
 
     def __init__(self, inner: Any, name: str) -> None:
@@ -118,6 +128,18 @@ class FileTokenizer:
         """Ids of each text, computed on all cores."""
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
+
+    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+        """Ids of each text and the characters they stand for, computed on all cores."""
+        self._inner.encode_special_tokens = False
+        try:
+            encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [
+            (np.asarray(item.ids, dtype=np.int64), np.asarray(item.offsets, dtype=np.int64).reshape(-1, 2))
+            for item in encoded
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -205,6 +227,14 @@ def read_tokenizer_file(path: Path) -> str:
 def load_saved_tokenizer(name: str, folder: Path) -> Tokenizer:
     """The tokenizer called `name` whose file, if it needs one, was saved into `folder`."""
     return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer_file(folder / TOKENIZER_FILE, name)
+
+
+def _byte_offsets(text: str) -> Ids:
+    """The character [first, after) of each byte of UTF-8, int64 [bytes, 2]."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    first = np.repeat(np.arange(codes.size, dtype=np.int64), sizes)
+    return np.stack((first, first + 1), axis=1)
 
 
 def _find_eod(vocab: dict[str, int], name: str) -> int:

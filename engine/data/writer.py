@@ -15,6 +15,7 @@ from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, num
 from engine.data.tokenizers import Tokenizer, token_bytes
 
 DOCUMENTS_FILE = "documents.bin"
+PROMPTS_FILE = "prompts.bin"
 TOKEN_BYTES_FILE = "token_bytes.bin"
 DEFAULT_FILE_TOKENS = 1 << 30  # a file holds at most so many tokens (2 or 4 GiB)
 
@@ -32,20 +33,53 @@ class TokenSetWriter:
         self._in_file = 0
         self._files: list[TokenFile] = []
         self._documents = (folder / DOCUMENTS_FILE).open("wb")
+        self._prompts = (folder / PROMPTS_FILE).open("wb")
+        self._prompt: tuple[int, int] | None = None  # the last range, which may go on
+        self._prompt_count = 0
         self._inside_document = False
         self._max_token_id = 0
         self.token_count = 0
         self.document_count = 0
         self.text_bytes = 0
 
-    def append(self, ids: npt.NDArray[np.int64], text_bytes: int, *, ends_document: bool) -> None:
-        """Add the next part of the current document (or of a new one); the last part is followed by `eod_id`."""
+    def append(
+        self,
+        ids: npt.NDArray[np.int64],
+        text_bytes: int,
+        *,
+        ends_document: bool,
+        is_prompt: bool | npt.NDArray[np.bool_] = False,
+    ) -> None:
+        """Add the next part of the current document (or of a new one); the last part is followed by `eod_id`.
+
+        is_prompt: whether the ids are read but not learned, or which of them; with bool [ids], `eod_id` is not, either.
+        """
+        if isinstance(is_prompt, bool):
+            edges = [0, ids.size] if is_prompt and ids.size else []
+        else:
+            padded = np.concatenate(([False], is_prompt, [True] * ends_document, [False]))
+            edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+        for first, after in zip(edges[::2], edges[1::2], strict=True):
+            self._add_prompt(self.token_count + first, self.token_count + after)
         if not self._inside_document:
             self._documents.write(self.token_count.to_bytes(8, "little"))
             self.document_count += 1
         self._inside_document = not ends_document
         self.text_bytes += text_bytes
         self._write(np.append(ids, self._tokenizer.eod_id) if ends_document else ids)
+
+    def _add_prompt(self, first: int, after: int) -> None:
+        if self._prompt is not None and self._prompt[1] == first:
+            self._prompt = (self._prompt[0], after)
+            return
+        self._flush_prompt()
+        self._prompt = (first, after)
+
+    def _flush_prompt(self) -> None:
+        if self._prompt is not None:
+            self._prompts.write(b"".join(edge.to_bytes(8, "little") for edge in self._prompt))
+            self._prompt_count += 1
+            self._prompt = None
 
     def close(self, source: str) -> Manifest:
         """The manifest, written last; every file is on the disk when this returns."""
@@ -60,6 +94,8 @@ class TokenSetWriter:
             tokenizer=self._tokenizer.name,
             documents_file=DOCUMENTS_FILE,
             document_count=self.document_count,
+            prompts_file=PROMPTS_FILE if self._prompt_count else None,
+            prompt_count=self._prompt_count or None,
             token_bytes_file=TOKEN_BYTES_FILE,
             text_bytes=self.text_bytes,
             max_token_id=self._max_token_id,
@@ -74,6 +110,11 @@ class TokenSetWriter:
         self._finish_file()
         if not self._documents.closed:
             _close_synced(self._documents)
+        if not self._prompts.closed:
+            self._flush_prompt()
+            _close_synced(self._prompts)
+            if not self._prompt_count:
+                (self._folder / PROMPTS_FILE).unlink()
 
     def _write(self, ids: npt.NDArray[np.int64]) -> None:
         if ids.size == 0:

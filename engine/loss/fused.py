@@ -6,7 +6,7 @@ them by the incoming scalar: no logits are kept and none are computed twice. Ext
 
     C * V            logits of one chunk, later their gradient (compute dtype)
     V * d            gradient of the weight (fp32; + one in the compute dtype on a CPU)
-    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks
+    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.fused_kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
 """
@@ -20,8 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.fused_kernels.dispatch import uses_triton
 from engine.loss.options import LossOptions, check_shapes
-from engine.row_blocks import accumulate_dtype, acts_as_accelerator, row_blocks, scaled, spans
+from engine.row_blocks import (
+    accumulate_dtype,
+    acts_as_accelerator,
+    rehearses_accelerator,
+    row_blocks,
+    scaled,
+    spans,
+)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions) -> Tensor:
@@ -91,7 +99,7 @@ def _walk_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOp
     for rows in spans(hidden.shape[0], options.chunk_tokens):
         chunk = hidden[rows]
         logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
-        total += _loss_of_logits(logits, labels[rows], options, overwrite=gradients.are_wanted)
+        total += loss_of_logits(logits, labels[rows], options, overwrite=gradients.are_wanted)
         if gradients.hidden is not None:
             torch.mm(logits, weight, out=gradients.hidden[rows])
         if gradients.weight is not None:
@@ -99,13 +107,20 @@ def _walk_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOp
     return total
 
 
-def _loss_of_logits(logits: Tensor, labels: Tensor, options: LossOptions, *, overwrite: bool) -> Tensor:
+def loss_of_logits(logits: Tensor, labels: Tensor, options: LossOptions, *, overwrite: bool) -> Tensor:
     """The loss sum of a chunk, float64 scalar; with `overwrite`, `logits` [C, V] become their own gradient.
 
+    On a GPU a kernel reads the logits once for the loss, and once more to overwrite them. On a CPU
     lse is not formed from a sum of exponentials but from the softmax itself, max(logits) - log(max(softmax)): equally
     exact, since the largest probability is at least 1 / V, and torch's softmax is far faster than its logsumexp.
     """
     wide = accumulate_dtype(logits.dtype)
+    if uses_triton(logits):
+        from engine.fused_kernels import cross_entropy as kernels
+
+        return kernels.losses(logits, labels, options, overwrite=overwrite).sum(dtype=torch.float64)
+    if rehearses_accelerator():  # of that kernel
+        return torch.empty(logits.shape[0], dtype=wide, device=logits.device).sum(dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
         values = logits[rows].to(wide)
@@ -132,8 +147,8 @@ def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch:
         torch.addmm(total, dlogits.t(), hidden, out=total)  # FlopCounterMode does not know addmm_
         return None
     if acts_as_accelerator(dlogits.device):
-        for rows in row_blocks(total.shape[0], total.shape[1], total.device):
-            total[rows] += torch.mm(dlogits[:, rows].t(), hidden, out_dtype=total.dtype)
+        # The library's product adds to `total` as it is written: no product of its own in memory.
+        torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
         return None
     # The CPU has no bf16 matmul with an fp32 result: each chunk's product is rounded once, the sum never.
     scratch = torch.empty(total.shape, dtype=dlogits.dtype, device=total.device) if scratch is None else scratch

@@ -13,6 +13,7 @@ from engine.config import LossConfig
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.loss.plain import cross_entropy_plain
+from engine.loss.scores import row_scores
 
 
 class LMHead(nn.Module):
@@ -30,16 +31,22 @@ class LMHead(nn.Module):
         self.loss_function: Callable[..., Tensor] = (
             linear_cross_entropy if loss.kind == "fused" else cross_entropy_plain
         )
+        # Takes hidden [T, d], weight [V, d] and labels [T], all alike on every rank of a tensor-parallel group in T.
+        self.score_function: Callable[..., Tensor] = row_scores
         self.options = LossOptions(chunk_tokens=loss.chunk_tokens, z_loss=loss.z_loss)
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, *, by_row: bool = False) -> Tensor:
         """Loss SUM over the rows whose label is not -100, fp32 scalar; hidden [B, T, d] or [T, d], labels alike.
 
         Labels are already shifted: row t holds the token that follows it in the sequence. In evaluation mode the
         z-loss is left out: what is reported is the cross entropy.
+
+        `by_row`: instead what `engine.loss.scores.row_scores` gives, [rows, 2] and without a gradient; for a few rows.
         """
-        options = self.options if self.training else replace(self.options, z_loss=0.0)
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        if by_row:
+            return self.score_function(rows, self.weight, targets)
+        options = self.options if self.training else replace(self.options, z_loss=0.0)
         return self.loss_function(rows, self.weight, targets, options=options)
 
     def logits(self, hidden: Tensor) -> Tensor:

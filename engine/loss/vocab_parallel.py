@@ -14,6 +14,7 @@ at once as a DTensor, keeps them for backward, and knows no z-loss. Sent per ran
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.fused_kernels.dispatch import uses_triton
 from engine.loss.fused import add_weight_gradient
 from engine.loss.options import LossOptions, check_shapes
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
-from engine.row_blocks import accumulate_dtype, row_blocks, scaled, spans
+from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks, scaled, spans
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,7 @@ class _Walk:
 
     def _losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(lse [C], loss [C], 0 where no label counts), fp32, over the whole vocabulary: one small all-gather."""
-        wide = accumulate_dtype(logits.dtype)
-        own = torch.empty(3, logits.shape[0], dtype=wide, device=logits.device)  # maximum, sum, logit of the label
-        for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
-            values = logits[rows].to(wide)
-            index, is_here = self._local_index(labels[rows])
-            own[0, rows] = values.amax(dim=-1)
-            own[1, rows] = (values - own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
-            own[2, rows] = values.gather(1, index).squeeze(1).masked_fill_(~is_here, 0.0)
+        own = self._statistics(logits, labels)
         maximum, sums, picked = all_gather_first(own, self.vocabulary.group).view(-1, *own.shape).unbind(1)
         top = maximum.amax(dim=0)
         lse = top + (sums * (maximum - top).exp_()).sum(dim=0).log_()
@@ -148,9 +143,30 @@ class _Walk:
             losses = losses + self.options.z_loss * lse.square()
         return lse, losses.masked_fill_(labels == self.options.ignore_index, 0.0)
 
+    def _statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[3, C] fp32 of the local logits: maximum, sum of exponentials less it, logit of the label or 0."""
+        if uses_triton(logits):
+            from engine.fused_kernels import cross_entropy as kernels
+
+            return kernels.statistics(logits, labels, self.vocabulary.first_row, self.options)
+        wide = accumulate_dtype(logits.dtype)
+        own = torch.empty(3, logits.shape[0], dtype=wide, device=logits.device)
+        for rows in _blocks(logits):
+            values = logits[rows].to(wide)
+            index, is_here = self._local_index(labels[rows])
+            own[0, rows] = values.amax(dim=-1)
+            own[1, rows] = (values - own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
+            own[2, rows] = values.gather(1, index).squeeze(1).masked_fill_(~is_here, 0.0)
+        return own
+
     def _overwrite_with_gradient(self, logits: Tensor, labels: Tensor, lse: Tensor) -> None:
         """Turns local logits [C, V / t] into the gradient of the loss sum with respect to them."""
-        for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
+        if uses_triton(logits):
+            from engine.fused_kernels import cross_entropy as kernels
+
+            kernels.overwrite_with_gradient(logits, labels, lse, self.vocabulary.first_row, self.options)
+            return
+        for rows in _blocks(logits):
             index, is_here = self._local_index(labels[rows])
             counted = labels[rows] != self.options.ignore_index
             gradient = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
@@ -164,3 +180,8 @@ class _Walk:
         index = labels - self.vocabulary.first_row
         is_here = (index >= 0) & (index < self.vocabulary.rows) & (labels != self.options.ignore_index)
         return index.masked_fill_(~is_here, 0).unsqueeze(1), is_here
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Blocks of rows; none in a rehearsal of a GPU, whose kernels have no temporaries."""
+    return iter(()) if rehearses_accelerator() else row_blocks(logits.shape[0], logits.shape[1], logits.device)

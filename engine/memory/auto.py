@@ -10,89 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.attention.auto import Choice, machine_of, settle_auto
 from engine.attention.topology import Topology
 from engine.config import MemoryConfig, RunConfig, Store
 from engine.errors import ConfigError
+from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
-from engine.memory.estimate import MemoryEstimate, estimate_memory
-from engine.memory.fit import Fit, Predict, Prediction, advise, fit_of, method_on, sequence_topology
-from engine.memory.kept import PolicyCost, policy_cost
-from engine.memory.overhead import extra_seconds, plain_step_seconds
-from engine.memory.policy import policy_name
+from engine.memory.fit import Predict, advise, fit_of, sequence_topology
+from engine.memory.host_layers import other_host_layers, with_fewest_on_host
+from engine.memory.overhead import plain_step_seconds
 from engine.simulate.machine import Machine
 
-# The closed form is within about a tenth of the exact prediction; a policy must fit although it were so much larger.
-MARGIN = 0.1
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01
 MOST_VERIFIED = 4  # candidates that are predicted exactly, some seconds each
 KEPT_FRACTIONS = (0.75, 0.5, 0.25)
 GROUP_SIZES = (2, 4, 8)
 LEAST_TILE_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class MemoryCandidate:
-    """A policy with what it is estimated to need and to cost.
-
-    extra_s      seconds that it adds to a step in which nothing is computed again or moved
-    prediction   the exact one, where it was asked for; `fit` is then its
-    """
-
-    memory: MemoryConfig
-    estimate: MemoryEstimate
-    cost: PolicyCost
-    extra_s: float
-    fit: Fit
-    prediction: Prediction | None = None
-
-    @property
-    def fits(self) -> bool:
-        """On the device and on the host."""
-        return self.fit.fits
-
-    @property
-    def name(self) -> str:
-        """The policy in words that name its settings."""
-        return policy_name(self.memory)
-
-    @property
-    def settings(self) -> str:
-        """The policy as overrides."""
-        memory = self.memory
-        names = ["activation_checkpoint", "activation_store"]
-        names += ["kept_fraction"] * (memory.activation_checkpoint == "seq_fraction")
-        names += ["every_layers"] * (memory.activation_checkpoint == "attn_out_every")
-        names += ["tile_tokens"] * (memory.tile_tokens is not None) + ["optimizer_store"]
-        return " ".join(f"memory.{name}={getattr(memory, name)}" for name in names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for tables and JSON."""
-        memory, best = self.memory, self.prediction or self.estimate
-        return {
-            "name": self.name,
-            "activation_checkpoint": memory.activation_checkpoint,
-            "kept_fraction": memory.kept_fraction if memory.activation_checkpoint == "seq_fraction" else None,
-            "every_layers": memory.every_layers if memory.activation_checkpoint == "attn_out_every" else None,
-            "activation_store": memory.activation_store,
-            "tile_tokens": memory.tile_tokens,
-            "optimizer_store": memory.optimizer_store,
-            "device_peak_bytes": best.device_peak_bytes,
-            "needed_bytes": best.needed_bytes,
-            "host_peak_bytes": best.host_peak_bytes,
-            "kept_bytes": self.cost.kept_bytes,
-            "moved_bytes": self.cost.moved_bytes,
-            "recompute_linear_flops": self.cost.linear_flops,
-            "recompute_attention_flops": self.cost.attention_flops,
-            "extra_s": self.extra_s,
-            "fits": self.fits,
-            "fits_device": self.fit.device,
-            "fits_host": self.fit.host,
-            "by": "closed_form" if self.prediction is None else "fake_step",
-        }
 
 
 @dataclass(frozen=True)
@@ -141,9 +76,8 @@ def settle_memory(
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config, (), "as configured")
-    machine = machine or machine_of(config, capacity.device_name)
-    candidates = _first_round_that_fits(config, world, capacity, machine)
-    candidates, best = _verified(candidates, config, world, capacity, verify)
+    scope = Scope(config, world, capacity, machine or machine_of(config, capacity.device_name))
+    candidates, best = _verified(_first_round_that_fits(scope), scope, verify)
     chosen = replace(config, memory=best.memory)
     if best.fits:
         return MemoryChoice(chosen, candidates, _reason(best, candidates, capacity))
@@ -170,35 +104,21 @@ def advice_for(config: RunConfig, world: Topology, capacity: Capacity, machine: 
     return list(choice.advice)
 
 
-def try_memory(
-    config: RunConfig, memory: MemoryConfig, world: Topology, capacity: Capacity, machine: Machine
-) -> MemoryCandidate:
-    """One policy, estimated. Raises ConfigError where the configuration cannot run with it."""
-    tried = replace(config, memory=memory)
-    method = method_on(tried, world)
-    cost = policy_cost(tried, method)
-    estimate = estimate_memory(tried, method, cost)
-    extra_s = extra_seconds(tried, world, cost, machine)
-    return MemoryCandidate(memory, estimate, cost, extra_s, fit_of(estimate, capacity, MARGIN))
-
-
-def _first_round_that_fits(
-    config: RunConfig, world: Topology, capacity: Capacity, machine: Machine
-) -> tuple[MemoryCandidate, ...]:
+def _first_round_that_fits(scope: Scope) -> tuple[MemoryCandidate, ...]:
     """Candidates of all rounds up to the first in which one fits; those that fit first, the fastest of them first."""
     found: list[MemoryCandidate] = []
     problems: list[str] = []
-    for memories in _rounds(config, world, capacity):
+    for memories in _rounds(scope.config, scope.world, scope.capacity):
         for memory in memories:
             try:
-                found.append(try_memory(config, memory, world, capacity, machine))
+                found.append(with_fewest_on_host(scope.estimated(memory), scope))
             except ConfigError as error:  # tiles under tensor parallelism
                 problems += error.problems
         if any(candidate.fits for candidate in found):
             break
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return _ordered(found, INDIFFERENCE * plain_step_seconds(config, world, machine))
+    return _ordered(found, INDIFFERENCE * plain_step_seconds(scope.config, scope.world, scope.machine))
 
 
 def _ordered(found: Sequence[MemoryCandidate], alike_s: float) -> tuple[MemoryCandidate, ...]:
@@ -226,7 +146,7 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
     stores: tuple[Store, ...] = ("device", "host") if has_host else ("device",)
     if memory.activation_store is not None:
         stores = (memory.activation_store,)
-    first = [replace(policy, activation_store=store) for store in stores for policy in _policies(memory)]
+    first = [_kept_in(store, policy) for store in stores for policy in _policies(memory)]
     rows = config.train.seq_len // sequence_topology(config, world).size
     tile_tokens = max(LEAST_TILE_TOKENS, config.model.hidden_size)
     tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
@@ -234,6 +154,10 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
     yield [*first, *tiled] if tileable else first
     if memory.optimizer_store == "device" and has_host:
         yield [replace(policy, optimizer_store="host") for policy in (tiled if tileable else first)]
+
+
+def _kept_in(store: Store, memory: MemoryConfig) -> MemoryConfig:
+    return replace(memory, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
 
 
 def _policies(memory: MemoryConfig) -> Iterator[MemoryConfig]:
@@ -247,15 +171,12 @@ def _policies(memory: MemoryConfig) -> Iterator[MemoryConfig]:
 
 
 def _verified(
-    candidates: Sequence[MemoryCandidate],
-    config: RunConfig,
-    world: Topology,
-    capacity: Capacity,
-    verify: Predict | None,
+    candidates: Sequence[MemoryCandidate], scope: Scope, verify: Predict | None
 ) -> tuple[tuple[MemoryCandidate, ...], MemoryCandidate]:
     """(all candidates, the first that fits): predicted exactly, one after another, until one does.
 
-    When none fits with the margin the nearest is tried all the same: the margin may be all that is missing.
+    When none fits with the margin the nearest is tried all the same: the margin may be all that is missing. Where only
+    layers lie in the wrong place, they are moved.
     """
     checked = list(candidates)
     if verify is None:
@@ -263,14 +184,17 @@ def _verified(
     error, left = 0.0, [index for index, candidate in enumerate(checked) if candidate.fits] or [0]
     tried: list[MemoryCandidate] = []
     while left and len(tried) < MOST_VERIFIED:
-        index = _next_to_verify(left, checked, capacity, error)
-        left.remove(index)
-        prediction = verify(replace(config, memory=checked[index].memory), world)
-        error = max(error, prediction.needed_bytes / checked[index].estimate.needed_bytes - 1)
-        checked[index] = replace(checked[index], prediction=prediction, fit=fit_of(prediction, capacity))
+        index = _next_to_verify(left, checked, scope.capacity, error)
+        checked[index] = scope.predicted(checked[index], verify)
+        error = max(error, checked[index].closed_form_error)
         if checked[index].fits:
             return tuple(checked), checked[index]
         tried.append(checked[index])
+        other = other_host_layers(checked[index], scope)
+        if other is None:
+            left.remove(index)
+        else:
+            checked[index] = scope.estimated(replace(checked[index].memory, host_layers=other))
     return tuple(checked), max(tried, key=lambda candidate: candidate.fit.headroom_bytes)
 
 

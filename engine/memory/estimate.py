@@ -7,7 +7,7 @@
     attention     3 (d + 2 K D) T and 2 to 4 travelling blocks: engine.memory.attention_buffers
     communication gathered weights of two layers, and one layer's fp32 gradients on their way out
     mlp           5 f and 4 d of a tile
-    loss          a chunk of logits with its fp32 softmax; weight gradient of the head
+    loss          a chunk of logits, on a CPU its fp32 softmax; weight gradient of the head
     embedding     its gradient
     other         the residual stream and its gradient, rotary tables, token ids
 
@@ -26,7 +26,7 @@ from typing import Any
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig
 from engine.memory.attention_buffers import attention_bytes
-from engine.memory.kept import PolicyCost, activation_store, policy_cost
+from engine.memory.kept import PolicyCost, layers_on_host, policy_cost
 from engine.memory.reserve import reserve_bytes
 from engine.memory.shapes import WIDE_BYTES, RankShape, rank_shape
 
@@ -42,8 +42,8 @@ COMPONENTS = (
     "embedding",
     "other",
 )
-# fp32 softmax of the loss, in numbers: engine.row_blocks, of which two live at once.
-_LOSS_BLOCK = 2**26
+# fp32 softmax of the loss on a CPU, in numbers: engine.row_blocks, of which two live at once. A GPU's kernel has none.
+_LOSS_BLOCK = 2**19
 _INT8_SCALE_BLOCK = 256
 
 
@@ -124,7 +124,7 @@ class _Step:
         self._shape = rank_shape(config, method)
         self._attention = attention_bytes(self._shape, method)
         self._cost = cost
-        self._on_host = activation_store(config, method) == "host"
+        self._layers_on_host = layers_on_host(config, method)
         self._states_on_host = config.memory.optimizer_store == "host"
 
     def moments(self) -> Iterator[Moment]:
@@ -142,11 +142,10 @@ class _Step:
         """What lives all through a step, the checkpoints of the layers whose backward is to come, and `parts`."""
         device, host = self._states(layers_left, done=phase == "optimizer")
         kept = [layer.kept_bytes for layer in self._cost.layers[:layers_left]]
-        if self._on_host:
-            host["checkpoints"] = sum(kept)
-            device["checkpoints"] = sum(sorted(kept)[-2:])  # the one in use, and the next that is being fetched
-        else:
-            device["checkpoints"] = sum(kept)
+        on_host, on_device = kept[: self._layers_on_host], kept[self._layers_on_host :]
+        host["checkpoints"] = sum(on_host)
+        # Of those on the host the one in use and the next that is being fetched, before that the last two stored.
+        device["checkpoints"] = sum(on_device) + sum(sorted(on_host)[-2:])
         device["attention"] = self._attention.working
         device["other"] = self._tables()
         for name, size in parts.items():
@@ -196,11 +195,12 @@ class _Step:
         return WIDE_BYTES * numbers if self._shape.shards > 1 else 0
 
     def _loss_forward(self) -> dict[str, int]:
-        """A chunk's logits and fp32 softmax (two blocks), the head's gradient in fp32, its weight; three hiddens."""
+        """A chunk's logits (and fp32 softmax), the head's gradient in fp32, its weight; three hiddens."""
         shape, loss = self._shape, self._config.loss
         plain = loss.kind == "plain"
         chunk = shape.vocab * (shape.rows if plain else min(loss.chunk_tokens, shape.rows))
-        softmax = 2 * 4 * (chunk if plain else min(chunk, _LOSS_BLOCK))
+        block = min(chunk, _LOSS_BLOCK) if self._config.cluster.backend == "gloo" else 0
+        softmax = 2 * WIDE_BYTES * (chunk if plain else block)
         weight = shape.vocab_numbers * (WIDE_BYTES + shape.element_bytes)
         return {"loss": chunk * shape.element_bytes + softmax + weight, "other": 3 * shape.hidden_bytes}
 

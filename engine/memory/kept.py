@@ -22,6 +22,7 @@ from engine.attention.mask import Mask
 from engine.attention.methods import Blocks, divide_sequence
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig, Store
+from engine.errors import ConfigError
 from engine.memory.policy import LayerPolicy, layer_policies
 from engine.memory.recompute import recomputed_pairs, recomputed_parameters
 from engine.memory.shapes import RankShape, rank_shape
@@ -72,6 +73,23 @@ def activation_store(config: RunConfig, method: AttentionMethod) -> Store:
     return config.memory.activation_store or method.chunk_store
 
 
+def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
+    """How many layers, the first ones, keep what they keep in host memory.
+
+    Backward ends with the first layers: the device is emptier with every layer until then. Raises ConfigError where
+    memory.host_layers cannot be had.
+    """
+    layers, chosen = config.model.num_layers, config.memory.host_layers
+    if chosen is not None and method.chunk_store == "host":
+        raise ConfigError(
+            f"memory.host_layers={chosen}: attention leaves its results in host memory (attention.chunk_store=host), "
+            "those of all layers; set memory.host_layers=null, or attention.chunk_store=device"
+        )
+    if activation_store(config, method) != "host":
+        return 0
+    return layers if chosen is None else min(layers, chosen)
+
+
 def kept_bytes(policy: LayerPolicy, shape: RankShape, kept_rows: float = 0.0, *, tiled: bool = False) -> int:
     """Bytes that one layer keeps on one rank; `kept_rows` tokens have attention's results kept under seq_fraction."""
     result_row = shape.result_bytes // shape.rows
@@ -106,7 +124,8 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     )
     kept = sum(layer.kept_bytes for layer in layers)
     micro_steps = config.train.grad_accum_steps
-    moved = 2 * kept * micro_steps if activation_store(config, method) == "host" else 0
+    on_host = sum(layer.kept_bytes for layer in layers[: layers_on_host(config, method)])
+    moved = 2 * on_host * micro_steps
     sequences = config.train.micro_batch_size * micro_steps
     sequences *= config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     return PolicyCost(

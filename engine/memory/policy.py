@@ -56,10 +56,17 @@ def policy_name(memory: MemoryConfig) -> str:
     details = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
     kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
     parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
-    parts += [f"on {memory.activation_store}"] if memory.activation_store else []
+    parts += [store_name(memory)] if memory.activation_store else []
     parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
     parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
     return ", ".join(parts)
+
+
+def store_name(memory: MemoryConfig) -> str:
+    """Where layers keep what they keep, in words: `on device`, `on host`, `10 layers on host`."""
+    where = f"on {memory.activation_store}"
+    count = memory.host_layers
+    return where if count is None else f"{count} layer{'' if count == 1 else 's'} {where}"
 
 
 def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:

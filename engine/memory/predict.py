@@ -250,7 +250,8 @@ def _batch(config: RunConfig) -> Batch:
     """A batch of one micro-step, all zeros: every position has a label, and no document ends."""
     tokens = np.zeros((config.train.micro_batch_size, config.train.seq_len), dtype=np.int64)
     start = np.zeros(1, dtype=np.int64)
-    return Batch(tokens, tokens, (start,) * config.train.micro_batch_size)
+    rows = config.train.micro_batch_size
+    return Batch(tokens, tokens, (start,) * rows, tuple(range(rows)))
 
 
 def _as_fake(mode: FakeTensorMode, batch: RankBatch) -> RankBatch:

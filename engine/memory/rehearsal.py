@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
-from engine.attention.kernels.cuda import HeadSlices, split_heads
+from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.plan import LocalOp, RankPlan, Step, Tile
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import Parcel
@@ -90,53 +90,25 @@ class StandInFlashKernel:
     backward   dq, dk, dv; dq summed in fp32 [nq rounded to 128, H, D rounded to 32, above 128 to 64]; rowsum(dout *
                out) fp32 [H, nq rounded]; with grouped heads dk and dv once per query head
 
-    Source: mha_fwd and mha_bwd in flash_api.cpp of flash-attention 2 and of torch's copy of it. A tile of which a
-    tensor has 2^31 elements is computed in parts of its heads, as `engine.attention.kernels.cuda` does.
+    Source: mha_fwd and mha_bwd in flash_api.cpp of flash-attention 2 and of torch's copy of it.
     """
 
     name = "stand_in_flash"
-    capabilities = Capabilities(frozenset({"cpu"}), frozenset({torch.bfloat16, torch.float16}), max_head_dim=256)
+    capabilities = Capabilities(
+        frozenset({"cpu"}),
+        frozenset({torch.bfloat16, torch.float16}),
+        max_head_dim=256,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+    )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
         """Memory for (out, lse)."""
-        parts = split_heads(q, k)
-        if len(parts) == 1:
-            return _forward(q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for part in _ends(parts):
-            copies = _cut(part, q, k, v)
-            results = _forward(copies[0])
-            del copies, results
-        return out, lse
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
         """Memory for (dq, dk, dv)."""
-        parts = split_heads(q, k)
-        if len(parts) == 1:
-            return _backward(grads, q, k)
-        shared = len(parts) > len({part.keys.start for part in parts})
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (torch.empty(x.shape, dtype=torch.float32 if shared else x.dtype, device=x.device) for x in (k, v))
-        for part in _ends(parts):
-            part_grads = TileGradients(*(x[:, part.queries].contiguous() for x in grads))
-            copies = _cut(part, q, k, v)
-            result = _backward(part_grads, copies[0], copies[1])
-            del part_grads, copies, result
-        return TileResult(dq, dk, dv)
-
-
-def _ends(parts: Sequence[HeadSlices]) -> list[HeadSlices]:
-    return [parts[0], parts[-1]]
-
-
-def _cut(part: HeadSlices, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, part.queries].contiguous(), k[:, part.keys].contiguous(), v[:, part.keys].contiguous()
-
-
-def _forward(q: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
+        return _backward(grads, q, k)
 
 
 def _backward(grads: TileGradients, q: Tensor, k: Tensor) -> TileResult:

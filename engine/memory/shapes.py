@@ -8,7 +8,7 @@ from engine.attention.lengths import padded_length
 from engine.attention.methods import chunk_count
 from engine.attention.presets import BYTES_OF, AttentionMethod
 from engine.config import RunConfig
-from engine.flops import count_parameters
+from engine.flops import count_parameters, layer_vectors
 from engine.tiling import tile_tokens_of
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 in both compute dtypes
@@ -76,7 +76,7 @@ def rank_shape(config: RunConfig, method: AttentionMethod) -> RankShape:
     tile_tokens = tile_tokens_of(config, method)
     replicas = max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
     counted = count_parameters(model)
-    layer_numbers = counted.layer_matmuls // model.num_layers // tp_size + 2 * model.hidden_size
+    layer_numbers = counted.layer_matmuls // model.num_layers // tp_size + layer_vectors(model, tp_size)
     return RankShape(
         rows=rows,
         rows_between=rows // tp_size,

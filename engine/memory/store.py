@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.attention.plan import Channel
 from engine.attention.staging import NoStreams
+from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, StreamOps
 from engine.errors import RunError
 from engine.memory.host import HostBudget, HostPool, host_empty
@@ -146,6 +147,7 @@ class HostStore(Generic[Event]):
 
     copies_in_flight   entries whose device memory may still be held by their copy to the host after `keep`
     loads_ahead        entries that may be loaded before they are fetched: the one kept before the one being fetched
+    times              collects how long copies take and compute waits for them; None: bytes alone
 
     Its methods must run on the thread and stream that compute, one at a time. Whoever drops a store while loads may be
     in flight calls `settle` first.
@@ -159,8 +161,10 @@ class HostStore(Generic[Event]):
         *,
         copies_in_flight: int = 2,
         loads_ahead: int = 1,
+        times: TransferTimes[Any] | None = None,
     ) -> None:
         self.device = device
+        self.times = times or TransferTimes()
         self._streams = streams
         self._pool = pool
         self._copies_in_flight = copies_in_flight
@@ -221,7 +225,7 @@ class HostStore(Generic[Event]):
             return again
         load = contents.ahead or self._load(contents)
         self._forget_load(contents)
-        self._streams.hold(None, load.done)
+        self._wait(load.done)
         contents.fetched = tuple(weakref.ref(tensor) for tensor in load.tensors)
         return load.tensors
 
@@ -255,21 +259,26 @@ class HostStore(Generic[Event]):
     def _copy(self, channel: Channel, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
         """Copies from first to second, after what the compute stream has been given so far; the event of their end."""
         self._streams.hold(channel, self._streams.record(None))
-        with self._streams.under(channel):
+        with self._streams.under(channel), self.times.transfer(channel, sum(source.nbytes for source, _ in pairs)):
             for source, target in pairs:
                 self._streams.copy(source, target)
         return self._streams.record(channel)
 
+    def _wait(self, event: Event) -> None:
+        """The compute stream waits for a copy."""
+        with self.times.wait():
+            self._streams.hold(None, event)
+
     def _wait_for_copy(self, contents: _Contents[Event]) -> None:
         """The compute stream waits for the copy to the host; then the device memory may go."""
-        self._streams.hold(None, contents.stored)
+        self._wait(contents.stored)
         contents.sources = ()
         self._flying.remove(contents)
 
     def _forget_load(self, contents: _Contents[Event]) -> None:
         """A load ahead goes to whoever fetched it, or is freed, after which its memory is the compute stream's."""
         if contents.ahead is not None:
-            self._streams.hold(None, contents.ahead.done)
+            self._wait(contents.ahead.done)
             contents.ahead = None
             self._ahead.remove(contents)
 
@@ -320,7 +329,8 @@ def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStor
     """
     budget = HostBudget(limit_bytes)
     if device.type == "cuda":
-        return HostStore(device, CudaStreams(device), HostPool(budget, pinned=True))
+        streams = CudaStreams(device)
+        return HostStore(device, streams, HostPool(budget, pinned=True), times=TransferTimes(streams))
     if rehearses_accelerator():  # a rehearsal: buffers as large as pinned ones
         return HostStore(device, NoStreams(), HostPool(budget, pinned=True, allocate=_host_empty_unpinned))
     return HostStore(device, NoStreams(), HostPool(budget), copies_in_flight=0, loads_ahead=0)

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.attention.runtime import ForwardPass, PlannedAttention
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, offloaded
+from engine.model.dropout import Dropout
 from engine.model.layer_call import LayerCall, LayerManner
 from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
 
@@ -42,6 +43,7 @@ def apply_policies(model: LlamaModel, manners: Sequence[LayerManner]) -> None:
     Layers must then be given attention with a `runtime` (`engine.attention.runtime.PlannedAttention`), but for those
     that keep everything and are not tiled.
     """
+    model.activation_store = manners[0].store
     for layer, manner in zip(model.layers, manners, strict=True):
         assert isinstance(layer, TransformerBlock)
         run = run_of(layer, manner)
@@ -67,19 +69,26 @@ def _run_offloaded(
     cos: Tensor,
     sin: Tensor,
     attention: AttentionFn,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """TransformerBlock.forward, of which autograd keeps everything, in the store."""
-    shared = [*layer.parameters(), cos, sin]  # which every layer uses
+    shared = [*layer.parameters(), cos, sin, *([] if dropout is None else [dropout.keys])]  # which every layer uses
     with offloaded(store, leave=shared) if torch.is_grad_enabled() else contextlib.nullcontext():
-        return forward(hidden, cos, sin, attention)
+        return forward(hidden, cos, sin, attention, dropout)
 
 
 def _run_layer(
-    layer: TransformerBlock, manner: LayerManner, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Any
+    layer: TransformerBlock,
+    manner: LayerManner,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attention: Any,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """TransformerBlock.forward in a manner."""
     function = attention if isinstance(attention, PlannedAttention) else PlannedAttention(attention.runtime)
-    call = LayerCall(layer, manner, cos, sin, function.runtime, hidden.device)
+    call = LayerCall(layer, manner, cos, sin, function.runtime, hidden.device, dropout)
     group = _group_of(call, function.forward_pass) if torch.is_grad_enabled() else None
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     out: Tensor = _LayerFunction.apply(call, group, hidden, *parameters)  # type: ignore[no-untyped-call]

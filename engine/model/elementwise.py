@@ -1,4 +1,8 @@
-"""RMSNorm and SwiGLU as autograd functions that save only their inputs and keep no fp32 copy of an activation."""
+"""RMSNorm and SwiGLU as autograd functions that save only their inputs and keep no fp32 copy of an activation.
+
+On a GPU each direction is one pass of a Triton kernel (`engine.fused_kernels`); on a CPU torch works on blocks of rows.
+torch.compile makes kernels of its own out of the same torch operations.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.fused_kernels.dispatch import uses_triton
+from engine.fused_kernels.tiles import RowTiles
 from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
 
 
@@ -18,10 +24,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]. Saves x and one fp32 number per row.
     """
-    if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel per direction there, saving the same
+    if _is_left_to_torch(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
+
+
+def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(branch + residual, which is written over `branch`; its `rms_norm`), each of branch's shape and dtype.
+
+    branch and residual [..., d]; no backward pass may need what branch held. Saves the sum and one fp32 number per row.
+    """
+    if torch.compiler.is_compiling() or _is_left_to_torch(branch):
+        total = branch.add_(residual)
+        return total, rms_norm(total, weight, eps)
+    total, normed = _AddRMSNorm.apply(branch, residual, weight, eps)  # type: ignore[no-untyped-call]
+    return total, normed
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -30,44 +48,108 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def _is_left_to_torch(x: Tensor) -> bool:
+    """On a GPU without Triton, or under torch.compile there, torch's own norm is one kernel and saves the same."""
+    return x.is_cuda and not uses_triton(x)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., d]: normalised rows."""
-        rows = x.reshape(-1, x.shape[-1])
-        wide = accumulate_dtype(x.dtype)
-        # Not a view of `out_rows`: FSDP2 warns of units that return views.
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        out_rows = out.view(rows.shape)
-        rstd = torch.empty(rows.shape[0], 1, dtype=wide, device=x.device)
-        wide_weight = weight.to(wide)
-        for block in _norm_blocks(rows):
-            values = rows[block].to(wide)
-            block_rstd = (values * values).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-            rstd[block] = block_rstd
-            # `values * rstd` is a new tensor: for fp32 input `values` is the input itself.
-            out_rows[block].copy_((values * block_rstd).mul_(wide_weight))
+        out, rstd = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(n * g)), dweight = sum(dout * n)."""
-        x, weight, rstd = ctx.saved_tensors
-        rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, x.shape[-1])
-        wide = rstd.dtype
-        dx = torch.empty_like(rows)
-        wide_weight = weight.to(wide)
-        dweight = torch.zeros_like(wide_weight)
-        for block in _norm_blocks(rows):
-            normed = rows[block].to(wide) * rstd[block]
-            product = drows[block].to(wide) * normed
-            dweight += product.sum(dim=0)
-            mean = torch.mv(product, wide_weight).div_(-x.shape[-1]).unsqueeze_(1)
-            block_dx = (drows[block].to(wide) * wide_weight).addcmul_(normed, mean).mul_(rstd[block])
-            dx[block].copy_(block_dx)
-        return dx.view(x.shape), dweight.to(weight.dtype), None
+        """dx and dweight."""
+        return *_norm_backward(dout, None, *ctx.saved_tensors), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(the sum, in branch's memory; its normalised rows)."""
+        if uses_triton(branch) and branch.is_contiguous():
+            from engine.fused_kernels import rms_norm as kernels
+
+            normed, rstd = kernels.forward(branch, residual, weight, eps)
+        else:
+            branch.add_(residual)
+            normed, rstd = _normed(branch, weight, eps)
+        ctx.mark_dirty(branch)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(branch, weight, rstd)
+        return branch, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The sum's gradient, on both its ways, is that of branch and of residual."""
+        if dnormed is None:
+            return dtotal, dtotal, None, None
+        dx, dweight = _norm_backward(dnormed, dtotal, *ctx.saved_tensors)
+        return dx, dx, dweight, None
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalised rows of x's shape and dtype, rstd [rows] fp32)."""
+    if uses_triton(x):
+        from engine.fused_kernels import rms_norm as kernels
+
+        return kernels.forward(x, None, weight, eps)
+    rows = x.reshape(-1, x.shape[-1])
+    wide = accumulate_dtype(x.dtype)
+    # Not a view of `out_rows`: FSDP2 warns of units that return views.
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out_rows = out.view(rows.shape)
+    rstd = torch.empty(rows.shape[0], dtype=wide, device=x.device)
+    wide_weight = weight.to(wide)
+    for block in _norm_blocks(rows):
+        values = rows[block].to(wide)
+        block_rstd = (values * values).mean(dim=-1).add_(eps).rsqrt_()
+        rstd[block] = block_rstd
+        # `values * rstd` is a new tensor: for fp32 input `values` is the input itself.
+        out_rows[block].copy_((values * block_rstd.unsqueeze(1)).mul_(wide_weight))
+    return out, rstd
+
+
+def _norm_backward(
+    dout: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(n * g)) + dtotal, dweight = sum(dout * n).
+
+    dtotal: the gradient that reaches x on another way, if there is one.
+    """
+    if uses_triton(x):
+        from engine.fused_kernels import rms_norm as kernels
+
+        return kernels.backward(dout, dtotal, x, weight, rstd)
+    rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, x.shape[-1])
+    others = None if dtotal is None else dtotal.reshape(rows.shape)
+    dx = torch.empty_like(rows)
+    wide_weight = weight.to(rstd.dtype)
+    dweight = _weight_gradient(rows, rstd.dtype)
+    for block in _norm_blocks(rows):
+        scale = rstd[block].unsqueeze(1)
+        normed = rows[block].to(rstd.dtype) * scale
+        product = drows[block].to(rstd.dtype) * normed
+        dweight += product.sum(dim=0)
+        mean = torch.mv(product, wide_weight).div_(-x.shape[-1]).unsqueeze_(1)
+        block_dx = (drows[block].to(rstd.dtype) * wide_weight).addcmul_(normed, mean).mul_(scale)
+        if others is not None:
+            block_dx += others[block]
+        dx[block].copy_(block_dx)
+    return dx.view(x.shape), dweight.to(weight.dtype)
+
+
+def _weight_gradient(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros [d] to add to; in a rehearsal of an accelerator as many partial sums as its kernel makes, added up."""
+    if rehearses_accelerator():
+        return torch.empty(RowTiles(*rows.shape).partial_sums, rows.shape[1], dtype=dtype, device=rows.device).sum(0)
+    return torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
 
 
 def _norm_blocks(rows: Tensor) -> Iterator[slice]:
@@ -80,6 +162,10 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up in one new buffer."""
         ctx.save_for_backward(gate, up)
+        if uses_triton(gate):
+            from engine.fused_kernels import elementwise as kernels
+
+            return kernels.swiglu(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
@@ -87,6 +173,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         """dup = dout * silu(gate), dgate = dout * up * silu'(gate); the two results are the only allocations."""
         gate, up = ctx.saved_tensors
+        if uses_triton(gate):
+            from engine.fused_kernels import elementwise as kernels
+
+            return kernels.swiglu_backward(dout, gate, up)
         dup = F.silu(gate).mul_(dout)
         dgate = dout * up
         torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)

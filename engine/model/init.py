@@ -25,8 +25,8 @@ def init_weights(model: LlamaModel, seed: int) -> None:
     """Sets every parameter of `model` in place, as after `to_empty`; moves no bytes.
 
     Parameters may be whole, or DTensors that are sharded in any way (FSDP2, tensor parallelism, both).
-    Norm gains 1; all matrices and the embedding normal with `init_std`; those that write to the residual stream
-    (o_proj, down_proj) with init_std / sqrt(2 * num_layers), so that its variance does not grow with depth (GPT-2).
+    Norm gains 1, biases 0; all matrices and the embedding normal with `init_std`; those that write to the residual
+    stream (o_proj, down_proj) with init_std / sqrt(2 * num_layers): its variance does not grow with depth (GPT-2).
     """
     model.tie_weights()
     for name, parameter in model.named_parameters():
@@ -34,9 +34,9 @@ def init_weights(model: LlamaModel, seed: int) -> None:
         std = _standard_deviation(name, model)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if std is None:
-            local.fill_(1.0)
+            local.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
-            _draw_block(local, std, f"{seed}/{name}", starts=_local_starts(parameter), shape=parameter.shape)
+            _draw_block(local, std, f"{seed}/{name}", starts=local_block(parameter)[0], shape=parameter.shape)
 
 
 def canonical_name(name: str) -> str:
@@ -47,8 +47,8 @@ def canonical_name(name: str) -> str:
 
 
 def _standard_deviation(name: str, model: LlamaModel) -> float | None:
-    """Standard deviation of a parameter's initial values; None for a norm gain."""
-    if "norm" in name:
+    """Standard deviation of a parameter's initial values; None for a norm's gain and a bias."""
+    if "norm" in name or name.endswith(".bias"):
         return None
     std = model.config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -56,11 +56,11 @@ def _standard_deviation(name: str, model: LlamaModel) -> float | None:
     return std
 
 
-def _local_starts(parameter: Tensor) -> list[int]:
-    """Index in the whole parameter, per dimension, of the first element that this rank holds."""
+def local_block(parameter: Tensor) -> tuple[list[int], list[int]]:
+    """(first index, length) per dimension of the part of the whole parameter that this rank holds."""
     starts, lengths = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return starts
+        return starts, lengths
     # FSDP2 divides what tensor parallelism left it, though its mesh dimension comes first: it then calls its shards
     # strided. Divided in the order of division, every part is one block.
     placements = list(enumerate(parameter.placements))
@@ -75,7 +75,7 @@ def _local_starts(parameter: Tensor) -> list[int]:
         skipped = min(parameter.device_mesh.get_local_rank(mesh_dim) * part, lengths[dim])
         starts[dim], lengths[dim] = starts[dim] + skipped, min(part, lengths[dim] - skipped)
     assert list(parameter.to_local().shape) == lengths
-    return starts
+    return starts, lengths
 
 
 def _draw_block(local: Tensor, std: float, stream: str, *, starts: list[int], shape: torch.Size) -> None:

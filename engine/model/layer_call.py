@@ -13,6 +13,7 @@ from engine.attention.merge import backward_stats
 from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttention
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import ActivationStore
+from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
 from engine.model.tiles import LayerGradients, fetched, fold, hidden_rows, leaf, unfold
 from engine.row_blocks import spans
@@ -46,6 +47,7 @@ class LayerCall:
     sin: Tensor
     runtime: AttentionRuntime
     device: torch.device
+    dropout: Dropout | None = None
 
     def tiles(self, hidden: Tensor) -> Iterator[slice]:
         """Row ranges of hidden [B, T, d]; one that leaves the rows as they are, without tiles."""
@@ -78,11 +80,12 @@ class LayerCall:
     def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The layer's output [B, T, d] of hidden [B, T, d] and attention's out."""
         if self.manner.tile_tokens is None and hidden.device == out.device:
-            return self.layer.finish(hidden, unfold(out, hidden.shape[0]))
+            return self.layer.finish(hidden, unfold(out, hidden.shape[0]), dropout=self.dropout)
         result = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
         for rows in self.tiles(hidden):
             out_rows = unfold(fetched(out[rows], self.device), hidden.shape[0])
-            result[:, rows] = self.layer.finish(hidden_rows(hidden, rows, self.device), out_rows)
+            hidden_part = hidden_rows(hidden, rows, self.device)
+            result[:, rows] = self.layer.finish(hidden_part, out_rows, dropout=self._dropout_of(rows))
         return result
 
     def to_keep(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
@@ -124,8 +127,8 @@ class LayerCall:
         graph = self._graph_of_project(hidden) if self.manner.projects_once else None
         attended = self.attended(hidden, kept, graph[1] if graph else None)
         execution = self._through_finish(hidden, attended, dy, gradients, kv_heads)
+        del attended  # attention's backward pass needs less than all that was made again
         execution.run()
-        del attended
         dq, dkv = execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"]
         self._through_project(hidden, (dq, dkv), gradients, graph)
         return gradients
@@ -153,7 +156,7 @@ class LayerCall:
             x_rows = leaf(hidden_rows(hidden, rows, dy.device))
             out_rows = leaf(unfold(fetched(out[rows], dy.device), dy.shape[0]))
             with torch.enable_grad():
-                y_rows = self.layer.finish(x_rows, out_rows, values=False)
+                y_rows = self.layer.finish(x_rows, out_rows, values=False, dropout=self._dropout_of(rows))
             dx, dout_rows = gradients.add([y_rows], [dy[:, rows]], [x_rows, out_rows])
             del y_rows
             gradients.add_input(rows, dx, dy)
@@ -185,6 +188,9 @@ class LayerCall:
             flowing = [unfold(part, batch) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
             (dx,) = gradients.add(projected, flowing, [x_rows])
             gradients.add_input(rows, dx, hidden)
+
+    def _dropout_of(self, rows: slice) -> Dropout | None:
+        return None if self.dropout is None else self.dropout.of(rows)
 
     def _store(self, part: Tensor, tokens: int) -> Tensor:
         """Memory [T, B, heads, D] for what `part` [B, n, heads, D] is a tile of."""

@@ -15,22 +15,22 @@ from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias whose forward can leave out the product."""
+    """nn.Linear whose forward can leave out the product."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor, values: bool = True) -> Tensor:
         """[..., out_features]; `values` False: memory of that shape with anything in it, and the right gradients."""
-        return linear(x, self.weight, values=values)
+        return linear(x, self.weight, self.bias, values=values)
 
 
-def linear(x: Tensor, weight: Tensor, *, values: bool = True) -> Tensor:
-    """x [..., in] times weight [out, in]; `values` as in `Linear.forward`."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, values: bool = True) -> Tensor:
+    """x [..., in] times weight [out, in], plus bias [out]; `values` as in `Linear.forward`."""
     if values:
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     out: Tensor = _GradientsOnly.apply(x, weight)  # type: ignore[no-untyped-call]
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 class _GradientsOnly(torch.autograd.Function):

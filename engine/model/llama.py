@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from engine.config import LossConfig, ModelConfig
 from engine.loss.head import LMHead
-from engine.model.elementwise import rms_norm, swiglu
+from engine.model.dropout import Dropout, dropped
+from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.linear import Linear
 from engine.model.rope import apply_rope, rope_table
 
@@ -34,7 +35,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size], dtype of x."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.gain(), self.eps)
+
+    def of_sum(self, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(branch + residual, in branch's memory; that sum normed), both [..., size]."""
+        return add_rms_norm(branch, residual, self.gain(), self.eps)
+
+    def gain(self) -> Tensor:
+        """[size]; tensor parallelism puts this rank's part of a DTensor in its place."""
+        return self.weight
 
 
 class SelfAttention(nn.Module):
@@ -46,21 +55,28 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size)
-        self.k_proj = Linear(config.hidden_size, kv_size)
-        self.v_proj = Linear(config.hidden_size, kv_size)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, K, D] from x [B, T, d]; cos, sin [T, D / 2].
 
         `values` False: for their gradients only, see `engine.model.linear`.
         """
-        heads = (*x.shape[:2], -1, self.head_dim)
         # One after the other: what is not rotated yet is freed as soon as it is.
-        q = apply_rope(self.q_proj(x, values).view(heads), cos, sin, values=values)
-        k = apply_rope(self.k_proj(x, values).view(heads), cos, sin, values=values)
-        return q, k, self.v_proj(x, values).view(heads)
+        q = apply_rope(self._heads(self.q_proj, self.q_norm, x, values), cos, sin, values=values)
+        k = apply_rope(self._heads(self.k_proj, self.k_norm, x, values), cos, sin, values=values)
+        return q, k, self._heads(self.v_proj, None, x, values)
+
+    def _heads(self, projection: Linear, norm: RMSNorm | None, x: Tensor, values: bool) -> Tensor:
+        """[B, T, heads, D] before RoPE; the gradient of a norm needs what it norms."""
+        projected: Tensor = projection(x, values or norm is not None)
+        heads = projected.view(*x.shape[:2], -1, self.head_dim)
+        return heads if norm is None else norm(heads)
 
     def combine(self, out: Tensor) -> Tensor:
         """[B, T, d] from what attention gave for every head, out [B, T, H, D]."""
@@ -86,19 +102,22 @@ class MLP(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm block: attention, then MLP, each added to the residual stream.
 
-    Its two halves work row by row; only attention between them mixes rows.
+    Its two halves work row by row; only attention between them mixes rows. `index`: which layer of its model it is.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int = 0) -> None:
         super().__init__()
+        self.index = index
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn) -> Tensor:
-        """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions."""
-        return self.finish(hidden, attention(*self.project(hidden, cos, sin)))
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, dropout: Dropout | None = None
+    ) -> Tensor:
+        """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions; dropout of these rows."""
+        return self.finish(hidden, attention(*self.project(hidden, cos, sin)), dropout=dropout)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, K, D] of some rows, from hidden [B, T, d]; cos, sin [T, D / 2].
@@ -108,14 +127,19 @@ class TransformerBlock(nn.Module):
         q, k, v = self.self_attn(self.input_layernorm(hidden), cos, sin, values)
         return q, k, v
 
-    def finish(self, hidden: Tensor, out: Tensor, values: bool = True) -> Tensor:
+    def finish(self, hidden: Tensor, out: Tensor, values: bool = True, dropout: Dropout | None = None) -> Tensor:
         """The layer's output [B, T, d] of some rows, from hidden [B, T, d] and attention's out [B, T, H, D].
 
         `values` False: for its gradients only; what it holds is anything.
         """
         # Added in place to the branch's own output, which no backward needs: one buffer per branch less.
-        hidden = self.self_attn.combine(out).add_(hidden)
-        branch: Tensor = self.mlp(self.post_attention_layernorm(hidden), values)
+        attended = self.self_attn.combine(out)
+        if dropout is not None:
+            attended = dropped(attended, dropout, 2 * self.index)
+        hidden, normed = self.post_attention_layernorm.of_sum(attended, hidden)
+        branch: Tensor = self.mlp(normed, values)
+        if dropout is not None:
+            branch = dropped(branch, dropout, 2 * self.index + 1)
         return branch.add_(hidden)
 
 
@@ -126,22 +150,30 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
+        self.activation_store: object = None  # where its layers keep what backward needs, once they are told
         self.tie_weights()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: AttentionFn | Sequence[AttentionFn],
+        dropout: Dropout | None = None,
+    ) -> Tensor:
         """Hidden states [B, T, d] after the final norm; tokens [B, T] int64, positions [T] int64 global.
 
         Row t of every sequence has position `positions[t]`, in whatever order the layout put the rows. `attention` is
-        one function for all layers or one for each.
+        one function for all layers or one for each. `dropout` is of the rows that hidden has on this rank.
         """
         hidden: Tensor = self.embedding(tokens)
-        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        shape = self.config
+        cos, sin = rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
         functions = attention if isinstance(attention, Sequence) else [attention] * len(self.layers)
         for layer, function in zip(self.layers, functions, strict=True):
-            hidden = layer(hidden, cos, sin, function)
+            hidden = layer(hidden, cos, sin, function, dropout)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -6,8 +6,11 @@ changes what its modules hold and do, never their shapes as the model sees them.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig
 from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
+from engine.memory.host_limit import activation_limit
+from engine.memory.kept import layers_on_host
 from engine.memory.policy import layer_policies
 from engine.memory.store import ActivationStore, DeviceStore, host_store
 from engine.model.checkpointed import apply_policies
@@ -26,6 +31,7 @@ from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
+from engine.pretrained.weights import load_weights
 from engine.tiling import tile_tokens_of
 
 
@@ -38,7 +44,10 @@ def build_model(
     `attention`: as `parallelize`.
     """
     model, attention = build_empty_model(config, mesh, attention)
-    init_weights(model, config.seed)
+    if config.model.init_from is None:
+        init_weights(model, config.seed)
+    else:
+        load_weights(model, Path(config.model.init_from).expanduser())
     return model, attention
 
 
@@ -69,7 +78,9 @@ def parallelize(
         model.tie_weights()
     if config.train.compile:
         compile_layers(model, mesh.device)
-    apply_policies(model, layer_manners(config, attention.method, mesh))
+    shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # a dimension of replicas stands before it
+    parameters = sum(parameter.numel() for parameter in model.parameters()) // shards
+    apply_policies(model, layer_manners(config, attention.method, mesh, parameters))
     shard_model(
         model,
         [*model.layers, *_embedding_and_head(model, tied=config.model.tie_embeddings)],
@@ -81,26 +92,37 @@ def parallelize(
     return attention
 
 
-def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh) -> list[LayerManner]:
-    """How every layer runs: its policy, the store of what it keeps, its tiles."""
+def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh, parameters: int = 0) -> list[LayerManner]:
+    """How every layer runs: its policy, the store of what it keeps, its tiles. `parameters`: as `build_store`."""
     tile_tokens = tile_tokens_of(config, method)
-    store = build_store(config, mesh)
-    policies = layer_policies(config.memory, config.model.num_layers)
-    return [LayerManner(policy, store, tile_tokens, projects_once=mesh.tp_size > 1) for policy in policies]
+    on_device, on_host = DeviceStore(), build_store(config, mesh, parameters)
+    host_layers = layers_on_host(config, method)
+    return [
+        LayerManner(
+            policy,
+            on_host if index < host_layers else on_device,
+            tile_tokens,
+            projects_once=mesh.tp_size > 1,
+        )
+        for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers))
+    ]
 
 
-def build_store(config: RunConfig, mesh: Mesh) -> ActivationStore:
-    """Where the layers keep what they keep; one for all, so that it sees in which order they do."""
+def build_store(config: RunConfig, mesh: Mesh, parameters: int = 0) -> ActivationStore:
+    """Where the first layers keep what they keep; one for all of them, so that it sees in which order they do.
+
+    parameters   of this rank; the optimizer on the host needs memory for them
+    """
     if config.memory.activation_store != "host":
         return DeviceStore()
-    limit = config.memory.host_bytes
-    return host_store(mesh.device, None if limit is None else limit // mesh.topology.local_ranks)
+    return host_store(mesh.device, activation_limit(config.memory, mesh.device, mesh.topology.local_ranks, parameters))
 
 
 def compile_layers(model: LlamaModel, device: torch.device) -> None:
     """Compiles the two halves of every layer by themselves; attention between them, whose messages cannot be traced,
     is left as it is.
 
+    On a CPU every process compiles into a temporary folder of its own, unless TORCHINDUCTOR_CACHE_DIR names one.
     Raises ConfigError where the C++ compiler that the CPU code needs is missing.
     """
     compilers = (os.environ.get("CXX"), "g++", "clang++")
@@ -109,6 +131,8 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
             "train.compile=true needs a C++ compiler on a CPU, and neither g++ nor clang++ was found; "
             "install g++, name another compiler in the variable CXX, or set train.compile=false"
         )
+    if device.type == "cpu":
+        _use_own_cache()
     for layer in model.layers:
         for half in ("project", "finish"):
             setattr(layer, half, torch.compile(getattr(layer, half)))
@@ -117,3 +141,17 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
 def _embedding_and_head(model: LlamaModel, *, tied: bool) -> list[nn.Module | list[nn.Module]]:
     """Units of the two largest matrices; when they are one and the same, one unit."""
     return [[model.embedding, model.head]] if tied else [model.embedding, model.head]
+
+
+def _use_own_cache() -> None:
+    """Keeps torch's compiler from its shared folder: whoever is killed while a linker writes there leaves half a
+    library, which torch (2.13) loads in every later run of that user: `ImportError: ...so: file too short`.
+
+    A GPU's kernels are moved there whole, so those stay shared. Torch itself puts the name of the shared folder,
+    TMP/torchinductor_USER, into the environment when it first looks for it, and children inherit that.
+    """
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if given is None or Path(given).name.startswith("torchinductor_"):
+        folder = tempfile.mkdtemp(prefix="burst-compiled-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

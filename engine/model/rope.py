@@ -6,37 +6,105 @@ permutation.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.row_blocks import accumulate_dtype, row_blocks
+from engine.config_rope import RopeScalingConfig
+from engine.fused_kernels.dispatch import uses_triton
+from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
+
+NO_SCALING = RopeScalingConfig()
 
 
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 [T, head_dim / 2], for global `positions` [T] int64.
+def rope_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScalingConfig = NO_SCALING
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each fp32 [T, head_dim / 2], for global `positions` [T] int64; both times yarn's attention factor.
 
     Angles are formed in float64: at position 4M an fp32 angle is off by up to 0.25 rad in the fastest pair.
     """
     device = positions.device
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    frequencies = torch.pow(torch.tensor(theta, dtype=torch.float64, device=device), -exponents)
+    frequencies = rope_frequencies(head_dim, theta, scaling).to(device)
+    factor = attention_factor(scaling)
     shape = (positions.shape[0], head_dim // 2)
     cos = torch.empty(shape, dtype=torch.float32, device=device)
     sin = torch.empty(shape, dtype=torch.float32, device=device)
     for rows in row_blocks(shape[0], shape[1], device):
         angles = torch.outer(positions[rows].to(torch.float64), frequencies)
-        cos[rows] = angles.cos().float()
-        sin[rows] = angles.sin().float()
+        cos[rows] = (angles.cos() * factor).float()
+        sin[rows] = (angles.sin() * factor).float()
     return cos, sin
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig = NO_SCALING) -> Tensor:
+    """Radians per position of every pair, float64 [head_dim / 2] on the CPU.
+
+    f_i = theta^(-2i / D) without scaling. With factor s and original length L:
+
+        linear   f_i / s
+        ntk      the base is theta s^(D / (D - 2)): the slowest pair turns s times slower, the fastest as before
+        yarn     f_i (1 - r_i) + f_i / s r_i; r_i rises from 0 to 1 between the pairs that turn beta_fast and beta_slow
+                 times in L (Peng et al. 2023, arXiv:2309.00071, section 3.2; bounds rounded outwards, as in its code)
+        llama3   f_i where the wavelength is below L / high_freq_factor, f_i / s above L / low_freq_factor, and in
+                 between a blend that is linear in L / wavelength
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    factor = scaling.factor
+    if scaling.kind == "ntk":
+        theta *= factor ** (head_dim / (head_dim - 2))
+    frequencies = torch.pow(torch.tensor(theta, dtype=torch.float64), -exponents)
+    if scaling.kind == "linear":
+        return frequencies / factor
+    if scaling.kind == "yarn":
+        share = _yarn_share(head_dim, theta, scaling)
+    elif scaling.kind == "llama3":
+        share = _llama3_share(frequencies, scaling)
+    else:
+        return frequencies
+    return frequencies * (1 - share) + frequencies / factor * share
+
+
+def attention_factor(scaling: RopeScalingConfig) -> float:
+    """What yarn multiplies queries and keys by, so that attention over longer sequences stays as sharp; else 1."""
+    if scaling.kind != "yarn":
+        return 1.0
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
+
+
+def _yarn_share(head_dim: int, theta: float, scaling: RopeScalingConfig) -> Tensor:
+    """How much of every pair is stretched, 0 .. 1."""
+    length = _original_seq_len(scaling)
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    return ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+
+
+def _llama3_share(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    """How much of every pair is stretched, 0 .. 1."""
+    turns = _original_seq_len(scaling) * frequencies / (2 * math.pi)  # in the original length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return 1 - ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _original_seq_len(scaling: RopeScalingConfig) -> int:
+    assert scaling.original_seq_len is not None, "refused by engine.config_checks"
+    return scaling.original_seq_len
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True) -> Tensor:
     """x [B, T, H, D] rotated by the angles of its rows, same shape and dtype, contiguous; cos and sin [T, D / 2].
 
-    Computed in fp32 block by block. The backward pass is the rotation by the opposite angle and saves nothing of x.
+    Computed in fp32: on a GPU in one pass, on a CPU block by block. The backward pass is the rotation by the opposite
+    angle and saves nothing of x.
     `values` False: for the gradient only; the result is x as it is.
     """
     out: Tensor = _RoPE.apply(x, cos, sin, values)  # type: ignore[no-untyped-call]
@@ -60,10 +128,16 @@ class _RoPE(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
     """(x1, x2) -> (x1 cos - s x2 sin, x2 cos + s x1 sin) for the halves of the last dimension, s = `direction`."""
+    if uses_triton(x):
+        from engine.fused_kernels import elementwise as kernels
+
+        return kernels.rotate(x, cos, sin, direction=direction)
     batch, tokens, heads, head_dim = x.shape
     half = head_dim // 2
     wide = accumulate_dtype(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rehearses_accelerator():  # of that kernel, which has no temporaries
+        return out
     for rows in row_blocks(tokens, batch * heads * head_dim, x.device):
         block = x[:, rows].to(wide)
         block_cos, block_sin = cos[rows].to(wide).unsqueeze(1), sin[rows].to(wide).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The two collectives of tensor parallelism, under the name that this version of torch gives them.
+"""The two collectives of sharded and tensor parallelism, under the name that this version of torch gives them.
 
 torch 2.13 renamed them and warns of the older names, which 2.11 has only.
 """
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_first(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[t * n, ...]: the tensors [n, ...] of the group's t ranks, in order of rank; a new tensor. All must call."""
     gathered = torch.empty(group.size() * own.shape[0], *own.shape[1:], dtype=own.dtype, device=own.device)
-    _all_gather(gathered, own.contiguous(), group=group)
+    all_gather_into(gathered, own.contiguous(), group=group)
     return gathered
 
 
@@ -29,5 +29,5 @@ def reduce_scatter_first(values: Tensor, group: dist.ProcessGroup, *, out: Tenso
     """
     if out is None:
         out = torch.empty(values.shape[0] // group.size(), *values.shape[1:], dtype=values.dtype, device=values.device)
-    _reduce_scatter(out, values.contiguous(), group=group)
+    reduce_scatter_into(out, values.contiguous(), group=group)
     return out

@@ -198,6 +198,25 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     )
 
 
+def check_world(cluster: ClusterConfig, placement: Placement) -> None:
+    """Raises ConfigError where the ranks that were started are not those of the configuration."""
+    problems = []
+    started = f"{placement.world_size} ranks were started, {placement.local_world_size} of them on this node"
+    if cluster.world_size is not None and cluster.world_size != placement.world_size:
+        nodes = f"cluster.num_nodes {cluster.num_nodes or 1} x cluster.ranks_per_node {cluster.ranks_per_node}"
+        problems.append(
+            f"{nodes} = {cluster.world_size} ranks, but {started}; start as many as the configuration says, "
+            "or change it"
+        )
+    elif cluster.ranks_per_node not in (None, placement.local_world_size):
+        problems.append(
+            f"cluster.ranks_per_node: got {cluster.ranks_per_node}, but {started}; "
+            f"start torchrun with --nproc-per-node {cluster.ranks_per_node}, or change the setting"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
 def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
     """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU.
 

@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from engine.loss.head import LMHead
 from engine.loss.options import LossOptions
+from engine.loss.scores import join_scores, slice_scores
 from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
-from engine.model.elementwise import rms_norm
 from engine.model.linear import linear
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
@@ -60,7 +60,9 @@ def slice_model(model: nn.Module, layers: Iterable[nn.Module], tp_mesh: DeviceMe
         "mlp.down_proj": RowLinear(),
     }
     for layer in layers:
-        parallelize_module(layer, tp_mesh, plan)
+        present = {name for name, _ in layer.named_modules()}
+        norms = {name: SequenceNorm() for name in ("self_attn.q_norm", "self_attn.k_norm") if name in present}
+        parallelize_module(layer, tp_mesh, {**plan, **norms})
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,11 +127,11 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Makes the module's weight a DTensor with `placement`; a weight that is one already (a tied one) stays."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    if not isinstance(weight, DTensor):
-        module.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement], src_data_rank=None))
+    """Makes the module's parameters DTensors with `placement`; one that is one already (a tied weight) stays."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not isinstance(parameter, DTensor):
+            sliced = nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
+            module.register_parameter(name, sliced)
 
 
 def _local_weight(module: nn.Module, *, gradient: Placement | None = None) -> Tensor:
@@ -138,6 +140,12 @@ def _local_weight(module: nn.Module, *, gradient: Placement | None = None) -> Te
     assert isinstance(weight, DTensor)
     local: Tensor = weight.to_local(grad_placements=None if gradient is None else [gradient])
     return local
+
+
+def _local_bias(module: nn.Module) -> Tensor | None:
+    """This rank's slice of the bias, if there is one."""
+    bias = module.bias
+    return bias.to_local() if isinstance(bias, DTensor) else None
 
 
 class GatheredInput(ParallelStyle):
@@ -175,8 +183,8 @@ class ColumnLinear(_SlicedWeight):
     placement = Shard(0)
 
     def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """x @ slice.T."""
-        return lambda module, x, values=True: linear(x, _local_weight(module), values=values)
+        """x @ slice.T, plus the slice of the bias."""
+        return lambda module, x, values=True: linear(x, _local_weight(module), _local_bias(module), values=values)
 
 
 class RowLinear(_SlicedWeight):
@@ -191,14 +199,14 @@ class RowLinear(_SlicedWeight):
         )
 
 
-class SequenceNorm(_SlicedWeight):
-    """RMSNorm of own rows; its gain is whole on every rank, whose parts of its gradient are summed."""
+class SequenceNorm(ParallelStyle):
+    """RMSNorm of own rows, or of own heads; its gain is whole on every rank, whose parts of its gradient are summed."""
 
-    placement = Replicate()
-
-    def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """Own rows, normed. FSDP2 sums a gradient that is Partial over the tp ranks before it reduces it further."""
-        return lambda norm, x: rms_norm(x, _local_weight(norm, gradient=Partial()), norm.eps)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+        # FSDP2 sums a gradient that is Partial over the tp ranks before it reduces it further.
+        module.gain = partial(_local_weight, module, gradient=Partial())  # type: ignore[assignment]
+        return module
 
 
 class SlicedEmbedding(_SlicedWeight):
@@ -226,6 +234,7 @@ class SlicedHead(ParallelStyle):
         assert isinstance(module, LMHead)
         _distribute(module, device_mesh, Shard(0))
         module.loss_function = partial(_sliced_loss, group=device_mesh.get_group(), whole=module.kind == "plain")
+        module.score_function = partial(_sliced_scores, group=device_mesh.get_group())
         return module
 
 
@@ -239,3 +248,13 @@ def _sliced_loss(
         options = replace(options, chunk_tokens=max(1, labels.shape[0] * group.size()))
     vocabulary = VocabularySlice(group, local.shape[0])
     return vocabulary_parallel_cross_entropy(hidden, local, labels, options=options, vocabulary=vocabulary)
+
+
+def _sliced_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Scores [R, 2] of own rows, as of `row_scores`, for the head's DTensor weight; all ranks have as many rows."""
+    assert isinstance(weight, DTensor)
+    local, own = weight.to_local(), hidden.shape[0]
+    rows, targets = all_gather_first(hidden, group), all_gather_first(labels, group)
+    part = slice_scores(rows, local, targets, first_id=group.rank() * local.shape[0])
+    scores = join_scores(all_gather_first(part.unsqueeze(0), group), targets)
+    return scores[group.rank() * own :][:own]

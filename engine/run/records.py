@@ -15,6 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+_BLOCK_BYTES = 8 << 20
+_MAX_LINE_BYTES = 16 << 20
+_NO_JSON = b"\0"  # begins no JSON value
+_MAX_DIGITS = 38  # those of 128 bits; what is longer cannot be computed with
+
 
 def utc_now() -> str:
     """The present as ISO 8601 in UTC with milliseconds, e.g. 2026-01-31T12:00:00.000Z."""
@@ -27,7 +32,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    document = json.loads(text)
+    document = _decoded(text)
     if not isinstance(document, dict):
         raise ValueError(f"expected a JSON object, found {type(document).__name__}")
     return document
@@ -82,19 +87,20 @@ class JsonLinesTail:
 
     def poll(self, *, final: bool = False) -> list[dict[str, Any]]:
         """New rows; with `final` a last line without newline counts too, if it is whole."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:  # replaced by a shorter file: a new attempt
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                block = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(block)
-        *lines, self._rest = (self._rest + block).split(b"\n")
-        if final:
-            lines.append(self._rest)
-        return [row for line in lines if (row := _parse(line)) is not None]
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._offset:  # replaced by a shorter file: a new attempt
+                self._offset, self._rest = 0, b""
+            file.seek(self._offset)
+            while block := file.read(_BLOCK_BYTES):
+                self._offset += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                rows += [row for line in lines if (row := parse_line(line)) is not None]
+                if len(self._rest) > _MAX_LINE_BYTES:
+                    self._rest = _NO_JSON  # and what follows, up to the next line end
+        if final and (row := parse_line(self._rest)) is not None:
+            rows.append(row)
+        return rows
 
 
 def finite(value: Any) -> Any:
@@ -108,9 +114,25 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object in one line; None when it holds anything else."""
     try:
-        row = json.loads(line)
+        row = _decoded(line.decode("utf-8"))
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _decoded(text: str) -> Any:
+    """What a JSON text says; numbers that no figure can be become None. Raises ValueError, also for endless nesting."""
+    try:
+        return _DECODER.decode(text)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if len(text) <= _MAX_DIGITS else None
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole)

@@ -8,7 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
-GRACE_S = 8.0  # below the 10 s after which the launcher kills
+KILL_MARGIN_S = 4.0  # before the launcher kills
+GRACE_S = 12.0 - KILL_MARGIN_S
 TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 
 

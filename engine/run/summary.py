@@ -21,6 +21,9 @@ MEDIANS = (
     "comm_intra_bytes",
     "comm_inter_bytes",
     "comm_exposed_s",
+    "offload_bytes",
+    "offload_copy_s",
+    "offload_exposed_s",
 )
 # Largest value over all steps; each row already holds the largest over ranks.
 MAXIMA = ("peak_memory_bytes", "peak_memory_reserved_bytes", "peak_tensor_bytes", "peak_host_bytes")
@@ -29,11 +32,20 @@ FINALS = {
     "loss": "final_train_loss",
     "validation_loss": "final_validation_loss",
     "validation_bits_per_byte": "final_validation_bits_per_byte",
+    "needle_accuracy": "final_needle_accuracy",
+    "needle_gain": "final_needle_gain",
+}
+# The same for tables, which only runs that measured them have.
+FINAL_TABLES = {
+    "validation_loss_by_position": "final_validation_loss_by_position",
+    "needle_by_depth": "final_needle_by_depth",
 }
 
 
 def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
-    """{steps, tokens_total, X, X_p25, X_p75, X_n for each of MEDIANS, maxima, final losses}; what is unknown is None.
+    """{steps, tokens_total, dropped_steps, X, X_p25, X_p75, X_n for each of MEDIANS, maxima, final figures}.
+
+    What is unknown is None.
 
     X is the median over the optimizer steps after the first `warmup_steps` rows. When a step appears twice (a run that
     was taken up again), the later row counts. A run shorter than its warm-up has no medians: n is 0, X is None.
@@ -43,6 +55,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int) -> dict[str,
     summary: dict[str, Any] = {
         "steps": ordered[-1]["step"] if ordered else 0,
         "tokens_total": _total(ordered, "tokens"),
+        "dropped_steps": sum(row.get("dropped") is not None for row in ordered),
         "warmup_metric_steps": warmup_steps,
     }
     for name in MEDIANS:
@@ -51,6 +64,9 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int) -> dict[str,
         summary[name] = max(_numbers(ordered, name), default=None)
     for name, title in FINALS.items():
         summary[title] = next(iter(reversed(_numbers(ordered, name))), None)
+    for name, title in FINAL_TABLES.items():
+        tables = [table for row in ordered if isinstance(table := row.get(name), list)]
+        summary |= {title: tables[-1]} if tables else {}
     return summary
 
 
@@ -63,7 +79,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
         "memory_policy": policy_name(config.memory),
         "seq_len": config.train.seq_len,
         "compute_dtype": config.train.compute_dtype,
-        "world_size": config.cluster.ranks_per_node,
+        "world_size": config.cluster.world_size,
     }
 
 

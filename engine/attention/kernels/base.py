@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +27,62 @@ class BandSpec(NamedTuple):
         return self.low == 0 and self.high is None
 
 
+ComputeCapability = tuple[int, int]  # of a GPU, such as (9, 0)
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What a run asks of a kernel.
+
+    compute_capability   of the GPU; None: not a GPU, or one that cannot be asked
+    windows              tiles may be bands other than full and causal ones
+    deterministic        equal inputs must give equal bits
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    compute_capability: ComputeCapability | None = None
+    windows: bool = False
+    deterministic: bool = False
+
+
+def no_problem(request: KernelRequest) -> str | None:
+    """For kernels that need nothing beyond what their other capabilities say."""
+    return None
+
+
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can be given."""
+    """What a kernel can be given, and how it does what others do by themselves.
+
+    Every kernel takes the lse over all keys and a surrogate `out` in backward: see `TileKernel`.
+
+    compute_capabilities   lowest and highest of a GPU that it runs on; None: no bound
+    bfloat16_from          lowest compute capability that it takes bfloat16 on
+    windows                who computes bands other than full and causal ones: the library's own `window`, a `bias` of
+                           -inf where nothing is seen, or the kernel `aten_flash`
+    grouped_heads          `native`, or keys and values are `expanded` to one head per query head first
+    deterministic          backward gives equal bits: `always`; after the `flag` torch.use_deterministic_algorithms;
+                           `never`
+    max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
+                           heads (`engine.attention.kernels.heads`); None: any number
+    package                what must be installed besides torch
+    problem                what else is wrong with a request here, in words; None: nothing
+    """
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
+    max_call_elements: int | None = None
+    head_dim_multiple: int = 1
+    compute_capabilities: tuple[ComputeCapability | None, ComputeCapability | None] = (None, None)
+    bfloat16_from: ComputeCapability | None = None
+    windows: Literal["window", "bias", "aten_flash"] = "window"
+    grouped_heads: Literal["native", "expanded"] = "native"
+    deterministic: Literal["always", "flag", "never"] = "always"
+    package: str | None = None
+    problem: Callable[[KernelRequest], str | None] = no_problem
 
 
 class TileKernel(Protocol):

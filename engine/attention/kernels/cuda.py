@@ -1,33 +1,31 @@
-"""CUDA kernels from libraries: torch's FlashAttention-2 and cuDNN ops, and the flash-attn package.
+"""CUDA kernels from libraries: torch's FlashAttention and cuDNN ops, and the flash-attn package.
 
 All take the global lse and a surrogate out in backward and have grouped heads natively. Causal tiles are square, where
 top-left and bottom-right alignment agree; general bands become FlashAttention's windows, which count from the bottom
 right. cuDNN has no windows here, so its kernel hands such tiles to FlashAttention.
 
-Offsets inside these kernels are partly 32-bit: a tile of which a tensor has 2^31 elements or more is computed in parts
-of its heads, each copied to memory of its own.
+FlashAttention-3 and -4 are torch's FlashAttention operators with another library behind them (`flash_switch`).
+
+Offsets inside these kernels are partly 32-bit, and backward takes memory for every element: large tiles come in parts
+of their heads (`engine.attention.kernels.heads`).
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
+import importlib
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
+from engine.attention.kernels.base import BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
+from engine.attention.kernels.flash_switch import implementation_problem, is_importable, use_flash_implementation
+from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
+from engine.attention.mask import Band, row_strips
 
-_CUDA = Capabilities(
-    devices=frozenset({"cuda"}),
-    dtypes=frozenset({torch.bfloat16, torch.float16}),
-    max_head_dim=256,
-)
-
-
-MAX_ELEMENTS = (1 << 31) - 1  # of one tensor in one call
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_CUDNN_VERSION = 90000  # the first whose attention torch uses
 
 
 class Window(NamedTuple):
@@ -48,71 +46,76 @@ def window_of(band: BandSpec, num_queries: int, num_keys: int) -> Window:
     return window
 
 
-class HeadSlices(NamedTuple):
-    """Query heads and the kv heads that they use."""
+def understood(window: Window, num_queries: int, num_keys: int) -> bool:
+    """Whether FlashAttention-2 computes this window and no other.
 
-    queries: slice
-    keys: slice
-
-
-def split_heads(q: Tensor, k: Tensor, max_elements: int = MAX_ELEMENTS) -> list[HeadSlices]:
-    """As few parts of the heads as keep every tensor of a call at `max_elements` or below.
-
-    Parts hold whole groups of query heads with their kv head; a group that is too large by itself is cut, and then
-    several parts share a kv head. A single head is never cut (2^31 elements are 16M rows of 128). Keys count with the
-    query heads: backward kernels hold dk and dv once per query head before they sum them over a group.
+    It takes a bound of num_keys or more for none (mha_fwd in flash_api.cpp) and a missing one beside another for
+    num_keys. With more queries than keys both may be wrong on the right, where num_queries - 1 is the farthest key.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
-    head_limit = max(1, max_elements // (max(q.shape[0], k.shape[0]) * head_dim))
-    if head_limit < group:
-        cuts = [(first, min(first + head_limit, group)) for first in range(0, group, head_limit)]
-        return [
-            HeadSlices(slice(kv * group + first, kv * group + last), slice(kv, kv + 1))
-            for kv, (first, last) in itertools.product(range(num_kv_heads), cuts)
+    left, right = (-1 if bound >= num_keys else bound for bound in window)
+    if left < 0 <= right:
+        left = num_keys
+    if right < 0 <= left:
+        right = num_keys
+    wanted, meant = (
+        [
+            limit if bound < 0 else min(bound, limit)
+            for bound, limit in zip(pair, (num_keys - 1, num_queries - 1), strict=True)
         ]
-    step = head_limit // group
-    starts = [(first, min(first + step, num_kv_heads)) for first in range(0, num_kv_heads, step)]
-    return [HeadSlices(slice(first * group, last * group), slice(first, last)) for first, last in starts]
+        for pair in (window, (left, right))
+    )
+    return wanted == meant
 
 
-class _CudaKernel(ABC):
-    """A kernel that computes tiles of any size with calls of at most `max_elements` per tensor."""
+Call = tuple[slice, slice, BandSpec]  # query rows, keys, what they see of each other
 
-    def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
-        self._max_elements = max_elements
+
+def window_calls(num_queries: int, num_keys: int, band: BandSpec) -> list[Call]:
+    """Calls whose windows FlashAttention understands; together all rows, each once. One, unless queries outnumber keys.
+
+    At most as many queries as keys are always understood, so the rest is cut into strips of so many.
+    """
+    if band.is_full or band.is_causal or understood(window_of(band, num_queries, num_keys), num_queries, num_keys):
+        return [(slice(0, num_queries), slice(0, num_keys), band)]
+    calls: list[Call] = []
+    for strip in row_strips(Band(0, num_queries, 0, num_keys, band.low, band.high), num_keys):
+        assert strip.high is not None, strip  # else it might be causal and not square
+        for rows, keys, part in window_calls(strip.num_queries, strip.num_keys, BandSpec(strip.low, strip.high)):
+            calls.append((_moved(rows, strip.q_start), _moved(keys, strip.k_start), part))
+    return calls
+
+
+def _moved(part: slice, start: int) -> slice:
+    return slice(part.start + start, part.stop + start)
+
+
+class CudaKernel(ABC):
+    """A kernel that computes a tile with one call of a library, or several of some rows each."""
+
+    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
+        """What the library computes in one call each; together all rows, each once."""
+        return [(slice(0, q.shape[0]), slice(0, k.shape[0]), band)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
         """(out, lse) of the tile."""
-        parts = split_heads(q, k, self._max_elements)
-        if len(parts) == 1:
+        calls = self._calls(q, k, band)
+        if len(calls) == 1:
             return self._forward(q, k, v, band)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse: Tensor | None = None
-        for part in parts:
-            results = self._forward(*_cut(part, q, k, v), band)
-            out[:, part.queries] = results[0]
-            if lse is None:
-                lse = torch.empty(q.shape[:2], dtype=results[1].dtype, device=q.device)
-            lse[:, part.queries] = results[1]
-        assert lse is not None
-        return out, lse
+        parts = [self._forward(q[rows], k[keys], v[keys], part) for rows, keys, part in calls]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        """(dq, dk, dv); dk and dv in fp32 if parts share kv heads, else in the inputs' dtype."""
-        parts = split_heads(q, k, self._max_elements)
-        if len(parts) == 1:
+        """(dq, dk, dv); dk and dv in fp32 if several calls are summed."""
+        calls = self._calls(q, k, band)
+        if len(calls) == 1:
             return self._backward(grads, q, k, v, band)
-        shared = len(parts) > len({part.keys.start for part in parts})
-        wide = torch.promote_types(k.dtype, torch.float32) if shared else k.dtype
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        for part in parts:
-            part_grads = TileGradients(*(x[:, part.queries].contiguous() for x in grads))
-            result = self._backward(part_grads, *_cut(part, q, k, v), band)
-            dq[:, part.queries] = result.dq
-            dk[:, part.keys] += result.dk
-            dv[:, part.keys] += result.dv
+        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        for rows, keys, part in calls:
+            result = self._backward(TileGradients(*(x[rows] for x in grads)), q[rows], k[keys], v[keys], part)
+            dq[rows] = result.dq
+            dk[keys] += result.dk
+            dv[keys] += result.dv
         return TileResult(dq, dk, dv)
 
     @abstractmethod
@@ -124,19 +127,35 @@ class _CudaKernel(ABC):
         """One call of the library: (dq, dk, dv)."""
 
 
-def _cut(part: HeadSlices, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies: a view's rows would still lie as far apart as those of the whole."""
-    return q[:, part.queries].contiguous(), k[:, part.keys].contiguous(), v[:, part.keys].contiguous()
+def _flash2_problem(request: KernelRequest) -> str | None:
+    """FlashAttention-2 has no backward for these heads on GPUs with little shared memory (sdp_utils.cpp of torch)."""
+    small = request.compute_capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+    if small and 192 < request.head_dim <= 224:
+        return "has no backward pass for head_dim 193 to 224 on this GPU"
+    return None
 
 
-class AtenFlashKernel(_CudaKernel):
+class AtenFlashKernel(CudaKernel):
     """FlashAttention-2 as built into torch (`aten::_flash_attention_forward`); tensors [1, rows, heads, D]."""
 
     name = "aten_flash"
-    capabilities = _CUDA
+    implementation: str | None = None  # behind the operators: torch's own
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALF,
+        max_head_dim=256,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+        head_dim_multiple=8,
+        compute_capabilities=((8, 0), None),
+        deterministic="flag",
+        problem=_flash2_problem,
+    )
+
+    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
+        return window_calls(q.shape[0], k.shape[0], band)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        window = window_of(band, q.shape[0], k.shape[0])
+        use_flash_implementation(self.implementation)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q[None],
             k[None],
@@ -148,13 +167,12 @@ class AtenFlashKernel(_CudaKernel):
             0.0,
             band.is_causal,
             False,
-            window_size_left=window.left,
-            window_size_right=window.right,
+            **_aten_flash_options(q, k, band),
         )
         return out[0], lse[0].transpose(0, 1)
 
     def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        window = window_of(band, q.shape[0], k.shape[0])
+        use_flash_implementation(self.implementation)
         # The dropout state is empty because there is no dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -173,32 +191,103 @@ class AtenFlashKernel(_CudaKernel):
             band.is_causal,
             state,
             unused,
-            window_size_left=window.left,
-            window_size_right=window.right,
+            **_aten_flash_options(q, k, band),
         )
         return TileResult(*(grad[0] for grad in results))
 
 
-class AtenCudnnKernel(_CudaKernel):
+def _flash3_problem(request: KernelRequest) -> str | None:
+    return implementation_problem("FA3", "flash_attn_interface", "FlashAttention-3")
+
+
+def _flash4_problem(request: KernelRequest) -> str | None:
+    return implementation_problem("FA4", "flash_attn.cute.interface", "FlashAttention-4")
+
+
+class Flash3Kernel(AtenFlashKernel):
+    """FlashAttention-3 behind torch's FlashAttention operators; compiled for Hopper alone."""
+
+    name = "fa3"
+    implementation = "FA3"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALF,
+        max_head_dim=256,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+        head_dim_multiple=8,
+        compute_capabilities=((9, 0), (9, 0)),
+        deterministic="flag",
+        package="FlashAttention-3 (flash_attn_interface)",
+        problem=_flash3_problem,
+    )
+
+
+class Flash4Kernel(AtenFlashKernel):
+    """FlashAttention-4 behind torch's FlashAttention operators.
+
+    Its code for Hopper (flash_attn/cute/interface.py) takes windows and the wish for determinism in backward and
+    ignores both, so it is declared for Blackwell alone.
+    """
+
+    name = "fa4"
+    implementation = "FA4"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALF,
+        max_head_dim=128,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+        head_dim_multiple=8,
+        compute_capabilities=((10, 0), (10, 9)),
+        deterministic="flag",
+        package="FlashAttention-4 (flash_attn.cute)",
+        problem=_flash4_problem,
+    )
+
+
+def _cudnn_problem(request: KernelRequest) -> str | None:
+    if request.compute_capability is None:  # no GPU to ask
+        return None
+    cudnn: Any = torch.backends.cudnn  # its functions have no types
+    version = cudnn.version() if cudnn.is_available() else None
+    if version is None or version < _CUDNN_VERSION:
+        return f"needs cuDNN {_CUDNN_VERSION} or newer, torch has {version or 'none'}"
+    return None
+
+
+class AtenCudnnKernel(CudaKernel):
     """cuDNN attention (`aten::_scaled_dot_product_cudnn_attention`); tensors [1, heads, rows, D], lse [1, H, rows,
     1].
+
+    Its fast backward adds up dq in any order; its deterministic one has a workspace that is quadratic in the rows, and
+    torch's operator does not ask for it. It has no single key (check_cudnn_tensor_shapes of torch).
     """
 
     name = "aten_cudnn"
-    capabilities = Capabilities(_CUDA.devices, _CUDA.dtypes, max_head_dim=128)
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALF,
+        max_head_dim=128,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+        head_dim_multiple=8,
+        compute_capabilities=((8, 0), None),
+        windows="aten_flash",
+        deterministic="never",
+        problem=_cudnn_problem,
+    )
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        if not (band.is_full or band.is_causal):
-            return AtenFlashKernel(self._max_elements)._forward(q, k, v, band)
+        if not _is_for_cudnn(k, band):
+            return AtenFlashKernel().forward(q, k, v, band)
         views = [x.transpose(0, 1)[None] for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*views, None, True, 0.0, band.is_causal)
         lse = lse.reshape(lse.shape[1], -1)  # [H, rows], with or without a last dimension of 1
         return out[0].transpose(0, 1), lse.transpose(0, 1)
 
     def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        if not (band.is_full or band.is_causal):
-            return AtenFlashKernel(self._max_elements)._backward(grads, q, k, v, band)
-        views = [x.transpose(0, 1)[None] for x in (grads.dout, q, k, v, grads.out)]
+        if not _is_for_cudnn(k, band):
+            return AtenFlashKernel().backward(grads, q, k, v, band)
+        # dout and out must have the same strides.
+        views = [x.transpose(0, 1)[None] for x in (grads.dout.contiguous(), q, k, v, grads.out.contiguous())]
         lse = grads.lse.transpose(0, 1).contiguous()[None, ..., None]
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
         results = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -207,16 +296,43 @@ class AtenCudnnKernel(_CudaKernel):
         return TileResult(*(grad[0].transpose(0, 1) for grad in results))
 
 
-class FlashAttnKernel(_CudaKernel):
+def _is_for_cudnn(k: Tensor, band: BandSpec) -> bool:
+    return (band.is_full or band.is_causal) and k.shape[0] > 1
+
+
+def _flash_attn_problem(request: KernelRequest) -> str | None:
+    if not FlashAttnKernel.is_installed():
+        return "the flash-attn package is not installed"
+    try:
+        importlib.import_module("flash_attn.flash_attn_interface")
+    except (ImportError, OSError) as error:  # most often built for another torch
+        return f"the flash-attn package is installed, but cannot be loaded ({error})"
+    return _flash2_problem(request)
+
+
+class FlashAttnKernel(CudaKernel):
     """The flash-attn package (FlashAttention-2); tensors [1, rows, heads, D], lse [1, H, rows]."""
 
     name = "flash_attn"
-    capabilities = _CUDA
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALF,
+        max_head_dim=256,
+        max_call_elements=CUDA_CALL_ELEMENTS,
+        head_dim_multiple=8,
+        compute_capabilities=((8, 0), None),
+        deterministic="flag",
+        package="flash-attn",
+        problem=_flash_attn_problem,
+    )
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether the package can be imported."""
-        return importlib.util.find_spec("flash_attn") is not None
+        """Whether the package is there (FlashAttention-4 has a package of the same name without this module)."""
+        return is_importable("flash_attn.flash_attn_interface")
+
+    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
+        return window_calls(q.shape[0], k.shape[0], band)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_forward
@@ -245,9 +361,15 @@ class FlashAttnKernel(_CudaKernel):
             dk[None],
             dv[None],
             **_flash_attn_options(q, k, band),
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return TileResult(dq, dk, dv)
+
+
+def _aten_flash_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+    """What both directions of torch's FlashAttention operators are told by name."""
+    window = window_of(band, q.shape[0], k.shape[0])
+    return {"scale": q.shape[-1] ** -0.5, "window_size_left": window.left, "window_size_right": window.right}
 
 
 def _flash_attn_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:

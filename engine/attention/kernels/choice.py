@@ -1,0 +1,143 @@
+"""Which kernel a run takes, and why none of the others: pure functions of a request and of what kernels declare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.kernels.base import Capabilities, ComputeCapability, KernelRequest, TileKernel
+from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, Flash3Kernel, Flash4Kernel, FlashAttnKernel
+from engine.attention.kernels.efficient import AtenEfficientKernel
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.config import KernelName
+from engine.errors import ConfigError
+
+KERNELS: dict[KernelName, type[TileKernel]] = {
+    "reference": ReferenceKernel,
+    "cpu_flash": CpuFlashKernel,
+    "aten_flash": AtenFlashKernel,
+    "aten_cudnn": AtenCudnnKernel,
+    "aten_efficient": AtenEfficientKernel,
+    "flash_attn": FlashAttnKernel,
+    "fa3": Flash3Kernel,
+    "fa4": Flash4Kernel,
+}
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel of a run, why it, and of every other one why not."""
+
+    kernel: TileKernel
+    reason: str
+    others: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        others = "; ".join(f"{name}: {reason}" for name, reason in self.others.items())
+        return f"attention kernel {self.kernel.name} ({self.reason}); others: {others}"
+
+
+def choose(name: KernelName, request: KernelRequest) -> KernelChoice:
+    """The named kernel, or for `auto` the first of `preference` that can; ConfigError says what would be legal."""
+    order = preference(request) if name == "auto" else [name]
+    problems: dict[str, str] = {}
+    for candidate in order:
+        problem = problem_of(KERNELS[candidate].capabilities, request)
+        if problem is None:
+            return KernelChoice(KERNELS[candidate](), _reason(name, request), _others(candidate, request, problems))
+        problems[candidate] = problem
+    legal = [other for other in KERNELS if problem_of(KERNELS[other].capabilities, request) is None]
+    raise ConfigError(
+        f"attention.kernel={name}: no kernel for {request.dtype} with head_dim {request.head_dim} on {_where(request)} "
+        f"({'; '.join(f'{other}: {problem}' for other, problem in problems.items())}); legal here: {', '.join(legal)}"
+    )
+
+
+def preference(request: KernelRequest) -> list[KernelName]:
+    """What `auto` tries, the one that is expected to be fastest first.
+
+    On Hopper cuDNN runs at about 1.8 times the speed of FlashAttention-2 and like FlashAttention-3, which is better
+    only where cuDNN would hand windows to FlashAttention-2. The package flash-attn has the same kernels as torch.
+    `reference` is for comparison only: its memory is quadratic.
+    """
+    if request.device != "cuda":
+        return ["cpu_flash"]
+    rest: list[KernelName] = ["aten_flash", "flash_attn", "aten_efficient"]
+    major = (request.compute_capability or (0, 0))[0]
+    if major == 9:
+        first: list[KernelName] = ["fa3", "aten_cudnn"] if request.windows else ["aten_cudnn", "fa3"]
+        return [*first, *rest]
+    if major >= 10:
+        return ["fa4", "aten_cudnn", *rest]
+    return rest
+
+
+def problem_of(can: Capabilities, request: KernelRequest) -> str | None:
+    """Why a kernel cannot do what is asked, in words; None if it can."""
+    if request.device not in can.devices:
+        return f"runs on {', '.join(sorted(can.devices))} only"
+    if request.dtype not in can.dtypes:
+        return f"takes {', '.join(sorted(str(d).removeprefix('torch.') for d in can.dtypes))} only"
+    if request.head_dim > can.max_head_dim:
+        return f"takes head_dim up to {can.max_head_dim}"
+    if request.head_dim % can.head_dim_multiple:
+        return f"takes head_dim in multiples of {can.head_dim_multiple}"
+    problem = _capability_problem(can, request)
+    if problem is None and request.deterministic and can.deterministic == "never":
+        problem = "has no deterministic backward pass"
+    return problem or can.problem(request)
+
+
+def _capability_problem(can: Capabilities, request: KernelRequest) -> str | None:
+    has = request.compute_capability
+    if has is None:
+        return None
+    lowest, highest = can.compute_capabilities
+    wanted = _range(lowest, highest)
+    if (lowest is not None and has < lowest) or (highest is not None and has > highest):
+        return f"needs compute capability {wanted}, this GPU has {_dotted(has)}"
+    if request.dtype == torch.bfloat16 and can.bfloat16_from is not None and has < can.bfloat16_from:
+        return f"takes bfloat16 from compute capability {_dotted(can.bfloat16_from)} on, this GPU has {_dotted(has)}"
+    return None
+
+
+def _reason(name: KernelName, request: KernelRequest) -> str:
+    if name != "auto":
+        return f"attention.kernel={name}"
+    return f"auto: the first that can of {', '.join(preference(request))} on {_where(request)}"
+
+
+def _others(chosen: KernelName, request: KernelRequest, problems: Mapping[str, str]) -> dict[str, str]:
+    """Of every kernel that was not chosen, why: what it lacks, or that it was not needed. Loads no further library."""
+    others: dict[str, str] = {}
+    for name, kind in KERNELS.items():
+        if name == chosen:
+            continue
+        capable = Capabilities(**{**vars(kind.capabilities), "problem": _not_asked})
+        others[name] = problems.get(name) or problem_of(capable, request) or "expected to be slower, or not asked for"
+    return others
+
+
+def _not_asked(request: KernelRequest) -> None:
+    return None
+
+
+def _where(request: KernelRequest) -> str:
+    has = request.compute_capability
+    wish = ", deterministic" if request.deterministic else ""
+    return f"{request.device}{'' if has is None else f' {_dotted(has)}'}{wish}"
+
+
+def _range(lowest: ComputeCapability | None, highest: ComputeCapability | None) -> str:
+    if lowest is None or highest is None:
+        return f"{_dotted(lowest)} or higher" if lowest is not None else f"up to {_dotted(highest or (0, 0))}"
+    return _dotted(lowest) if lowest == highest else f"{_dotted(lowest)} to {_dotted(highest)}"
+
+
+def _dotted(capability: ComputeCapability) -> str:
+    return ".".join(map(str, capability))

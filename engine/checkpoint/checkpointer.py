@@ -1,0 +1,347 @@
+"""Saves and restores the training state of a run; every rank calls everything, in the same order.
+
+A save is: all ranks write their parts into a new folder, hash them and see them on the disk; rank 0 checks that the
+parts make up every tensor; then the folder is renamed. Where nodes share no disk, every disk gets its own folder with
+the same manifest, and a step counts when all of them have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from engine.checkpoint.commit import (
+    Checkpoint,
+    commit,
+    find_source,
+    hash_file,
+    list_checkpoints,
+    new_folder,
+    open_checkpoint,
+    put_aside,
+    read_storage_id,
+    recover,
+    remove,
+    storage_id,
+    superfluous,
+    verify_files,
+)
+from engine.checkpoint.fetch import Disk, Fetch
+from engine.checkpoint.manifest import CheckpointError, FileFacts, Manifest
+from engine.checkpoint.state import Restorable
+from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
+from engine.config_checkpoint import CheckpointConfig
+from engine.run.records import utc_now
+
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is committed. stall_s: how long training stood still for it; seconds: until it was on the disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    stall_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is to be saved: tensors as they are now, and JSON values beside them."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+Accept = Callable[[Manifest], None]
+
+
+class Checkpointer:
+    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Path,
+        facts: Mapping[str, Any],
+        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        self.config, self.root, self._facts, self._note = config, root, facts, note
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        # Of its own: a save in the background must not meet the collectives of training.
+        self._group = dist.new_group(backend="gloo")
+        self._pool = ThreadPoolExecutor(1, "checkpoint") if config.in_background else None
+        self._stager = _stager() if config.in_background else None
+        self._pending: Future[Saved] | None = None
+        self._restored: int | None = None
+        with self._agreeing(f"use {root}"):
+            storage = storage_id(root)
+        self._disk = self._find_disk(storage)
+        with self._agreeing(f"put {root} in order"):
+            if self._disk.is_leader:
+                recover(root)
+        self._last_save = time.monotonic()
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is to follow step `step` (from 1); the same on all ranks."""
+        if self.config.every_steps is not None and step % self.config.every_steps == 0:
+            return True
+        if self.config.every_minutes is None:
+            return False
+        elapsed = torch.tensor(time.monotonic() - self._last_save, dtype=torch.float64)
+        dist.broadcast(elapsed, 0)  # not of our group, which a save in the background may be using
+        return float(elapsed) >= 60.0 * self.config.every_minutes
+
+    def save(self, snapshot: Snapshot, *, wait: bool = False) -> list[Saved]:
+        """Save now or, in the background, begin to; `wait`: in any case now. Gives what has been committed meanwhile.
+
+        Raises CheckpointError, on all ranks, when a save fails: this one, or the one before it in the background.
+        """
+        finished = self.finish()
+        begin = self._last_save = time.monotonic()
+        if self._pool is None or wait:
+            return [*finished, self._write(snapshot, begin, None)]
+        assert self._stager is not None
+        copy = Snapshot(
+            snapshot.step, cast("dict[str, Tensor]", self._stager.stage(dict(snapshot.tensors))), snapshot.state
+        )
+        stall_s = time.monotonic() - begin
+        self._pending = self._pool.submit(self._write, copy, begin, stall_s)
+        return finished
+
+    def finish(self) -> list[Saved]:
+        """Wait for a save in the background, if there is one, and give it."""
+        pending, self._pending = self._pending, None
+        return [] if pending is None else [pending.result()]
+
+    def close(self) -> list[Saved]:
+        """Wait for the last save, and give it if it was in the background."""
+        try:
+            return self.finish()
+        finally:
+            if self._pool is not None and self._stager is not None:
+                self._pool.shutdown()
+                self._stager.close()
+            dist.destroy_process_group(self._group)
+
+    def _write(self, snapshot: Snapshot, begin: float, stall_s: float | None) -> Saved:
+        save_id = self._broadcast(secrets.token_hex(_ID_BYTES))
+        where = f"save step {snapshot.step}"
+        with self._agreeing(where):
+            folder = new_folder(self.root, snapshot.step, save_id)
+        try:
+            writer = TensorWriter(folder, self._rank)
+            with self._agreeing(where):
+                save(dict(snapshot.tensors), storage_writer=writer, process_group=self._group)
+            with self._agreeing(where):
+                manifest = self._manifest(snapshot, save_id, writer, folder)
+            with self._agreeing(where):
+                if self._disk.is_leader:
+                    commit(folder, manifest)
+        except BaseException:
+            if self._disk.is_leader:
+                with contextlib.suppress(OSError):
+                    remove(folder)
+            raise
+        self._prune(snapshot.step)
+        seconds = time.monotonic() - begin
+        path = folder.with_name(f"step-{snapshot.step:08d}")
+        return Saved(snapshot.step, path, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
+
+    def _manifest(self, snapshot: Snapshot, save_id: str, writer: TensorWriter, folder: Path) -> Manifest:
+        size, digest = hash_file(folder / file_name(self._rank))
+        own = {file_name(self._rank): FileFacts(size, digest, self._disk.storage)}
+        files: dict[str, FileFacts] = {}
+        for part in self._gather(own):
+            files.update(part)
+        tensors = self._broadcast(writer.tensors)
+        manifest = Manifest(snapshot.step, save_id, utc_now(), files, tensors, snapshot.state, self._facts)
+        if problems := [*manifest.problems(), *_missing(snapshot.tensors, manifest)]:
+            raise CheckpointError(f"what was written is not whole: {problems[0]}")
+        return manifest
+
+    def _prune(self, newest: int) -> None:
+        """Delete what the configuration does not keep; that this fails is told, and ends nothing."""
+        if not self._disk.is_leader:
+            return
+        steps = [checkpoint.step for checkpoint in list_checkpoints(self.root)]
+        protected = {newest, *([] if self._restored is None else [self._restored])}
+        gone = superfluous(
+            steps, keep_last=self.config.keep_last, keep_every=self.config.keep_every_steps, protected=protected
+        )
+        for step in gone:
+            try:
+                remove(self.root / f"step-{step:08d}")
+            except OSError as error:
+                self._note(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(self, target: Restorable, accept: Accept) -> Manifest | None:
+        """Read the newest checkpoint that all disks hold undamaged into `target`; None when there is none.
+
+        Damaged ones are put aside and told. `accept` raises CheckpointError for one that does not go with the rest of
+        this run, as `target` does for one of another model: before anything of it is read. Raises CheckpointError
+        when nothing can be read although something is there.
+        """
+        steps = self._common_steps(self.root)
+        for step in steps:
+            checkpoint = Checkpoint(step, self.root / f"step-{step:08d}")
+            manifest, problem = self._verified(checkpoint, self._disk)
+            if manifest is not None:
+                self._read(checkpoint.path, manifest, target, accept)
+                self._restored = step
+                return manifest
+            with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
+                if self._disk.is_leader:
+                    put_aside(checkpoint, problem)
+            if self._rank == 0:
+                self._note(f"the checkpoint of step {step} is put aside: {problem}")
+        if steps:
+            raise CheckpointError(f"no checkpoint under {self.root} is undamaged; see WHY in each of its .bad folders")
+        return None
+
+    def restore_from(self, source: Path, target: Restorable, accept: Accept) -> Manifest:
+        """As `restore`, from a run, its folder of checkpoints or one checkpoint, in which nothing is changed.
+
+        Of one that is named, damage is an error; else damaged ones are passed over and told.
+        """
+        with self._agreeing(f"go on from {source}"):
+            root, named = find_source(source)
+        disk = self._find_disk(read_storage_id(root))
+        for step in self._common_steps(root) if named is None else [named]:
+            checkpoint = Checkpoint(step, root / f"step-{step:08d}")
+            manifest, problem = self._verified(checkpoint, disk)
+            if manifest is not None:
+                self._read(checkpoint.path, manifest, target, accept)
+                return manifest
+            if named is not None:
+                raise CheckpointError(problem)
+            if self._rank == 0:
+                self._note(f"the checkpoint of step {step} is passed over: {problem}")
+        raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+
+    def _find_disk(self, storage: str) -> Disk:
+        storages = self._gather(storage)
+        peers = tuple(rank for rank, other in enumerate(storages) if other == storage)
+        return Disk(storage, peers.index(self._rank), len(peers), frozenset(storages) - {storage})
+
+    def _common_steps(self, root: Path) -> list[int]:
+        """Steps of which every disk has a checkpoint, newest first."""
+        listed = self._gather([one.step for one in list_checkpoints(root)])
+        return sorted(set.intersection(*map(set, listed)), reverse=True)
+
+    def _verified(self, checkpoint: Checkpoint, disk: Disk) -> tuple[Manifest | None, str]:
+        """(its manifest, "") where all disks together hold the same save undamaged, else (None, why not).
+
+        Raises CheckpointError when it has files on a disk that nobody sees: they may be well.
+        """
+        manifest, problem, absent = None, "", set()
+        try:
+            manifest = open_checkpoint(checkpoint)
+            # A file of a disk that no rank knows may have been copied here.
+            foreign = {
+                name for name, file in manifest.files.items() if file.storage not in {disk.storage, *disk.others}
+            }
+            absent = {name for name in foreign if not (checkpoint.path / name).exists()}
+            own = {name for name, file in manifest.files.items() if file.storage == disk.storage}
+            # Each of the ranks of a disk reads a share of its files.
+            names = sorted(own | foreign - absent)[disk.place :: disk.ranks]
+            verify_files(checkpoint.path, manifest, names)
+        except CheckpointError as error:
+            problem = str(error)
+        answers = self._gather((None if manifest is None else manifest.save_id, problem, absent))
+        problems = [text for _, text, _ in answers if text]
+        if not problems and len({save_id for save_id, _, _ in answers}) > 1:
+            problems = [f"{checkpoint.path}: the nodes' disks hold different saves of this step"]
+        if not problems and (lost := sorted(set.intersection(*(names for _, _, names in answers)))):
+            raise CheckpointError(
+                f"{checkpoint.path} lacks {lost[0]} and {len(lost) - 1} more, which lie on a disk that no rank sees. "
+                "Go on with the nodes that saved it, or copy these files here"
+            )
+        return (None, problems[0]) if problems else (manifest, "")
+
+    def _read(self, folder: Path, manifest: Manifest, target: Restorable, accept: Accept) -> None:
+        with self._agreeing(f"read {folder}"):
+            updates = manifest.whole("updates")
+            accept(manifest)
+            target.check(manifest, str(folder))
+        fetch = Fetch(folder, self.root / f"fetched-{manifest.save_id}", manifest, self._disk, self._group)
+        try:
+            with self._agreeing(f"read {folder}"):
+                reader = TensorReader(manifest, fetch)
+                load(dict(target.tensors), storage_reader=reader, process_group=self._group)
+        finally:
+            fetch.clean()
+        target.loaded(updates)
+
+    # --- together ----------------------------------------------------------------------------------------------------
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self._group)
+        return box[0]
+
+    @contextlib.contextmanager
+    def _agreeing(self, what: str) -> Iterator[None]:
+        """Go on only if this went well on all ranks; else every rank raises CheckpointError with the first cause."""
+        problem = ""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            problem = f"rank {self._rank}: {_reason(error)}"
+        problems = [text for text in self._gather(problem) if text]
+        if problems:
+            raise CheckpointError(f"cannot {what}: {problems[0]}")
+
+
+def _stager() -> DefaultStager:
+    """Copies tensors into host memory that is kept for the next time; pinned where a device copies into it."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=torch.cuda.is_available(),
+        )
+    )
+
+
+def _missing(tensors: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
+    return [f"{name} was not written" for name in tensors if name not in manifest.tensors]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without what DCP wraps around it."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping) and failures:
+        cause = next(iter(failures.values()))
+        error = cause[0] if isinstance(cause, tuple) else cause
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    place = getattr(error, "filename", None)
+    return f"{place}: {text}" if place else " ".join(str(text).split())

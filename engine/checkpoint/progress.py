@@ -1,0 +1,152 @@
+"""The checkpoints of a run as its trainer uses them: where to go on from, when to save, what to write down."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
+from engine.checkpoint.commit import checkpoints_folder
+from engine.checkpoint.manifest import CheckpointError, Manifest
+from engine.checkpoint.state import Weights, training_tensors
+from engine.config import RunConfig, config_fingerprint
+from engine.errors import RunError
+from engine.parallel.mesh import Mesh
+from engine.run.recorder import Recorder
+from engine.runs import RunFolder
+from engine.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training is: optimizer steps done, samples of the endless stream read, tokens trained on."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Whose weights are evaluated: those of run `run_id` after optimizer step `step`."""
+
+    run_id: str
+    step: int
+
+
+class RunCheckpoints:
+    """Checkpoints of one run; every rank calls everything. Where they are off, nothing is written or read."""
+
+    def __init__(
+        self, config: RunConfig, run: RunFolder, mesh: Mesh, train_step: TrainStep, data_hash: str, recorder: Recorder
+    ) -> None:
+        self._config, self._train_step, self._recorder = config, train_step, recorder
+        self._data_hash = data_hash
+        settings = config.train.checkpoint
+        self._root = checkpoints_folder(settings, run.path)
+        self._checkpointer: Checkpointer | None = None
+        if settings.is_on or settings.resume_from is not None:
+            facts = {
+                "run_id": run.run_id,
+                "config_fingerprint": config_fingerprint(config),
+                "mesh": asdict(mesh.degrees),
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            }
+            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note)
+
+    def restore(self) -> Position:
+        """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else the beginning."""
+        if self._checkpointer is None:
+            return Position()
+        self._recorder.phase("restore")
+        settings = self._config.train.checkpoint
+        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        manifest = self._checkpointer.restore(tensors, self._check_data)
+        if manifest is None and settings.resume_from is not None:
+            source = Path(settings.resume_from).expanduser()
+            manifest = self._checkpointer.restore_from(source, tensors, self._check_data)
+        if manifest is None:
+            return Position()
+        position = Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
+        self._train_step.guard.load(_table(manifest.state.get("guard")))
+        self._recorder.restored(position.step, str(manifest.facts.get("run_id")))
+        return position
+
+    def restore_weights(self) -> Evaluated | None:
+        """Reads the weights of `resume_from` and nothing else, whatever data they were trained on; None without it."""
+        source = self._config.train.checkpoint.resume_from
+        if self._checkpointer is None or source is None:
+            return None
+        self._recorder.phase("restore")
+        weights = Weights(self._train_step.model)
+        manifest = self._checkpointer.restore_from(Path(source).expanduser(), weights, lambda manifest: None)
+        found = Evaluated(str(manifest.facts.get("run_id")), manifest.whole("step"))
+        self._recorder.note(f"evaluating the weights of {found.run_id} after step {found.step}")
+        return found
+
+    def rewind(self, position: Position) -> Position:
+        """Go back to the newest checkpoint, but on with the data after `position`. Raises RunError without one."""
+        assert self._checkpointer is not None
+        self._recorder.phase("rewind")
+        self._record(self._checkpointer.finish())
+        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        manifest = self._checkpointer.restore(tensors, self._check_data)
+        if manifest is None:
+            raise RunError(
+                f"step {position.step} is to be undone, but there is no checkpoint yet to go back to; "
+                "lower train.checkpoint.every_steps or optimizer.learning_rate"
+            )
+        self._train_step.guard.rewound(_table(manifest.state.get("guard")))
+        self._recorder.restored(manifest.step, str(manifest.facts.get("run_id")))
+        self._recorder.phase("train")
+        return Position(manifest.step, position.samples, position.tokens)
+
+    def after_step(self, position: Position, *, is_last: bool) -> None:
+        """Save if it is time to, and in any case when this was the last step, whether it was meant to be or not."""
+        checkpointer = self._checkpointer
+        if checkpointer is None or not self._config.train.checkpoint.is_on:
+            return
+        if not (checkpointer.is_due(position.step) or is_last):
+            return
+        self._recorder.phase("checkpoint")
+        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        state = {
+            **asdict(position),
+            "updates": tensors.updates,
+            "guard": self._train_step.guard.state(),
+            "seed": self._config.seed,
+            "seq_len": self._config.train.seq_len,
+            "data_hash": self._data_hash,
+        }
+        self._record(checkpointer.save(Snapshot(position.step, tensors.tensors, state), wait=is_last))
+        self._recorder.phase("train")
+
+    def close(self) -> None:
+        """Wait for a save in the background."""
+        if self._checkpointer is not None:
+            self._record(self._checkpointer.close())
+
+    def _record(self, saves: Sequence[Saved]) -> None:
+        for saved in saves:
+            self._recorder.saved(saved.step, saved.bytes, saved.stall_s, saved.seconds)
+
+    def _check_data(self, manifest: Manifest) -> None:
+        """Raises CheckpointError where the position in `manifest` means something else here."""
+        state = manifest.state
+        here = {"seed": self._config.seed, "seq_len": self._config.train.seq_len, "data_hash": self._data_hash}
+        different = [name for name, value in here.items() if state.get(name) != value]
+        if different:
+            listed = ", ".join(f"{name} was {state.get(name)}, is {here[name]}" for name in different)
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step} is of other data: {listed}. "
+                "Go on with the same data, seed and train.seq_len"
+            )
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

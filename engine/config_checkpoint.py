@@ -1,0 +1,39 @@
+"""Settings of checkpoints, under train.checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config_schema import note
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the training state is saved, where, and what is kept. Off unless a distance between saves is set."""
+
+    every_steps: int | None = field(default=None, metadata=note("steps between checkpoints", "steps", at_least=1))
+    every_minutes: float | None = field(default=None, metadata=note("time between checkpoints", "minutes", above=0))
+    keep_last: int = field(default=2, metadata=note("newest checkpoints that are kept", "checkpoints", at_least=2))
+    keep_every_steps: int | None = field(
+        default=None, metadata=note("checkpoints of multiples of this many steps are kept, too", "steps", at_least=1)
+    )
+    in_background: bool = field(
+        default=False,
+        metadata=note("training goes on while a copy in host memory is written: 12 bytes per parameter, sharded"),
+    )
+    stop_grace_s: float = field(
+        default=60.0,
+        metadata=note("what a run that is asked to stop may take to end its step and save", "seconds", at_least=12),
+    )
+    folder: str | None = field(
+        default=None, metadata=note("where checkpoints lie, by run id; null: checkpoints/ in the run folder")
+    )
+    resume_from: str | None = field(
+        default=None,
+        metadata=note("a run or one of its checkpoints to go on from, whatever its ranks and method were"),
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether checkpoints are written: then also at the end and when the run is asked to stop."""
+        return self.every_steps is not None or self.every_minutes is not None

@@ -1,0 +1,79 @@
+"""What a run trains on: the corpus of its configuration, and prepared ones that are mixed in by weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config import DataConfig
+from engine.data.echo import echoed
+from engine.data.files import hash_json
+from engine.data.lengths import LengthRule, by_length
+from engine.data.prepare import PreparedData, open_prepared
+from engine.data.sampler import MixedSampler, PackedSampler, Sampler
+from engine.errors import DataError
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The corpus `main`, which validation is of, and `others`; weights of all of them, or none without others.
+
+    lengths: how each corpus is divided by the lengths of its documents, if it is.
+    """
+
+    main: PreparedData
+    others: tuple[PreparedData, ...] = ()
+    weights: tuple[float, ...] = ()
+    lengths: LengthRule = field(default_factory=LengthRule)
+
+    @property
+    def content_hash(self) -> str:
+        """Equal on all ranks that have the same tokens in the same shares."""
+        if not self.others and not self.lengths:
+            return self.main.content_hash
+        hashes = [data.content_hash for data in (self.main, *self.others)]
+        lengths = {"buckets": list(self.lengths.buckets), "shares": list(self.lengths.weights)} if self.lengths else {}
+        return str(hash_json({"hashes": hashes, "weights": list(self.weights), **lengths}))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this, in all of them."""
+        return max(data.vocab_size for data in (self.main, *self.others))
+
+    def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int) -> Sampler:
+        """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
+        corpora = [
+            PackedSampler(data.train, seq_len, seed, grad_accum_steps=grad_accum_steps)
+            for data in (self.main, *self.others)
+        ]
+        corpus_weights = self.weights if self.others else (1.0,)
+        if not self.lengths:
+            return MixedSampler(corpora, corpus_weights, seed) if self.others else corpora[0]
+        sources: list[Sampler] = []
+        weights: list[float] = []
+        for corpus, corpus_weight in zip(corpora, corpus_weights, strict=True):
+            classes, class_weights = by_length(corpus, self.lengths)
+            sources += classes
+            weights += [corpus_weight * weight for weight in class_weights]
+        return MixedSampler(sources, weights, seed)
+
+
+def open_training_data(config: DataConfig) -> TrainingData:
+    """The prepared corpus of `config` and those of `mix_paths`, whose tokenizers must be the same; every rank may call.
+
+    Raises DataError when one is not prepared, or was made with another tokenizer.
+    """
+    main = open_prepared(config)
+    if config.echo_tokens is not None:
+        main = echoed(main, config.echo_tokens)
+    others = []
+    for path in config.mix_paths:
+        other = open_prepared(DataConfig(format="shards", paths=(path,)))
+        if (other.tokenizer, other.eod_id) != (main.tokenizer, main.eod_id):
+            raise DataError(
+                f"data.mix_paths: {Path(path)} has tokens of {other.tokenizer} with end of document {other.eod_id}, "
+                f"{main.path} of {main.tokenizer} with {main.eod_id}. Prepare both with the same data.tokenizer."
+            )
+        others.append(other)
+    lengths = LengthRule(config.length_buckets, config.length_weights)
+    return TrainingData(main, tuple(others), config.mix_weights, lengths)

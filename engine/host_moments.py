@@ -1,0 +1,146 @@
+"""AdamW with 8-bit moments on a CPU: the state of torchao's AdamW8bit and its bits, faster and without copies.
+
+torchao compiles its update, so that on a GPU nothing is ever written in fp32 but weights. Not compiled it writes some
+twenty tensors as large as the weight, 2.1 GB each for an embedding of 128K x 4096 numbers, and looks every number's
+code up by eight steps of a search. Here a weight is updated a part at a time, which stays in cache (a number depends on
+its own moments alone, and those on the others of their block of 256), and a code is read off a number's upper bits.
+
+Importing this module needs torchao.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
+from torchao.optim.quant_utils import quantize_8bit_with_qmap
+from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
+
+from engine.row_blocks import ends
+
+# Numbers per part, whole blocks: what a part needs fits into the caches of the cores that share it.
+PART_NUMBERS = 2**18
+_UPPER_BITS = _LOWER_BITS = 16  # of a number: sign, exponent and 7 bits of the mantissa; the other 16 bits of it
+
+
+class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    """torchao's AdamW8bit for weights on a CPU: the same state, and the same bits as its own uncompiled update."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates every weight that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = self._new_buffer(parameter, True)
+            state["exp_avg_sq"] = self._new_buffer(parameter, False)
+        state["step"] += 1
+        tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        for weight, gradient, mean, square in ends(list(zip(*map(parts, tensors), strict=True))):
+            update(weight, gradient, mean, square, state["step"], group)
+
+
+def parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of this rank's numbers of `tensor`, flat, PART_NUMBERS each but for the last."""
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not hasattr(local, "codes"):
+        flat: tuple[Tensor, ...] = local.view(-1).split(PART_NUMBERS)
+        return flat
+    codes = local.codes.view(-1).split(PART_NUMBERS)
+    scales = local.scale.split(PART_NUMBERS // local.block_size)
+    pairs = zip(codes, scales, strict=True)
+    return [type(local)(part, scale, local.qmap, local.signed, local.dtype) for part, scale in pairs]
+
+
+def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+    """One AdamW step of fp32 `weight` [n] in place, in the order of torchao's arithmetic, which rounds the same way.
+
+    mean, square   moments: fp32, or OptimState8bit
+    step           fp32 scalar, from 1
+    """
+    rate, (beta1, beta2) = group["lr"], group["betas"]
+    correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
+    new_mean = widened(mean).lerp_(gradient, 1 - beta1)
+    new_square = widened(square).lerp_(gradient.square(), 1 - beta2)
+    narrow(new_mean, mean)
+    narrow(new_square, square)
+    weight.sub_((rate * group["weight_decay"]) * weight)
+    weight.sub_((new_mean.div_(correction1).mul_(rate)).div_(new_square.sqrt_().div_(correction2).add_(group["eps"])))
+
+
+def widened(moment: Any) -> Tensor:
+    """fp32 copy of a moment."""
+    if not hasattr(moment, "codes"):
+        copy: Tensor = moment.clone()
+        return copy
+    values = moment.qmap.index_select(0, moment.codes.int()).view(len(moment.scale), -1)
+    wide: Tensor = values.mul_(moment.scale.view(-1, 1)).view(-1)
+    return wide
+
+
+def narrow(values: Tensor, moment: Any) -> None:
+    """Writes fp32 `values` [n] into `moment`."""
+    if not hasattr(moment, "codes"):
+        moment.copy_(values)
+        return
+    blocks = values.view(len(moment.scale), -1)
+    torch.amax(blocks.abs(), dim=-1, out=moment.scale).clip_(1e-12)
+    moment.codes.copy_(nearest_codes((blocks / moment.scale.view(-1, 1)).view(-1), moment.signed))
+
+
+def nearest_codes(values: Tensor, signed: bool) -> Tensor:
+    """int32 codes of fp32 `values` [n] within [-1, 1]: those of torchao's quantize_8bit_with_qmap."""
+    lowest, next_from = code_tables(signed)
+    codes = lowest.index_select(0, (values.view(torch.int32) >> _LOWER_BITS) + 2 ** (_UPPER_BITS - 1))
+    return codes.add_(values >= next_from.index_select(0, codes))
+
+
+@lru_cache(maxsize=2)
+def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
+    """(the lowest code of all numbers with the same upper bits [2**16] int32, the number from which a code's next
+    one begins [256] fp32).
+
+    Numbers with the same upper bits lie closer together than the limits between codes, so have two codes at most.
+    Read off torchao's own search.
+    """
+    qmap = torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned())
+    upper = torch.arange(-(2 ** (_UPPER_BITS - 1)), 2 ** (_UPPER_BITS - 1), dtype=torch.int32) << _LOWER_BITS
+    edges = torch.stack([upper, upper + (2**_LOWER_BITS - 1)]).view(torch.float32).clamp(-1.0, 1.0)
+    edges[:, edges.isnan().any(0)] = 0.0
+    codes = quantize_8bit_with_qmap(edges, qmap).int()
+    lowest, highest = codes.amin(0), codes.amax(0)
+    assert int((highest - lowest).max()) <= 1
+    return lowest, _limits(qmap)
+
+
+def _limits(qmap: Tensor) -> Tensor:
+    """The smallest number of [-1, 1] whose code is above c, for every code c; infinite where there is none."""
+    below, above = torch.full((256,), _ordinal(-1.0) - 1), torch.full((256,), _ordinal(1.0) + 1)
+    for _ in range(32):  # the ordinals between them halve
+        middle = (below + above) // 2
+        is_above = quantize_8bit_with_qmap(_number(middle), qmap).int() > torch.arange(256)
+        below, above = torch.where(is_above, below, middle), torch.where(is_above, middle, above)
+    return torch.where(above > _ordinal(1.0), torch.inf, _number(above))
+
+
+def _ordinal(number: float) -> int:
+    """The place of an fp32 number in the order of all, 0 for zero."""
+    bits = int(torch.tensor(abs(number)).view(torch.int32))
+    return bits if number >= 0 else -bits
+
+
+def _number(ordinals: Tensor) -> Tensor:
+    """The fp32 numbers at these places."""
+    magnitudes = ordinals.abs().int().view(torch.float32)
+    return torch.where(ordinals < 0, -magnitudes, magnitudes)

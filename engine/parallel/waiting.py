@@ -1,0 +1,70 @@
+"""Where a rank waits for others on the host, told to a `WaitClock`: collectives of FSDP2, messages of the attention.
+
+On a CPU every collective blocks its caller, so the time in it is the time spent waiting for the last rank, and a little
+for the bytes. On a GPU the host does not wait, and there is nothing to see here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.attention.api import ParallelAttention
+from engine.parallel.collectives import all_gather_into, reduce_scatter_into
+from engine.parallel.fsdp import fsdp_modules
+from engine.parallel.mesh import Mesh
+from engine.waits import WaitClock
+
+
+def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ParallelAttention) -> bool:
+    """Whether `waits` from now on sees all that this rank waits for; where it would see a part only, it sees none.
+
+    Collectives of tensor parallelism and between replicas are not counted, and a rank that waits there unseen would
+    look like the one that others wait for.
+    """
+    if mesh.device.type != "cpu":
+        return False
+    attention.tell_waits_to(waits)
+    all_gather: Any = CountedAllGather(waits)  # FSDP2 has a base class for them, which it does not export
+    reduce_scatter: Any = CountedReduceScatter(waits)
+    for module in fsdp_modules(model):
+        module.set_custom_all_gather(all_gather)
+        module.set_custom_reduce_scatter(reduce_scatter)
+    return mesh.world_size > 1 and mesh.degrees.tp_size == 1 and mesh.degrees.dp_replicate_size == 1
+
+
+class _Counted:
+    """What FSDP2's own collectives are on a CPU, counted."""
+
+    def __init__(self, waits: WaitClock) -> None:
+        self._waits = waits
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the whole message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Counted):
+    """An `AllGather` of FSDP2."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gathers `input_tensor` of all ranks."""
+        with self._waits.waiting("all_gather"):
+            return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedReduceScatter(_Counted):
+    """A `ReduceScatter` of FSDP2."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """This rank's part of the sum of `input_tensor` over all ranks."""
+        with self._waits.waiting("reduce_scatter"):
+            return reduce_scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
