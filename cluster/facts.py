@@ -23,6 +23,7 @@ class NodeFacts:
     python: the interpreter that runs the ranks.
     cwd: the folder relative paths of the configuration start from.
     python_path: PYTHONPATH of the ranks, so that they find `engine`; None when burst is installed in site-packages.
+    has_chosen_gpus: CUDA_VISIBLE_DEVICES says which of its GPUs to use.
     """
 
     hostname: str
@@ -31,6 +32,7 @@ class NodeFacts:
     python: str = sys.executable
     cwd: str = "."
     python_path: str | None = None
+    has_chosen_gpus: bool = False
 
 
 def probe_local_node() -> NodeFacts:
@@ -42,6 +44,7 @@ def probe_local_node() -> NodeFacts:
         python=sys.executable,
         cwd=str(Path.cwd()),
         python_path=_python_path(),
+        has_chosen_gpus="CUDA_VISIBLE_DEVICES" in os.environ,
     )
 
 

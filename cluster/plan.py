@@ -1,28 +1,39 @@
 """`LaunchPlan`: everything a launch will do, as frozen values: the commands, their environment, the files.
 
-Pure functions build it, `burst launch --dry-run` shows it, `cluster.launch` runs that very value. Nothing here touches
-the disk, starts a process or reads the clock.
+Pure functions build it, `burst launch --dry-run` shows it, `cluster.control` runs that very value. Nothing here touches
+the disk or starts a process. RUN/launch.json holds it for whoever controls the run later on.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from cluster.control.link import STOP_GRACE_S, NodeSpec
 from cluster.env.facts import EnvironmentVariable
 from cluster.facts import NodeFacts
-from engine.config import RunConfig, dump_config
+from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
+from cluster.remote_text import one_line
+from engine.config import RunConfig, config_to_dict, dump_config
 from engine.errors import ConfigError
-from engine.runs import RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
+from engine.run.records import json_text
+from engine.runs import RunFolder, initial_state
 
 TRAINER_MODULE = "engine.train"
+PLAN_FILE = "launch.json"
+PLAN_FORMAT = 1
+Launcher = Literal["local", "ssh", "slurm"]
+# What a node far away needs of the run folder; with env/<node>.env, and run.json in a state of its own.
+CONFIG_FILE = "config.yaml"
+NODE_FILES = (CONFIG_FILE, "memory_plan.json")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How the ranks of one node talk, and why."""
+    """How the ranks talk, why, and what one node has of them."""
 
     name: str  # nccl or gloo
     reason: str
@@ -32,54 +43,136 @@ class Backend:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What runs on one node: one command in folder `cwd` with `environment` on top of the inherited one."""
+    """What runs on one node: one command in folder `cwd` with `environment` on top of the node's own.
 
-    hostname: str
+    name: of the node in files and on the screen; not always its host name. folder: the run folder on that node,
+    absolute. log_dir: where its ranks write there. container: the name of the one that argv starts; None: bare.
+    """
+
+    name: str
+    node_rank: int
+    first_rank: int
     local_ranks: int
     argv: tuple[str, ...]
     environment: tuple[EnvironmentVariable, ...]
     cwd: str
+    folder: str
     log_dir: str
+    container: str | None = None
 
     @property
     def env_file(self) -> str:
         """Name of the environment file, relative to the run folder."""
         return f"env/{Path(self.log_dir).name}.env"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "name": self.name,
+            "node_rank": self.node_rank,
+            "first_rank": self.first_rank,
+            "local_ranks": self.local_ranks,
+            "folder": self.folder,
+            "cwd": self.cwd,
+            "log_dir": self.log_dir,
+            "container": self.container,
+            "command": list(self.argv),
+            "environment": {variable.name: variable.value for variable in self.environment},
+            "reasons": {variable.name: variable.reason for variable in self.environment},
+        }
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch. `files` are (name relative to the run folder, text) and complete the run folder."""
+    """One launch. `files` are (name relative to the run folder, text) and complete the run folder.
+
+    is_exclusive: no other run may hold the nodes.
+    """
 
     run_path: str
-    config: RunConfig  # as the ranks will read it: backend, ranks and threads resolved
+    config: RunConfig  # as the ranks will read it: backend, nodes, ranks and threads resolved
     world_size: int
     backend: Backend
     nodes: tuple[NodePlan, ...]
     files: tuple[tuple[str, str], ...]
+    launcher: Launcher = "local"
+    is_exclusive: bool = False
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return Path(self.run_path).name
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values; what `--dry-run --json` prints."""
-        nodes = [
-            {
-                "hostname": node.hostname,
-                "local_ranks": node.local_ranks,
-                "cwd": node.cwd,
-                "command": list(node.argv),
-                "environment": {variable.name: variable.value for variable in node.environment},
-            }
-            for node in self.nodes
-        ]
         return {
+            "format": PLAN_FORMAT,
             "path": self.run_path,
-            "run_id": Path(self.run_path).name,
+            "run_id": self.run_id,
             "exp": self.config.exp,
+            "launcher": self.launcher,
             "world_size": self.world_size,
             "backend": self.backend.name,
             "backend_reason": self.backend.reason,
-            "nodes": nodes,
+            "exclusive": self.is_exclusive,
+            "nodes": [node.to_dict() for node in self.nodes],
+            "config": config_to_dict(self.config),
             "files": dict(self.files),
         }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> LaunchPlan:
+        """The plan that `to_dict` wrote, `files` included if they are there. Raises PlanFileError for anything else."""
+        from cluster.plan_record import plan_from_dict
+
+        return plan_from_dict(document)
+
+
+def with_files(plan: LaunchPlan, *files: tuple[str, str]) -> LaunchPlan:
+    """`plan` with these files, each in the place of one of its name; launch.json says again what the plan is."""
+    names = {name for name, _ in files} | {PLAN_FILE}
+    plan = replace(plan, files=(*(file for file in plan.files if file[0] not in names), *files))
+    return replace(plan, files=(*plan.files, (PLAN_FILE, plan_text(plan))))
+
+
+def with_exclusive(plan: LaunchPlan, *, exclusive: bool) -> LaunchPlan:
+    """`plan` for nodes that no other run may hold, or that may be shared."""
+    return with_files(replace(plan, is_exclusive=exclusive))
+
+
+def plan_text(plan: LaunchPlan) -> str:
+    """The content of launch.json: the plan without the texts of its files, which lie beside it."""
+    return json_text({key: value for key, value in plan.to_dict().items() if key != "files"})
+
+
+def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> NodeSpec:
+    """What the supervisor of `node` is told. lease_s: None: the node goes on without a launcher."""
+    container, checkpoint = plan.config.cluster.container, plan.config.train.checkpoint
+    return NodeSpec(
+        run_id=plan.run_id,
+        node=node.name,
+        node_rank=node.node_rank,
+        num_nodes=len(plan.nodes),
+        first_rank=node.first_rank,
+        local_ranks=node.local_ranks,
+        folder=node.folder,
+        argv=node.argv,
+        cwd=node.cwd,
+        environment={variable.name: variable.value for variable in node.environment},
+        files=() if node.folder == plan.run_path else _node_files(plan, node),
+        container=node.container,
+        engine=tuple(shlex.split(container.command)),
+        lease_s=lease_s,
+        stop_grace_s=checkpoint.stop_grace_s if checkpoint.is_on else STOP_GRACE_S,
+        exclusive=plan.is_exclusive,
+    )
+
+
+def _node_files(plan: LaunchPlan, node: NodePlan) -> tuple[tuple[str, str], ...]:
+    """The files of a run folder that is not the launcher's. Its run.json says that a launcher has begun this run."""
+    wanted = {*NODE_FILES, node.env_file}
+    state = {**initial_state(Path(plan.run_path)), "state": "starting", "world_size": plan.world_size}
+    return (*(file for file in plan.files if file[0] in wanted), ("run.json", json_text(state)))
 
 
 def build_launch_plan(
@@ -99,27 +192,24 @@ def build_launch_plan(
         threads_per_rank=backend.threads_per_rank,
     )
     resolved = replace(config, cluster=cluster)
-    node = _node_plan(facts, backend, run_path, module)
+    node = _node_plan(config, facts, backend, run_path, module)
     files = (
         ("config.yaml", dump_config(resolved)),
         (node.env_file, environment_file(node)),
         ("plan.sh", plan_script(node, run_path)),
     )
-    return LaunchPlan(str(run_path), resolved, backend.local_ranks, backend, (node,), files)
+    # Whoever gives each run GPUs of its own may start several.
+    exclusive = backend.name == "nccl" and not facts.has_chosen_gpus
+    plan = LaunchPlan(str(run_path), resolved, backend.local_ranks, backend, (node,), files, "local", exclusive)
+    return with_files(plan)
 
 
 def _refuse_other_machines(config: RunConfig) -> None:
     """Better no run than one that quietly uses this machine in place of those that were named."""
     if config.cluster.nodes is not None:
-        raise ConfigError(
-            f"cluster.nodes={config.cluster.nodes}: a launch starts ranks on this machine only, so far. "
-            "Add cluster=local to run here; check-nodes, env and image work on those nodes."
-        )
+        raise ConfigError(f"cluster.nodes={config.cluster.nodes} names other machines; add cluster=local to run here")
     if config.cluster.container.runtime != "bare":
-        raise ConfigError(
-            "cluster.container.runtime=docker: a launch starts ranks outside of containers only, so far. "
-            "Add cluster.container.runtime=bare, or run `burst launch` inside the image."
-        )
+        raise ConfigError("cluster.container.runtime=docker: ranks of this machine start outside of containers")
 
 
 def choose_backend(config: RunConfig, facts: NodeFacts) -> Backend:
@@ -147,7 +237,7 @@ def environment_file(node: NodePlan) -> str:
     """The text of env/<node>.env: shell assignments, each below the reason for it."""
     lines = []
     for variable in node.environment:
-        lines += [f"# {variable.reason}", f"{variable.name}={shlex.quote(variable.value)}"]
+        lines += [f"# {one_line(variable.reason, 2000)}", f"{variable.name}={shlex.quote(variable.value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -156,7 +246,7 @@ def plan_script(node: NodePlan, run_path: Path) -> str:
     return "\n".join(
         [
             "#!/bin/sh",
-            f"# Run {run_path.name}: starts {node.local_ranks} ranks on {shlex.quote(node.hostname)}.",
+            f"# Run {run_path.name}: starts {node.local_ranks} ranks on {shlex.quote(node.name)}.",
             f"# Output of the ranks: {shlex.quote(node.log_dir)}",
             "set -eu",
             f"cd {shlex.quote(node.cwd)}",
@@ -169,7 +259,7 @@ def plan_script(node: NodePlan, run_path: Path) -> str:
     )
 
 
-def _node_plan(facts: NodeFacts, backend: Backend, run_path: Path, module: str) -> NodePlan:
+def _node_plan(config: RunConfig, facts: NodeFacts, backend: Backend, run_path: Path, module: str) -> NodePlan:
     log_dir = RunFolder(run_path).log_dir(facts.hostname)
     argv = (
         facts.python,
@@ -189,36 +279,27 @@ def _node_plan(facts: NodeFacts, backend: Backend, run_path: Path, module: str) 
         str(run_path / "config.yaml"),
     )
     return NodePlan(
-        facts.hostname,
-        backend.local_ranks,
-        argv,
-        _environment(facts, backend, run_path, log_dir),
-        facts.cwd,
-        str(log_dir),
+        name=facts.hostname,
+        node_rank=0,
+        first_rank=0,
+        local_ranks=backend.local_ranks,
+        argv=argv,
+        environment=_environment(config, facts, backend, run_path, log_dir),
+        cwd=facts.cwd,
+        folder=str(run_path),
+        log_dir=str(log_dir),
     )
 
 
-def _environment(facts: NodeFacts, backend: Backend, run_path: Path, log_dir: Path) -> tuple[EnvironmentVariable, ...]:
-    per_rank = f"{facts.cores} cores for {backend.local_ranks} ranks"
-    variables = [
-        EnvironmentVariable(
-            RUN_ID_VARIABLE, run_path.name, "marks every process of this run, so that all can be found"
-        ),
-        EnvironmentVariable(RANK_LOGS_VARIABLE, str(log_dir), "each rank writes its output to its own file there"),
-        EnvironmentVariable("OMP_NUM_THREADS", str(backend.threads_per_rank), per_rank),
-        EnvironmentVariable("PYTHONSAFEPATH", "1", "a folder named engine where burst is started must not be imported"),
-        EnvironmentVariable("PYTHONFAULTHANDLER", "1", "a crash in native code leaves Python stacks in the log"),
-    ]
+def _environment(
+    config: RunConfig, facts: NodeFacts, backend: Backend, run_path: Path, log_dir: Path
+) -> tuple[EnvironmentVariable, ...]:
+    threads = Threads(backend.threads_per_rank, f"{facts.cores} cores for {backend.local_ranks} ranks")
+    variables = run_variables(run_path.name, facts.hostname, str(log_dir), threads)
     if facts.python_path:
         variables.append(EnvironmentVariable("PYTHONPATH", facts.python_path, "burst runs from a source tree"))
-    if backend.name == "gloo":
-        variables += [
-            EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "the ranks of this run compute on the CPU"),
-            EnvironmentVariable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine"),
-        ]
-    else:
-        variables += [
-            EnvironmentVariable("NCCL_SOCKET_IFNAME", "lo", "all ranks are on this machine"),
-            EnvironmentVariable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a failed collective ends the rank, no hang"),
-        ]
-    return tuple(variables)
+    variables += backend_variables(backend.name, share_device=config.cluster.ranks_share_device)
+    socket = "GLOO_SOCKET_IFNAME" if backend.name == "gloo" else "NCCL_SOCKET_IFNAME"
+    variables.append(EnvironmentVariable(socket, "lo", "all ranks are on this machine"))
+    variables += recorder_variables(str(log_dir))
+    return with_settings(variables, config.cluster.environment)

@@ -30,7 +30,7 @@ from cluster.errors import SshError, SshFailure
 STRANGERS = 8
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2
-_JUMP_RETRY_S = 30.0
+JUMP_RETRY_S = 30.0
 
 
 def connect(host: Host, pool: SshPool | None = None) -> SshConnection:
@@ -148,11 +148,13 @@ class SshPool:
 
     Each jump host is logged in to once, whatever number of targets lies behind it, and a dead one is waited for once.
     keepalive_s: a link that is silent for three times that while we ask for a sign of life is dead. stall_s: writing to
-    a command fails when it reads nothing for so long.
+    a command fails when it reads nothing for so long. jump_retry_s: so long nobody tries a dead jump host again.
     """
 
-    def __init__(self, *, keepalive_s: float = KEEPALIVE_S, stall_s: float = STALL_S) -> None:
-        self._keepalive_s, self._stall_s = keepalive_s, stall_s
+    def __init__(
+        self, *, keepalive_s: float = KEEPALIVE_S, stall_s: float = STALL_S, jump_retry_s: float = JUMP_RETRY_S
+    ) -> None:
+        self._keepalive_s, self._stall_s, self._jump_retry_s = keepalive_s, stall_s, jump_retry_s
         self._lock = threading.Lock()
         self._jumps: dict[Host, _Jump] = {}
         self._known: dict[tuple[str, ...], HostKeys] = {}
@@ -260,7 +262,7 @@ class SshPool:
         try:
             if jump.transport is not None and jump.transport.is_active():
                 return jump.transport
-            if jump.error is None or time.monotonic() - jump.failed_at > _JUMP_RETRY_S:
+            if jump.error is None or time.monotonic() - jump.failed_at > self._jump_retry_s:
                 self._log_in_to_jump(jump, host.jump, deadline)
             if jump.error is None and jump.transport is not None:
                 return jump.transport

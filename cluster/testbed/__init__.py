@@ -1,1 +1,1 @@
-"""A virtual cluster on one Linux machine: network namespaces with an sshd, a Docker engine and fake hardware each."""
+"""A virtual cluster on one Linux machine: network namespaces, each with sshd, Docker, Slurm and fake hardware."""

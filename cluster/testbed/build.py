@@ -28,6 +28,7 @@ from cluster.testbed.machine import check_machine, run_command
 from cluster.testbed.network import BLOCKS, Command, block_network
 from cluster.testbed.node import Node, make_key, sshd_options
 from cluster.testbed.routes import used_networks
+from cluster.testbed.slurm import SlurmRig
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.teardown import leftovers, remove_parts
 from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, cluster_config_text, is_cluster_config, ssh_config_text
@@ -64,6 +65,11 @@ class Testbed:
         if name not in self.node_names:
             raise TestbedError(f"testbed {self.name} has no node {name!r}; it has {self.state.spec.node_set}")
         return Node(self.state, name, self.folder.node(name))
+
+    @property
+    def slurm(self) -> SlurmRig | None:
+        """Its Slurm; None when it has none."""
+        return SlurmRig(self.state, self.folder) if self.state.spec.slurm else None
 
     def host(self, name: str, connect_timeout_s: float = 10.0) -> Host:
         """How SSH reaches a node."""
@@ -120,10 +126,14 @@ def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
     commands = list(testbed.state.network.commands())
     for node in testbed.nodes:
         files |= {str(path): text for path, text in node.files("(made by ssh-keygen)\n", passwd).items()}
-        inside = ("nsenter", f"--target=$(cat {node.folder.holder_pid})", "--net", "--mount", "--uts")
+        inside = _inside(node)
         commands += [node.hold_command(), (*inside, *node.sshd_command())]
         if spec.docker:
             commands.append((*inside, *node.docker_command()))
+    if testbed.slurm is not None:
+        files |= {str(path): text for path, text in testbed.slurm.files().items()}
+        commands += testbed.slurm.commands()
+        commands += [(*_inside(node), *testbed.slurm.node_command(node.name)) for node in testbed.nodes]
     return TestbedPlan(spec, str(folder.path), str(config_file), tuple(commands), files)
 
 
@@ -133,7 +143,7 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
     Raises TestbedError, with nothing left behind, when this machine cannot carry it, when one of that name stands, or
     when `config_file` is somebody else's. `on_step` is told what is done now.
     """
-    check_machine(docker=spec.docker)
+    check_machine(docker=spec.docker, slurm=spec.slurm)
     hardware_files(spec.hardware, spec.node_names[0], 1, ())
     if config_file.exists() and not is_cluster_config(config_file.read_text(encoding="utf-8", errors="replace")):
         raise TestbedError(f"{config_file} is not ours; choose another --name, or move that file away")
@@ -169,6 +179,11 @@ def open_testbed(name: str) -> Testbed:
     return Testbed(folder, state)
 
 
+def _inside(node: Node) -> Command:
+    """What goes before a command of a node in a plan: its namespaces are not there yet."""
+    return ("nsenter", f"--target=$(cat {node.folder.holder_pid})", "--net", "--mount", "--uts")
+
+
 def _build(testbed: Testbed, config_file: Path, on_step: OnStep) -> None:
     spec, nodes = testbed.state.spec, testbed.nodes
     on_step("network")
@@ -189,6 +204,11 @@ def _build(testbed: Testbed, config_file: Path, on_step: OnStep) -> None:
         for step in (Node.start_docker, Node.wait_for_docker):
             for node in nodes:
                 step(node)
+    if testbed.slurm is not None:
+        on_step("Slurm")
+        testbed.slurm.write()
+        testbed.slurm.start(nodes)
+        testbed.slurm.wait()
     for path, text in _shared_files(testbed, config_file).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@
     state.json                     the description below
     client_key known_hosts ssh_config
     shared/                        what cluster.shared_folder names
+    slurm/                         everything of Slurm, see `cluster.testbed.slurm`
     nodes/NODE/                    one folder per node, see `NodeFolder`
 """
 
@@ -26,7 +27,9 @@ from engine.errors import ConfigError
 from engine.run.records import read_json_object, replace_json
 
 DEFAULT_ROOT = Path("/var/lib/burst-testbed")
-_ENTRIES = frozenset({"state.json", "client_key", "client_key.pub", "known_hosts", "ssh_config", "shared", "nodes"})
+_ENTRIES = frozenset(
+    {"state.json", "client_key", "client_key.pub", "known_hosts", "ssh_config", "shared", "nodes", "slurm"}
+)
 DIR_VARIABLE = "BURST_TESTBED_DIR"
 _LOCK_WAIT_S = 60.0
 
@@ -80,6 +83,11 @@ class NodeFolder:
     """Paths of one node; `fake` is what BURST_PROBE_ROOT names when the node has fake hardware."""
 
     path: Path
+
+    @property
+    def testbed(self) -> TestbedFolder:
+        """The folder of its testbed."""
+        return TestbedFolder(self.path.parents[1])
 
     @property
     def etc(self) -> Path:
@@ -154,6 +162,11 @@ class TestbedFolder:
     def shared(self) -> Path:
         """A folder that all nodes see under one name."""
         return self.path / "shared"
+
+    @property
+    def slurm_conf(self) -> Path:
+        """Slurm's configuration, beside everything else of Slurm."""
+        return self.path / "slurm" / "slurm.conf"
 
     @property
     def state_file(self) -> Path:

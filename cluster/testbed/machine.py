@@ -27,28 +27,32 @@ _TOOLS = {
     "sshd": "openssh-server",
 }
 _DOCKER_TOOLS = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
+_SLURM_TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 _COMMAND_TIMEOUT_S = 60.0
 
 
-def missing_requirements(*, docker: bool, platform: str, root: bool, path: str) -> list[str]:
+def missing_requirements(*, docker: bool, platform: str, root: bool, path: str, slurm: bool = False) -> list[str]:
     """What keeps this machine from carrying a testbed, one sentence each; empty when nothing does."""
     if platform != "linux":
         return [f"a testbed is made of Linux network namespaces; this is {platform}"]
     missing: dict[str, list[str]] = {}
-    for tool, package in {**_TOOLS, **(_DOCKER_TOOLS if docker else {})}.items():
+    tools = {**_TOOLS, **(_DOCKER_TOOLS if docker else {}), **(_SLURM_TOOLS if slurm else {})}
+    for tool, package in tools.items():
         if shutil.which(tool, path=path) is None:
             missing.setdefault(package, []).append(tool)
     problems = [
-        f"{' and '.join(tools)} not found: apt-get install {package}" for package, tools in sorted(missing.items())
+        f"{' and '.join(names)} not found: apt-get install {package}" for package, names in sorted(missing.items())
     ]
     if not root:
         problems.append("a testbed needs root (network namespaces, mounts, sshd): run it with sudo")
     return problems
 
 
-def check_machine(*, docker: bool = False) -> None:
+def check_machine(*, docker: bool = False, slurm: bool = False) -> None:
     """Raise TestbedError that says exactly what is missing."""
-    problems = missing_requirements(docker=docker, platform=sys.platform, root=os.geteuid() == 0, path=search_path())
+    problems = missing_requirements(
+        docker=docker, slurm=slurm, platform=sys.platform, root=os.geteuid() == 0, path=search_path()
+    )
     if problems:
         raise TestbedError("this machine cannot carry a testbed:\n" + "\n".join(f"  {line}" for line in problems))
 

@@ -22,6 +22,7 @@ class TestbedSpec:
 
     rate_bits_per_s: of every link, each way; None: as fast as the machine. docker_in_memory: the engines keep their
     images in memory instead of on the disk that all nodes share. hardware: profile of the fake GPUs and InfiniBand.
+    slurm: a Slurm controller, and a daemon on every node.
     """
 
     __test__ = False  # of pytest: not a class of tests
@@ -33,6 +34,7 @@ class TestbedSpec:
     docker: bool = False
     docker_in_memory: bool = False
     hardware: str = "none"
+    slurm: bool = False
 
     def __post_init__(self) -> None:
         problems = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import socket
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,13 +31,14 @@ class Service(enum.StrEnum):
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node. addresses: by interface. faults: those in force, in words."""
+    """One node. addresses: by interface. faults: those in force, in words. slurm: what Slurm says of it."""
 
     name: str
     addresses: dict[str, str]
     sshd: Service
     docker: Service
     faults: tuple[str, ...]
+    slurm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class TestbedStatus:
     hardware: str = "none"
     config_file: str | None = None
     ssh_config: str | None = None
+    slurm_conf: str | None = None
     leftovers: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,8 +75,9 @@ def read_status(name: str) -> TestbedStatus:
         if not left:
             raise TestbedError(f"no testbed {name} stands. Build it: burst testbed up --name {name}")
         return TestbedStatus(name, False, str(folder.path), leftovers=left)
+    slurm = None if testbed.slurm is None else testbed.slurm.node_states()
     with ThreadPoolExecutor(max_workers=len(testbed.nodes)) as pool:
-        nodes = tuple(pool.map(_node_status, testbed.nodes))
+        nodes = tuple(pool.map(lambda node: _node_status(node, slurm), testbed.nodes))
     state, spec = testbed.state, testbed.state.spec
     return TestbedStatus(
         name=name,
@@ -86,10 +90,11 @@ def read_status(name: str) -> TestbedStatus:
         hardware=spec.hardware,
         config_file=state.config_file,
         ssh_config=str(folder.ssh_config),
+        slurm_conf=str(folder.slurm_conf) if spec.slurm else None,
     )
 
 
-def _node_status(node: Node) -> NodeStatus:
+def _node_status(node: Node, slurm: Mapping[str, str] | None) -> NodeStatus:
     spec, network = node.state.spec, node.state.network
     return NodeStatus(
         name=node.name,
@@ -97,6 +102,7 @@ def _node_status(node: Node) -> NodeStatus:
         sshd=_sshd(node),
         docker=Service.NONE if not spec.docker else Service.UP if node.docker_answers() else Service.DOWN,
         faults=tuple(str(fault) for fault in node.state.faults.get(node.name, ())),
+        slurm=None if slurm is None else slurm.get(node.name, "no controller"),
     )
 
 

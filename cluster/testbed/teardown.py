@@ -20,6 +20,7 @@ from cluster.testbed.folder import DEFAULT_ROOT, TestbedError, TestbedFolder, fo
 from cluster.testbed.machine import try_command
 from cluster.testbed.network import PREFIX, namespace_prefix
 from cluster.testbed.node import NAMESPACES
+from cluster.testbed.slurm import slurm_control_groups
 from cluster.testbed.spec import is_testbed_name
 from cluster.testbed.texts import MARK_VARIABLE, control_group, is_cluster_config
 from engine.run.process import process_start
@@ -147,8 +148,8 @@ def _group_processes(group: Path) -> list[int]:
 
 def _control_groups(name: str) -> list[Path]:
     """The testbed's control groups, in every hierarchy (one in version 2, several in version 1)."""
-    own = control_group(name)
-    candidates = [_CONTROL_GROUPS / own, *(path / own for path in _CONTROL_GROUPS.glob("*") if not path.is_symlink())]
+    hierarchies = [_CONTROL_GROUPS, *(path for path in _CONTROL_GROUPS.glob("*") if not path.is_symlink())]
+    candidates = [path / own for path in hierarchies for own in (control_group(name), *slurm_control_groups(name))]
     return [path for path in candidates if path.is_dir()]
 
 

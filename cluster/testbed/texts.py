@@ -81,6 +81,8 @@ def session_environment(state: TestbedState, node: str, folder: NodeFolder) -> d
     environment = {"PATH": ":".join(folders), MARK_VARIABLE: state.spec.name}
     if state.spec.hardware != "none":
         environment["BURST_PROBE_ROOT"] = str(folder.fake)
+    if state.spec.slurm:
+        environment["SLURM_CONF"] = str(folder.testbed.slurm_conf)
     if state.spec.docker:
         environment["DOCKER_HOST"] = f"unix://{folder.docker_socket}"
     return environment
@@ -151,11 +153,16 @@ def cluster_config_text(state: TestbedState, folder: TestbedFolder) -> str:
             f'nodes: "{spec.node_set}"',
             f"interface: {spec.interfaces[1] if spec.rails else spec.interfaces[0]}",
             f"shared_folder: {json.dumps(str(folder.shared))}",
+            "# All nodes share this machine's cores.",
+            "ranks_per_node: 1",
+            "threads_per_rank: 1",
             "ssh:",
             f"  config_file: {json.dumps(str(folder.ssh_config))}",
             f"  known_hosts: {json.dumps(str(folder.known_hosts))}",
             "container:",
             "  runtime: bare",
+            "  # Such machines may lack the right to raise limits, and have no devices to hand on.",
+            "  run_options: [--ipc=host]",
             "",
         ]
     )

@@ -1,42 +1,40 @@
 """Memory control groups of a process (cgroup v1 and v2): limits, and how often the kernel killed for lack of memory.
 
-Every function takes the folder of procfs, so that tests can show it another machine.
+Every function takes the folder of procfs, so that tests can show it another machine. Python 3.6.
 """
 
-from __future__ import annotations
-
 import contextlib
-from dataclasses import dataclass
-from pathlib import Path
+import os
+from typing import List, NamedTuple, Optional, Tuple, Union
 
-PROC = Path("/proc")
+PROC = "/proc"
 _NO_LIMIT = 2**60  # v1 writes the largest page-aligned number for "none"
+_MAX_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class OomCounter:
+class OomCounter(NamedTuple):
     """A file that counts processes killed for lack of memory.
 
     of_group: it counts the group of the process alone (and groups below it); else the whole machine.
     """
 
-    path: Path
+    path: str
     of_group: bool
 
-    def read(self) -> int | None:
+    def read(self) -> Optional[int]:
         """Kills so far; None when the file is gone or does not say."""
         with contextlib.suppress(OSError, ValueError):
-            for line in self.path.read_text(encoding="ascii", errors="replace").splitlines():
+            for line in _read(self.path).splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
         return None
 
 
-def memory_groups(pid: int | str = "self", proc: Path = PROC) -> tuple[Path, ...]:
+def memory_groups(pid: Union[int, str] = "self", proc: str = PROC) -> Tuple[str, ...]:
     """Folders of the memory control groups of a process, its own first, then those around it; empty if unknown."""
-    with contextlib.suppress(OSError):
-        membership = (proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-        mounts = (proc / "self" / "mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    with contextlib.suppress(OSError, ValueError):
+        membership = _read(os.path.join(proc, str(pid), "cgroup")).splitlines()
+        mounts = _read(os.path.join(proc, "self", "mountinfo")).splitlines()
         paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in membership)}
         v1 = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), None)
         if v1 is not None:
@@ -46,25 +44,35 @@ def memory_groups(pid: int | str = "self", proc: Path = PROC) -> tuple[Path, ...
     return ()
 
 
-def oom_counter(pid: int | str = "self", proc: Path = PROC) -> OomCounter | None:
+def oom_counter(pid: Union[int, str] = "self", proc: str = PROC) -> Optional[OomCounter]:
     """The nearest counter of process `pid`: its group's, that of a group around it, or the machine's; None if unknown.
 
     The kernel counts a kill in the group of the process that it killed, whoever's limit was reached.
     """
-    files = [folder / name for folder in memory_groups(pid, proc) for name in ("memory.events", "memory.oom_control")]
-    counters = [*(OomCounter(path, of_group=True) for path in files), OomCounter(proc / "vmstat", of_group=False)]
+    groups = memory_groups(pid, proc)
+    files = [os.path.join(folder, name) for folder in groups for name in ("memory.events", "memory.oom_control")]
+    counters = [OomCounter(path, True) for path in files] + [OomCounter(os.path.join(proc, "vmstat"), False)]
     return next((counter for counter in counters if counter.read() is not None), None)
 
 
-def memory_limit_bytes(pid: int | str = "self", proc: Path = PROC) -> int | None:
+def memory_limit_bytes(pid: Union[int, str] = "self", proc: str = PROC) -> Optional[int]:
     """Host memory that process `pid` and its group may use: the least of its groups' limits and of the machine."""
-    limits = [_machine_bytes(proc)]
+    limits = [meminfo_bytes("MemTotal", proc)]
     for folder in memory_groups(pid, proc):
-        limits += [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+        limits += [_number(os.path.join(folder, name)) for name in ("memory.max", "memory.limit_in_bytes")]
     return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
 
 
-def _folders(path: str, mounts: list[str], kind: str, option: str | None) -> tuple[Path, ...]:
+def meminfo_bytes(name: str, proc: str = PROC) -> Optional[int]:
+    """A figure of the machine's memory, such as MemTotal."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in _read(os.path.join(proc, "meminfo")).splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _folders(path: str, mounts: List[str], kind: str, option: Optional[str]) -> Tuple[str, ...]:
     """The group `path` and all above it, as far as the hierarchy is mounted here."""
     for line in mounts:
         place, _, source = line.partition(" - ")
@@ -75,19 +83,16 @@ def _folders(path: str, mounts: list[str], kind: str, option: str | None) -> tup
         # A container without a namespace of its own sees only its part of the hierarchy: `root` of it.
         inside = path[len(root) :] if root != "/" and path.startswith(root) else path
         names = [name for name in inside.split("/") if name and name != ".."]
-        return tuple(Path(point, *names[:depth]) for depth in range(len(names), -1, -1))
+        return tuple(os.path.join(point, *names[:depth]) for depth in range(len(names), -1, -1))
     return ()
 
 
-def _machine_bytes(proc: Path) -> int | None:
+def _number(path: str) -> Optional[int]:
     with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "meminfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("MemTotal:"):
-                return int(line.split()[1]) * 1024
+        return int(_read(path))  # "max" is no number: no limit
     return None
 
 
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text(encoding="ascii", errors="replace"))  # "max" is no number: no limit
-    return None
+def _read(path: str) -> str:
+    with open(path, "rb") as file:
+        return file.read(_MAX_BYTES).decode("utf-8", "replace")

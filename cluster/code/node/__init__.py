@@ -1,0 +1,1 @@
+"""Runs on nodes: Python 3.6, standard library only."""

@@ -1,0 +1,159 @@
+"""Puts code that comes over stdin into its place on a node: whole, verified, or not at all. Python 3.6.
+
+ROOT/<code id>/engine/...      good for every run that names it
+ROOT/<code id>.part-<nonce>    being unpacked
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import stat
+import sys
+import tarfile
+import time
+from typing import Any, Dict, List
+
+from cluster.code.node.tree import check_tree, expand, replaceable_above, used_code
+
+_DAY_S = 86400.0
+_ARCHIVE_BYTES = 256 << 20
+
+
+class InstallError(Exception):
+    """The code cannot be brought into its place."""
+
+
+def install(root: str, code_id: str, archive: bytes, nonce: str) -> str:
+    """ "present" or "installed". A damaged folder is replaced; of two that install at once either one's is good."""
+    make_root(root)
+    target = os.path.join(root, code_id)
+    if check_tree(target, code_id) == "good":
+        with contextlib.suppress(FileNotFoundError):  # whoever found it damaged before is putting another in its place
+            os.utime(target, None)
+        return "present"
+    part = f"{target}.part-{nonce}"
+    try:
+        os.mkdir(part, 0o700)
+        unpack(archive, part)
+        state = check_tree(part, code_id)
+        if state != "good":
+            raise InstallError(f"the archive did not arrive whole: {state}")
+        put_in_place(part, target, code_id, nonce)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return "installed"
+
+
+def make_root(root: str) -> None:
+    """The folder of all code, ours alone. Raises InstallError when it is not."""
+    os.makedirs(root, 0o700, exist_ok=True)
+    found = os.stat(root)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise InstallError(f"{root} belongs to somebody else, or others may write there")
+    stranger = replaceable_above(os.path.join(root, "code"))
+    if stranger is not None:
+        raise InstallError(f"{stranger} belongs to somebody else, or others may put another folder there")
+
+
+def unpack(archive: bytes, folder: str) -> None:
+    """The regular files of a tar, each below `folder`. Raises InstallError for anything else."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+            for member in packed:
+                parts = member.name.split("/")
+                if not member.isreg() or member.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
+                    raise InstallError(f"the archive holds {member.name[:100]!r}")
+                path = os.path.join(folder, *parts)
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                source = packed.extractfile(member)
+                assert source is not None
+                with open(path, "xb") as file:
+                    shutil.copyfileobj(source, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.chmod(path, 0o600)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise InstallError(f"the archive cannot be read: {error}") from error
+
+
+def put_in_place(part: str, target: str, code_id: str, nonce: str) -> None:
+    """Rename `part` to `target`; what lies there and is not good goes away, what is good stays."""
+    for attempt in range(5):
+        if _renamed(part, target) or check_tree(target, code_id) == "good":
+            return  # in the second case another one was faster
+        aside = f"{target}.bad-{nonce}-{attempt}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, aside)
+        _remove(aside)
+    raise InstallError(f"{target} cannot be replaced")
+
+
+def _renamed(part: str, target: str) -> bool:
+    try:
+        os.rename(part, target)
+    except OSError:
+        return False
+    return True
+
+
+def prune(root: str, keep: int, age_s: float, now: float) -> List[str]:
+    """Names of the code that was removed: all but the `keep` used last, if unused for `age_s` and by any process."""
+    in_use = ":".join(used_code())
+    entries = []
+    for name in os.listdir(root):
+        path = os.path.join(root, name)
+        with contextlib.suppress(OSError):
+            entries.append((os.lstat(path).st_mtime, name, path))
+    entries.sort(reverse=True)
+    whole = [entry for entry in entries if len(entry[1]) == 64]
+    torn = [entry for entry in entries if ".part-" in entry[1] or ".bad-" in entry[1]]
+    removed = []
+    for mtime, name, path in whole[keep:] + [entry for entry in torn if now - entry[0] > _DAY_S]:
+        if now - mtime > age_s and path not in in_use:
+            _remove(path)
+            removed.append(name)
+    return removed
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def main() -> None:
+    """Read a question and an archive from stdin, answer with one line of JSON between fences."""
+    from cluster.preflight.node.talk import answer, read_exactly, read_question
+
+    question = read_question()
+    size = int(question["bytes"])
+    if not 0 <= size <= _ARCHIVE_BYTES:
+        sys.exit(1)
+    archive = read_exactly(size)
+    answer(question, _handle(question, archive))
+
+
+def _handle(question: Dict[str, Any], archive: bytes) -> Dict[str, Any]:
+    home = os.path.expanduser("~")
+    root = expand(str(question["root"]), home) or ""
+    code_id = str(question["code_id"])
+    try:
+        for folder in question["folders"]:
+            os.makedirs(expand(str(folder), home) or "", 0o700, exist_ok=True)
+        if not archive:
+            return {"state": check_tree(os.path.join(root, code_id), code_id)}
+        state = install(root, code_id, archive, str(question["nonce"]))
+        removed = prune(root, int(question["keep"]), float(question["age_s"]), time.time())
+        return {"state": state, "removed": removed}
+    except InstallError as error:
+        return {"error": str(error)}
+    except OSError as error:
+        return {"error": f"{error.filename or root}: {error.strerror or error}"}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"usage": "started by burst over SSH"}))

@@ -1,0 +1,105 @@
+"""Brings the code of the ranks to the nodes that lack it; where all share a folder, to the first one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.access.connection import Connection
+from cluster.access.fanout import fan_out
+from cluster.access.hosts import Host
+from cluster.access.nodes import fold_nodes
+from cluster.code.archive import CodeArchive, CodeError
+from cluster.preflight.bundle import NoAnswerError, ask_program
+from cluster.remote_text import one_line
+
+MODULES = ("cluster.code.node.tree", "cluster.preflight.node.talk", "cluster.code.node.install")
+KEEP = 5
+_DAY_S = 86400.0
+_SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node
+_TIMEOUT_S = 120.0
+
+Connect = Callable[[Host], Connection]
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """Where the code of a run lies. root: the folder of all code on a node, which may begin with ~/. is_shared: all
+    nodes see one folder there."""
+
+    root: str
+    is_shared: bool
+
+
+def code_place(node_folder: str | None, shared_folder: str | None, user: str) -> CodePlace:
+    """The place that the configuration means. user: tells users of a shared folder apart."""
+    if shared_folder is not None:
+        return CodePlace(f"{shared_folder.rstrip('/')}/.burst-{user}/code", True)
+    return CodePlace(f"{(node_folder or '~/.burst').rstrip('/')}/code", False)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What nodes get. folders: more of them to be made, by node; containers mount them. width: nodes at a time."""
+
+    archive: CodeArchive
+    place: CodePlace
+    folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    width: int = 64
+
+
+def upload_code(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict[str, str]:
+    """What was done by node, "present" or "installed". Raises CodeError with all nodes that do not have it now."""
+    first, others = (hosts[:1], hosts[1:]) if delivery.place.is_shared else (hosts, [])
+    states = _on_all(first, delivery, connect)
+    # Sharing is proven, not believed: every other node must see what the first one wrote.
+    seen = replace(delivery, archive=CodeArchive(delivery.archive.code_id, b"", 0))
+    return states | _on_all(others, seen, connect)
+
+
+def _on_all(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict[str, str]:
+    def work(host: Host) -> str:
+        with connect(host) as connection:
+            return _install(connection, delivery)
+
+    outcomes = fan_out(hosts, work, width=delivery.width)
+    failed: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        if outcome.error is not None:
+            failed.setdefault(_without_name(str(outcome.error), name), []).append(name)
+    if failed:
+        raise CodeError("\n".join(f"{fold_nodes(names)}: {text}" for text, names in failed.items()))
+    return {name: outcome.value or "" for name, outcome in outcomes.items()}
+
+
+def _install(connection: Connection, delivery: Delivery) -> str:
+    archive, place = delivery.archive, delivery.place
+    question = {
+        "folders": list(delivery.folders.get(connection.host.name, ())),
+        "root": place.root,
+        "code_id": archive.code_id,
+        "nonce": secrets.token_hex(8),
+        "keep": KEEP,
+        "age_s": _SHARED_AGE_S if place.is_shared else _DAY_S,
+    }
+    name = connection.host.name
+    try:
+        answer = ask_program(connection, MODULES, question, data=archive.data, timeout_s=_TIMEOUT_S)
+    except NoAnswerError as error:
+        raise CodeError(f"{name}: cannot lay the code of the ranks: {error}") from error
+    state = one_line(str(answer.get("state", "")), 300)
+    if answer.get("error"):
+        raise CodeError(f"{name}: cannot lay the code of the ranks: {one_line(str(answer['error']), 300)}")
+    if not archive.data:
+        if state != "good":
+            text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
+            raise CodeError(f"{name}: {text}; is cluster.shared_folder shared by all nodes?")
+        return "present"
+    if state not in ("present", "installed"):
+        raise CodeError(f"{name}: cannot lay the code of the ranks: it answered {state!r}")
+    return state
+
+
+def _without_name(text: str, name: str) -> str:
+    return text.removeprefix(f"{name}: ")

@@ -1,0 +1,324 @@
+"""The one process that leads a run: starts it on all nodes, watches, stops, judges, and keeps run.json true.
+
+It works through `NodeLink`s alone, so it does not know whether a node is this machine, far away or given by Slurm. It
+may die at any moment: nodes then stop by themselves when their lease ends, unless another controller comes in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.control.attempt import begin_attempt, finish, follow_first_node, read_log_starts
+from cluster.control.busy import controlling, own_facts
+from cluster.control.fleet import Fleet, Part
+from cluster.control.hang_watch import HangWatch
+from cluster.control.judge import Case, complete, judge
+from cluster.control.link import NodeLink
+from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
+from cluster.control.progress import StepWatch
+from cluster.control.signs import Signs
+from cluster.control.starting import Starter, start_failure
+from cluster.control.stopping import Requests, StopRequests
+from cluster.control.timing import Clock, LaunchTiming, SystemClock
+from cluster.failure import Failure
+from cluster.plan import LaunchPlan, node_spec
+from cluster.plan_record import with_texts
+from engine.run.records import utc_now
+from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+
+_START_POLL_S = 0.02  # a person waits for it
+_CATCH_UP_S = 1.0  # for the threads of the links to read what came while this process was stopped
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a run is led. start: begin it; else take over what runs. detached: nodes go on without a launcher."""
+
+    start: bool = True
+    detached: bool = False
+    timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
+    clock: Clock = SystemClock()  # noqa: RUF009 - has no state
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """Who is told of a run, and who may ask for its end."""
+
+    observer: LaunchObserver
+    stop: StopRequests
+
+
+def control(
+    plan: LaunchPlan,
+    run: RunFolder,
+    links: Sequence[NodeLink],
+    observer: LaunchObserver,
+    stop: StopRequests,
+    manner: Manner = Manner(),
+) -> LaunchOutcome:
+    """Lead `run` to its end over `links`, one per node of `plan` in its order; the outcome, also written to run.json.
+
+    The run folder holds the plan's files already. Whatever happens here, an exception of the observer included, the
+    nodes are asked to kill what runs before this returns; the links are closed. Raises ControllerBusyError when
+    somebody else leads the run, RunFolderError when its folder cannot be written.
+    """
+    try:
+        with controlling(run):
+            if manner.start:
+                begin_attempt(plan, run, _lease_s(plan, manner))
+                if stop.count:
+                    return finish(run, LaunchOutcome("cancelled", INTERRUPTED))
+            elif run.read_state()["state"] not in FINAL_STATES:
+                run.record(**own_facts())
+            if plan.launcher == "slurm" and run.read_state()["state"] not in FINAL_STATES:
+                from cluster.slurm.allocate import await_nodes
+
+                granted = await_nodes(plan, run, observer, stop, start=manner.start)
+                if isinstance(granted, LaunchOutcome):
+                    return finish(run, granted)
+                plan, links = granted[0], [*links, *granted[1]]
+            own = links[-len(plan.nodes) :]
+            return finish(run, _Lead(plan, run, own, Watchers(observer, stop), manner).to_the_end())
+    finally:
+        for link in links:
+            link.close()
+
+
+def _lease_s(plan: LaunchPlan, manner: Manner) -> float | None:
+    # What Slurm was given does not end with its launcher: it waits in a queue, and has a time limit.
+    return None if manner.detached or plan.launcher == "slurm" else plan.config.cluster.lease_s
+
+
+class _Lead:
+    """One run, from its first to its last moment."""
+
+    def __init__(
+        self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], watchers: Watchers, manner: Manner
+    ) -> None:
+        self.plan, self.run, self.observer, self.stop = plan, run, watchers.observer, watchers.stop
+        self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
+        self.fleet = Fleet(plan, run, links, _lease_s(plan, manner))
+        self.fleet.log_starts = read_log_starts(run)
+        self.requests = Requests(self.stop, run)
+        self.signs, self.steps = Signs(plan, run, self.fleet.log_starts), StepWatch(run, self.clock.monotonic)
+        self.hang = HangWatch(plan, run, links, self.steps, self.clock)
+        self.failure: Failure | None = None  # what was found here rather than by looking at what is left
+        self.is_cancelled = False
+        self._request: tuple[str, float] | None = None  # what was last asked for: cause and grace
+        self.trouble_at: float | None = None
+        self._is_begun = not manner.start
+        self._early_at: float | None = None
+        self._completed_at: float | None = None
+        self._turn_at = self._hears_from = self._now
+
+    def to_the_end(self) -> LaunchOutcome:
+        """The outcome. Should anything go wrong here, everything is killed first."""
+        try:
+            return self._until_end()
+        except BaseException as error:
+            self.fleet.abandon(self.clock, self.timing)
+            if self.stop.count:
+                finish(self.run, LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover))
+            else:
+                failure = complete(Failure("launcher", type(error).__name__, str(error)), self._case())
+                finish(self.run, LaunchOutcome("failed", 1, failure, self.fleet.leftover))
+            raise
+
+    def _until_end(self) -> LaunchOutcome:
+        if self.manner.start:
+            self._start()
+        self.fleet.follow()
+        self.steps.touch()
+        while self.requests.level < 3:
+            self._look()
+            if self.fleet.is_over(self._now, self.timing.sync_s):
+                break
+            self.fleet.beat(self._now, self.timing.beat_s)
+            self._heed_requests()
+            self._heed_losses()
+            if self._completed_at is not None:
+                self._heed_completion()
+            elif not self.requests.level and self.failure is None:
+                self._heed_signs()
+                self._heed_hang()
+            self.fleet.give_up(self._now)
+            self._show()
+            self.clock.sleep(self.timing.poll_s)
+        self._show()
+        if self.requests.level >= 3:
+            return LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover)
+        if self.fleet.unsynced:
+            self.observer.note(f"the last lines of the logs of {', '.join(self.fleet.unsynced)} did not arrive")
+        return judge(self._case())
+
+    def _case(self) -> Case:
+        return Case(self.plan, self.run, self.fleet.findings, self.failure, self.is_cancelled, self.fleet.leftover)
+
+    @property
+    def _stop_grace_s(self) -> float:
+        """How long ranks may take to end when somebody asks them to: longer where they save what they have first."""
+        checkpoint = self.plan.config.train.checkpoint
+        return max(self.timing.stop_grace_s, checkpoint.stop_grace_s) if checkpoint.is_on else self.timing.stop_grace_s
+
+    # --- the beginning -----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin on all nodes. After a refusal, or a request to stop, those that did begin are asked to end."""
+        parts, plan = self.fleet.parts, with_texts(self.plan)
+        specs = [node_spec(plan, part.node, lease_s=self.fleet.lease_s) for part in parts]
+        starter = Starter([part.link for part in parts], specs, self.plan.config.cluster.ssh.fan_out)
+        for part in parts:
+            part.is_absent = True
+        try:
+            self._await_starts(starter)
+        finally:
+            if not starter.is_done:  # left in a hurry: what was asked to begin may do so all the same
+                starter.halt()
+                for part in parts:
+                    if part.is_absent and part.name in starter.asked - starter.refusals.keys():
+                        part.is_absent, part.was_alive = False, True
+        if starter.refusals:
+            self._after_refusal(starter.refusals)
+
+    def _await_starts(self, starter: Starter) -> None:
+        """Return once all have begun or refused, or somebody wants to leave at once."""
+        begun: set[str] = set()
+        while self.requests.level < 3:
+            is_done = starter.is_done
+            late = set(starter.poll())
+            begun |= late
+            for part in self.fleet.parts:
+                part.is_absent = part.name not in begun
+                if part.name in late and self._request is not None:
+                    self._order(part, *self._request)  # it was being started when the request came
+            if is_done:
+                break
+            self._look()
+            self.fleet.beat(self._now, self.timing.beat_s)
+            self._heed_requests()
+            if self.requests.level:
+                starter.halt()
+            self._show()
+            self.clock.sleep(min(self.timing.poll_s, _START_POLL_S))
+
+    def _after_refusal(self, refusals: Mapping[str, BaseException]) -> None:
+        if not self.requests.level:
+            self._fail(start_failure(refusals), "start")
+        for part in self.fleet.parts:
+            if getattr(refusals.get(part.name), "kind", "") == "unreachable":
+                part.link.stop("start", 0.0)
+                part.is_absent, part.was_alive = False, True
+                part.given_up = "it could not be reached while it was asked to start, and may have begun all the same"
+
+    # --- every turn --------------------------------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> float:
+        return self.clock.monotonic()
+
+    def _look(self) -> None:
+        self.fleet.look(self._now)
+        self.steps.poll()
+        if not self._is_begun and self.fleet.is_begun:
+            self._is_begun = True
+            with contextlib.suppress(RunFolderError):
+                self.run.record(nodes_started_at=utc_now())
+        if follow_first_node(self.plan, self.run) == "completed" and self._completed_at is None:
+            self._completed_at = self._now
+
+    def _show(self) -> None:
+        self.observer.nodes(self.fleet.statuses)
+        self.observer.tick()
+
+    def _heed_requests(self) -> None:
+        """Pass on what somebody asks for. Who stops a run that is failing does not make it a cancelled one."""
+        level = self.requests.level
+        for request in self.requests.poll():
+            grace_s = self._stop_grace_s if request.grace_s is None else request.grace_s
+            if grace_s > 0:
+                self.observer.stopping(request.cause, grace_s)
+            else:
+                self.observer.note(f"{request.cause}: killing what is left")
+            self._request = (request.cause, grace_s)
+            for part in self.fleet.parts:
+                self._order(part, request.cause, grace_s)
+        if self.requests.level and not level:
+            self.is_cancelled = self.trouble_at is None and self.failure is None
+
+    def _heed_losses(self) -> None:
+        """Nodes that cannot be heard, or whose supervisor is gone without a word, end the run."""
+        lost_s = self.timing.lost_s if self.timing.lost_s is not None else self.plan.config.cluster.lease_s / 2
+        if self._now > self._turn_at + lost_s / 2:  # stopped, or starved: it was not the nodes that were silent
+            self._hears_from = self._now + _CATCH_UP_S
+        self._turn_at = self._now
+        if self._now < self._hears_from:
+            return
+        lines = self.fleet.find_lost(self.clock, lost_s)
+        if lines and self._completed_at is None:
+            self._note_trouble(lines[0])
+            self._stop_rest("node lost", {})
+
+    def _heed_completion(self) -> None:
+        """Ranks that go on although training is complete are stopped in the end."""
+        assert self._completed_at is not None
+        if self._now > self._completed_at + self.timing.finish_s:
+            self._stop_rest("completed", {})
+
+    def _heed_signs(self) -> None:
+        """A failure: first let every node see what it sees, then stop those that see nothing, then kill the rest."""
+        signs = self.signs.strong({part.name: part.status for part in self.fleet.parts})
+        if not signs and self.trouble_at is None:
+            signs = self._early_ends()
+        if signs and self.trouble_at is None:
+            name, text = next(iter(signs.items()))
+            self._note_trouble(f"{name}: {text}")
+        if self.trouble_at is None:
+            return
+        if self._now >= self.trouble_at + self.timing.evidence_s:
+            self._stop_rest("failure", signs)
+        if self._now >= self.trouble_at + self.timing.failure_grace_s:
+            for part in self.fleet.parts:
+                # No SIGTERM before it: torchrun is on its way to say which rank failed first.
+                self._order(part, "failure", 0.0)
+
+    def _early_ends(self) -> dict[str, str]:
+        """Ranks that ended well although training is not complete, after time for the news that it is."""
+        weak = self.signs.weak({part.name: part.status for part in self.fleet.parts})
+        if not weak:
+            self._early_at = None
+            return {}
+        if self._early_at is None:
+            self._early_at = self._now
+        is_last = self.steps.step >= self.plan.config.train.steps
+        patience_s = self.timing.early_exit_s if is_last else self.timing.vanish_s
+        return weak if self._now > self._early_at + patience_s else {}
+
+    def _heed_hang(self) -> None:
+        failure = self.hang.poll(self.fleet.statuses, self.timing) if self.trouble_at is None else None
+        if failure is not None:
+            self._fail(failure, "hang")
+
+    # --- stopping ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, failure: Failure, cause: str) -> None:
+        """The run is over for a reason that was found here: kill it everywhere."""
+        self.failure = failure
+        self._note_trouble(failure.message)
+        for part in self.fleet.parts:
+            self._order(part, cause, 0.0)
+
+    def _note_trouble(self, text: str) -> None:
+        if self.trouble_at is None:
+            self.trouble_at = self._now
+            self.observer.note(f"{text}; stopping the run")
+
+    def _stop_rest(self, cause: str, signs: Mapping[str, str]) -> None:
+        """Stop the nodes that show no sign of a failure of their own."""
+        for part in self.fleet.parts:
+            if part.name not in signs and part.order is None:
+                self._order(part, cause, self.timing.failure_grace_s)
+
+    def _order(self, part: Part, cause: str, grace_s: float) -> None:
+        self.fleet.order(part, cause, grace_s, self.clock, self.timing)

@@ -1,0 +1,190 @@
+"""What the nodes of a run left behind, gathered from the run folder for `cluster.failure`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.control.link import NodeStatus
+from cluster.failure import Death, KillFacts, NodeEvidence, first_death
+from cluster.plan import LaunchPlan, NodePlan
+from engine.run.records import read_json_object
+from engine.runs import RunFolder
+
+TORCHRUN_LOG = "torchrun.log"
+_LOG_TAIL_BYTES = 256 * 1024
+_MAX_ERROR_BYTES = 4 << 20
+_RANK_ERROR = re.compile(r"rank(\d{1,9})\.error\.json")
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """The first request to stop that a node got from us: when, in our clock, and what its torchrun had said by then."""
+
+    cause: str
+    at_ns: int
+    death: Death | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a node was given up, and since when it said nothing, in our clock."""
+
+    reason: str
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that is known of the nodes, by name. log_starts: bytes of torchrun.log that earlier attempts wrote."""
+
+    statuses: Mapping[str, NodeStatus] = field(default_factory=dict)
+    orders: Mapping[str, StopOrder] = field(default_factory=dict)
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    log_starts: Mapping[str, int] = field(default_factory=dict)
+
+
+def collect_evidence(plan: LaunchPlan, run: RunFolder, findings: Findings) -> tuple[NodeEvidence, ...]:
+    """One value per node of `plan`; what came of our own request to stop is left out or marked as an echo."""
+    return tuple(_of_node(node, run, findings) for node in plan.nodes)
+
+
+def rank_errors(node: NodePlan, run: RunFolder, offset_ns: int = 0) -> list[dict[str, Any]]:
+    """The errors that ranks of `node` left, with time_ns in our clock; files of ranks of other nodes are ignored."""
+    errors = []
+    folder = run.log_dir(node.name)
+    for name in _names(folder):
+        found = _RANK_ERROR.fullmatch(name)
+        rank, path = int(found[1]) if found else -1, folder / name
+        if not node.first_rank <= rank < node.first_rank + node.local_ranks:
+            continue
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            if path.stat().st_size <= _MAX_ERROR_BYTES and (error := read_json_object(path)):
+                time_ns = error.get("time_ns")
+                error["time_ns"] = time_ns - offset_ns if isinstance(time_ns, int) else None
+                errors.append({**error, "rank": rank})
+    return errors
+
+
+def torchrun_death(node: NodePlan, run: RunFolder, start: int) -> Death | None:
+    """The rank that torchrun of `node` named first in this attempt, whose output begins at byte `start`."""
+    death = first_death(tail_text(torchrun_log(node, run), start=start), node.first_rank)
+    is_own = death is not None and node.first_rank <= death.rank < node.first_rank + node.local_ranks
+    return death if is_own else None
+
+
+def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
+    """Where the output of torchrun of `node` lies in the run folder."""
+    return run.log_dir(node.name) / TORCHRUN_LOG
+
+
+def log_starts(plan: LaunchPlan, run: RunFolder) -> dict[str, int]:
+    """How long every torchrun.log is now, before a new attempt appends to it."""
+    sizes = {}
+    for node in plan.nodes:
+        with contextlib.suppress(OSError):
+            sizes[node.name] = torchrun_log(node, run).stat().st_size
+    return sizes
+
+
+def tail_text(path: Path, size: int = _LOG_TAIL_BYTES, start: int = 0) -> str:
+    """The last `size` bytes of a log, but none before byte `start`, as text; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size, start if start <= end else 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def seen_deaths(node: NodePlan, status: NodeStatus) -> list[Death]:
+    """How the supervisor of `node` saw ranks end, so far, in our clock; what makes no sense is left out."""
+    source: Any = (status.outcome or status.supervisor or {}).get("deaths")
+    deaths = []
+    for entry in source if isinstance(source, list) else []:
+        if not isinstance(entry, Mapping):
+            continue
+        rank, code, pid, at_ns = (_whole(entry.get(name)) for name in ("rank", "exit_code", "pid", "at_ns"))
+        if rank is not None and node.first_rank <= rank < node.first_rank + node.local_ranks:
+            time_ns = None if at_ns is None else at_ns - status.clock_offset_ns
+            deaths.append(Death(rank, code, pid, time_ns, _kill_facts(entry.get("memory"))))
+    return deaths
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder; not by globbing, for this is done often and on hundreds of folders."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def _of_node(node: NodePlan, run: RunFolder, findings: Findings) -> NodeEvidence:
+    status = findings.statuses.get(node.name, NodeStatus(node.name))
+    outcome = status.outcome or {}
+    order = findings.orders.get(node.name) or _order_of_others(status)
+    loss, start = findings.losses.get(node.name), findings.log_starts.get(node.name, 0)
+    vanished = [death for death in seen_deaths(node, status) if _came_before(death, order)]
+    death = torchrun_death(node, run, start)
+    if order is not None and (death is None or death.rank not in {seen.rank for seen in vanished}):
+        death = order.death  # what it says after it was asked to stop may be our doing
+    death = _timed(death, vanished)
+    exit_code = _whole(outcome.get("exit_code")) if outcome.get("cause") == "exit" else None
+    return NodeEvidence(
+        node.name,
+        [_marked(error, order) for error in rank_errors(node, run, status.clock_offset_ns)],
+        death,
+        vanished,
+        None if order is not None and exit_code is not None and exit_code < 0 else exit_code,
+        _kill_facts(outcome.get("memory")) or KillFacts(),
+        None if loss is None else loss.reason,
+        None if loss is None else loss.since_ns,
+        tail_text(torchrun_log(node, run), start=start),
+    )
+
+
+def _order_of_others(status: NodeStatus) -> StopOrder | None:
+    """When the node itself, or somebody who controlled the run before, began to stop its ranks."""
+    outcome = status.outcome or {}
+    at_ns = _whole(outcome.get("stop_at_ns"))
+    if outcome.get("cause") not in ("stop", "lease") or at_ns is None:
+        return None
+    return StopOrder(str(outcome.get("stop_cause")), at_ns - status.clock_offset_ns)
+
+
+def _came_before(death: Death, order: StopOrder | None) -> bool:
+    return order is None or (death.at_ns is not None and death.at_ns < order.at_ns)
+
+
+def _timed(death: Death | None, seen: Sequence[Death]) -> Death | None:
+    """`death` with the time at which the supervisor saw it, and what it knew of it."""
+    other = None if death is None else next((other for other in seen if other.rank == death.rank), None)
+    return death if death is None or other is None else replace(death, at_ns=other.at_ns, kill=other.kill)
+
+
+def _marked(error: Mapping[str, Any], order: StopOrder | None) -> Mapping[str, Any]:
+    """`error`, called an echo when it came after the node was asked to stop."""
+    time_ns = error.get("time_ns")
+    is_late = order is not None and isinstance(time_ns, int) and time_ns > order.at_ns
+    return {**error, "is_echo": is_late or error.get("kind") == "peer_lost"}
+
+
+def _kill_facts(facts: Any) -> KillFacts | None:
+    if not isinstance(facts, Mapping):
+        return None
+    evidence, hint, memory = (facts.get(name) for name in ("evidence", "hint", "memory"))
+    return KillFacts(
+        evidence if isinstance(evidence, str) and evidence else None,
+        hint if isinstance(hint, str) and hint else None,
+        memory if isinstance(memory, Mapping) else None,
+    )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,251 @@
+"""The nodes of a run as its controller keeps them: what each says, what it was asked for, when it is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.control.evidence import Findings, Loss, StopOrder, torchrun_death
+from cluster.control.link import NodeLink, NodeStatus
+from cluster.control.outcome import Leftover
+from cluster.control.timing import Clock, LaunchTiming
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan, NodePlan
+from engine.runs import RunFolder
+
+_SWEEP_S = 10.0
+
+
+@dataclass
+class Part:
+    """One node of the run; times are those of the controller's monotonic clock.
+
+    is_absent: nothing of the run was ever started there. give_up_at: when it is no longer waited for. kill_at: when its
+    processes are killed.
+    """
+
+    node: NodePlan
+    link: NodeLink
+    status: NodeStatus
+    order: StopOrder | None = None
+    loss: Loss | None = None
+    sweep: Sweep | None = None
+    is_absent: bool = False
+    was_alive: bool = False
+    given_up: str | None = None
+    give_up_at: float | None = None
+    kill_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node itself said how its part ended."""
+        return self.status.outcome is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something may still run there that answers."""
+        return not (self.is_absent or self.has_ended or self.loss is not None or self.given_up is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the node says that it goes on."""
+        return self.is_open and not self.is_mute and self.status.phase in ("starting", "running", "stopping")
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether the node cannot be heard, so that nobody knows."""
+        return self.is_open and self.status.problem is not None
+
+    def look(self, now: float) -> None:
+        """Take in what the node says."""
+        if self.is_absent:
+            return
+        self.status = self.link.poll()
+        self.was_alive = self.was_alive or self.status.phase in ("starting", "running", "stopping")
+        if self.has_ended and self.ended_at is None:
+            self.ended_at = now
+
+    def is_over(self, now: float, sync_s: float) -> bool:
+        """Whether nothing more is to be had of this node; `sync_s`: how long the last of its files are waited for."""
+        if self.is_absent or self.given_up is not None:
+            return True
+        if self.loss is not None:
+            return self.sweep is None or self.sweep.is_done
+        return self.ended_at is not None and (self.status.is_synced or now > self.ended_at + sync_s)
+
+    def why_lost(self, lost_s: float) -> str | None:
+        """Why the node counts as lost, if it does; `lost_s`: how long it may say nothing."""
+        status = self.status
+        if status.phase == "lost":
+            return self.status.problem or "its supervisor was killed, and the ranks with it"
+        if status.heard_s > lost_s:
+            return f"nothing was heard of it for {status.heard_s:.0f} s ({status.problem or 'no reason is known'})"
+        if status.phase == "none" and self.was_alive:
+            return "nothing is left there of the run that it had begun"
+        return None
+
+    def leftover(self, lease_s: float | None) -> Leftover | None:
+        """What may still run there although it is no longer waited for."""
+        if (
+            self.is_absent
+            or self.has_ended
+            or (self.status.phase == "none" and not self.was_alive and self.loss is None)
+        ):
+            return None
+        if self.sweep is not None and self.sweep.is_done and self.sweep.problem is None:
+            return Leftover(self.name, self.sweep.pids, "they would not die") if self.sweep.pids else None
+        reason = self.given_up or (self.loss.reason if self.loss is not None else "it was left while it was stopping")
+        if lease_s is not None:
+            reason += f"; its ranks end by themselves {lease_s:g} s after it last heard of a launcher"
+        return Leftover(self.name, (), reason)
+
+
+@dataclass
+class Sweep:
+    """Clearing a node in a thread, because that may take long; `start` once."""
+
+    link: NodeLink
+    timeout_s: float
+    pids: tuple[int, ...] = ()
+    problem: str | None = None
+    _thread: threading.Thread | None = field(default=None, repr=False)
+
+    def start(self) -> Sweep:
+        """Begin."""
+        self._thread = threading.Thread(target=self._work, name=f"sweep {self.link.node}", daemon=True)
+        self._thread.start()
+        return self
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to its end, in whichever way."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            self.pids = self.link.sweep(self.timeout_s)
+        except (ClusterError, OSError) as error:
+            self.problem = str(error)
+
+
+class Fleet:
+    """All nodes of one run. lease_s: how long they go on without a launcher; None: for ever."""
+
+    def __init__(self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], lease_s: float | None) -> None:
+        pairs = zip(plan.nodes, links, strict=True)
+        self.parts = [Part(node, link, NodeStatus(node.name)) for node, link in pairs]
+        self.lease_s = lease_s
+        self.log_starts: dict[str, int] = {}
+        self._run = run
+        self._next_beat = 0.0
+
+    @property
+    def statuses(self) -> list[NodeStatus]:
+        """What is known of every node, in their order."""
+        return [part.status for part in self.parts]
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the ranks of all nodes have been started."""
+        return all(
+            not part.is_absent
+            and part.status.phase in ("running", "stopping", "ended")
+            and (part.status.outcome or {}).get("cause") != "start_failed"
+            for part in self.parts
+        )
+
+    @property
+    def findings(self) -> Findings:
+        """All that is known, for the judge."""
+        return Findings(
+            {part.name: part.status for part in self.parts},
+            {part.name: part.order for part in self.parts if part.order is not None},
+            {part.name: part.loss for part in self.parts if part.loss is not None},
+            self.log_starts,
+        )
+
+    @property
+    def leftover(self) -> tuple[Leftover, ...]:
+        """What may still run, were the controller to leave now."""
+        return tuple(left for part in self.parts if (left := part.leftover(self.lease_s)) is not None)
+
+    @property
+    def unsynced(self) -> list[str]:
+        """Nodes that have ended, but whose files did not all arrive."""
+        return [part.name for part in self.parts if part.has_ended and not part.status.is_synced]
+
+    def follow(self) -> None:
+        """Begin to watch every node on which something was started."""
+        for part in self.parts:
+            if not part.is_absent:
+                part.link.follow()
+
+    def look(self, now: float) -> None:
+        """Take in what the nodes say."""
+        for part in self.parts:
+            part.look(now)
+
+    def beat(self, now: float, interval_s: float) -> None:
+        """Renew the leases, when it is time to."""
+        if now < self._next_beat:
+            return
+        self._next_beat = now + interval_s
+        for part in self.parts:
+            if part.is_open:
+                part.link.beat()
+
+    def is_over(self, now: float, sync_s: float) -> bool:
+        """Whether nothing more is to be had of any node."""
+        return all(part.is_over(now, sync_s) for part in self.parts)
+
+    def find_lost(self, clock: Clock, lost_s: float) -> list[str]:
+        """One line per node that is lost from now on; those that answer are being swept."""
+        lines = []
+        for part in self.parts:
+            reason = part.why_lost(lost_s) if part.is_open else None
+            if reason is None:
+                continue
+            part.loss = Loss(reason, clock.time_ns() - int(part.status.heard_s * 1e9))
+            if part.status.heard_s <= lost_s:
+                part.sweep = Sweep(part.link, _SWEEP_S).start()
+            lines.append(f"{part.name}: {reason}")
+        return lines
+
+    def order(self, part: Part, cause: str, grace_s: float, clock: Clock, timing: LaunchTiming) -> None:
+        """Ask a node for the end, unless it was asked to be as quick before."""
+        kill_at = clock.monotonic() + grace_s
+        if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
+            return
+        if part.order is None:
+            death = torchrun_death(part.node, self._run, self.log_starts.get(part.name, 0))
+            part.order = StopOrder(cause, clock.time_ns(), death)
+        part.kill_at, part.give_up_at = kill_at, kill_at + timing.kill_s
+        part.link.stop(cause, grace_s)
+
+    def give_up(self, now: float) -> None:
+        """No longer wait for nodes that were to have ended long ago."""
+        for part in self.parts:
+            if part.is_open and part.give_up_at is not None and now > part.give_up_at:
+                why = f" ({part.status.problem})" if part.status.problem else ""
+                part.given_up = f"it did not end in time{why}"
+
+    def abandon(self, clock: Clock, timing: LaunchTiming) -> None:
+        """Have everything killed, in bounded time, whatever else goes wrong."""
+        deadline = clock.monotonic() + timing.kill_s
+        for part in self.parts:
+            with contextlib.suppress(Exception):
+                part.look(clock.monotonic())
+                self.order(part, "exception", 0.0, clock, timing)
+        while clock.monotonic() < deadline and any(part.is_open for part in self.parts):
+            clock.sleep(timing.poll_s)
+            for part in self.parts:
+                with contextlib.suppress(Exception):
+                    part.look(clock.monotonic())

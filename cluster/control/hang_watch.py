@@ -1,0 +1,179 @@
+"""Notices that a run makes no steps any more, has every rank write down where it is, and says who holds it up."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.control.evidence import tail_text
+from cluster.control.link import NodeLink, NodeStatus
+from cluster.control.progress import StepWatch
+from cluster.control.timing import Clock, LaunchTiming
+from cluster.failure import Failure
+from cluster.hang import RankEvidence, find_culprit
+from cluster.plan import LaunchPlan, NodePlan
+from cluster.remote_text import one_line
+from engine.run.records import read_json_object
+from engine.runs import RunFolder
+
+LEAST_S = 30.0
+SLOW_STEPS = 5.0
+LONG_S = 15 * 60.0  # before the first step, after the last, and where no steps are made
+STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
+TRAINING_PHASE = "train"
+_MAX_BYTES = 4 << 20
+_FLIGHT_S = 2.0  # ranks look for a request of their flight record every half second
+
+
+class HangWatch:
+    """Watches the steps of one run; `poll` gives a failure once a hang was seen and the ranks had time to report."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        run: RunFolder,
+        links: Sequence[NodeLink],
+        steps: StepWatch,
+        clock: Clock,
+    ) -> None:
+        self._plan, self._run, self._links, self._steps, self._clock = plan, run, links, steps, clock
+        self._nonce = ""
+        self._asked_at: float | None = None
+        self._stopped: dict[int, Any] = {}
+
+    def poll(self, statuses: Sequence[NodeStatus], timing: LaunchTiming) -> Failure | None:
+        """The failure; None while the run goes on, or its ranks are still reporting."""
+        self._note_stopped(statuses)
+        if self._steps.silence_s <= self.limit_s:
+            self._asked_at = None  # it only took its time
+            return None
+        if self._asked_at is None:
+            self._asked_at, self._nonce = self._clock.monotonic(), secrets.token_hex(8)
+            for link in self._links:
+                link.request_stacks(self._nonce)
+            return None
+        if self._clock.monotonic() < self._asked_at + timing.stacks_s and not self._have_reported():
+            return None
+        return self._accuse(statuses)
+
+    @property
+    def limit_s(self) -> float:
+        """How long nothing may be heard of a step: as configured, else by the steps so far; long where none is made."""
+        slowest_s = self._steps.slowest_step_s
+        makes_steps = self._steps.phase in (TRAINING_PHASE, "") and self._steps.step < self._plan.config.train.steps
+        limit_s = self._plan.config.cluster.hang_timeout_s
+        if slowest_s is None or not makes_steps:
+            limit_s = max(LONG_S, limit_s or 0.0)
+        elif limit_s is None:
+            limit_s = max(LEAST_S, SLOW_STEPS * slowest_s)
+        if any(count >= 2 for count, _ in self._stopped.values()):
+            limit_s = min(limit_s, max(STOPPED_S, 2 * (self._steps.slowest_step_s or 0.0)))
+        return limit_s
+
+    def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
+        """Count for how many reports of its node's health in a row a rank has been stopped."""
+        for status in statuses:
+            health = status.health or {}
+            ranks = health.get("ranks")
+            for name, facts in ranks.items() if isinstance(ranks, Mapping) else ():
+                if not isinstance(facts, Mapping) or not str(name).isdecimal():
+                    continue
+                rank = int(name)
+                count, at = self._stopped.get(rank, (0, None))
+                if facts.get("state") not in ("T", "t"):
+                    self._stopped.pop(rank, None)
+                elif at != health.get("at"):
+                    self._stopped[rank] = (count + 1, health.get("at"))
+
+    def _have_reported(self) -> bool:
+        """Whether every node says that its ranks have written their stacks, and those that can their flight record."""
+        answers = [self._answer(node) for node in self._plan.nodes]
+        if any(answer is None for answer in answers):
+            return False
+        assert self._asked_at is not None
+        if self._clock.monotonic() > self._asked_at + _FLIGHT_S + 1.0:
+            return True
+        return all(
+            self._state(answer, rank) in ("T", "t", "gone", "Z") or self._flight(node, rank) is not None
+            for node, answer in zip(self._plan.nodes, answers, strict=True)
+            for rank in _ranks(node)
+        )
+
+    def _accuse(self, statuses: Sequence[NodeStatus]) -> Failure:
+        evidence = [
+            self._evidence(node, rank, self._answer(node) or _health_ranks(status))
+            for node, status in zip(self._plan.nodes, statuses, strict=True)
+            for rank in _ranks(node)
+        ]
+        silence = f"no step for {self._steps.silence_s:.0f} s"
+        culprit = find_culprit(evidence)
+        if culprit is None:
+            return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=self._steps.step or None)
+        accused = next(one for one in evidence if one.rank == culprit.ranks[0])
+        place = accused.status or {}
+        step, phase = place.get("step"), place.get("phase")
+        return Failure(
+            "hang",
+            "Hang",
+            f"{silence}{':' if culprit.certain else '; probably:'} {culprit.reason}",
+            rank=accused.rank,
+            host=accused.host,
+            step=step if isinstance(step, int) else self._steps.step or None,
+            phase=one_line(phase) if isinstance(phase, str) else None,
+            stacks=str(self._path(accused.host, accused.rank, ".stacks")),
+            details=culprit.lines,
+        )
+
+    def _evidence(self, node: NodePlan, rank: int, ranks: Mapping[str, Any]) -> RankEvidence:
+        return RankEvidence(
+            rank,
+            node.name,
+            self._state(ranks, rank),
+            _read(self._path(node.name, rank, ".status.json")),
+            self._stacks(node, rank, ranks),
+            self._flight(node, rank),
+        )
+
+    def _stacks(self, node: NodePlan, rank: int, ranks: Mapping[str, Any]) -> str | None:
+        """What the rank wrote for this request: what it wrote for an earlier one shows where it was, not is."""
+        facts = ranks.get(str(rank))
+        if isinstance(facts, Mapping) and facts.get("answered") is False:
+            return None
+        return tail_text(self._path(node.name, rank, ".stacks")) or None
+
+    def _answer(self, node: NodePlan) -> Mapping[str, Any] | None:
+        """The ranks of stacks_done.json of `node`, if that answers our question."""
+        folder = self._run.path / "nodes" / self._run.log_dir(node.name).name
+        document = _read(folder / "stacks_done.json") or {}
+        ranks = document.get("ranks")
+        return ranks if document.get("nonce") == self._nonce and isinstance(ranks, Mapping) else None
+
+    def _flight(self, node: NodePlan, rank: int) -> Mapping[str, Any] | None:
+        document = _read(self._path(node.name, rank, ".flight.json"))
+        return document if document is not None and document.get("nonce") == self._nonce else None
+
+    def _state(self, ranks: Mapping[str, Any] | None, rank: int) -> str | None:
+        facts = (ranks or {}).get(str(rank))
+        state = facts.get("state") if isinstance(facts, Mapping) else None
+        return state if isinstance(state, str) else None
+
+    def _path(self, node: str, rank: int, suffix: str) -> Path:
+        return self._run.log_path(node, rank).with_suffix(suffix)
+
+
+def _health_ranks(status: NodeStatus) -> Mapping[str, Any]:
+    ranks = (status.health or {}).get("ranks")
+    return ranks if isinstance(ranks, Mapping) else {}
+
+
+def _ranks(node: NodePlan) -> range:
+    return range(node.first_rank, node.first_rank + node.local_ranks)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,174 @@
+"""How a run ended: from what its nodes left behind to one verdict, with place, memory and advice."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.advice import advice
+from cluster.control.evidence import Findings, collect_evidence, torchrun_log
+from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
+from cluster.failure import Failure, find_failure
+from cluster.plan import LaunchPlan, NodePlan
+from cluster.remote_text import one_line
+from engine.run.records import read_json_object
+from engine.runs import RunFolder
+
+OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+_WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be judged.
+
+    failure: what the controller itself found. cancelled: it was asked to stop the run. is_orphan: there was none.
+    """
+
+    plan: LaunchPlan
+    run: RunFolder
+    findings: Findings
+    failure: Failure | None = None
+    cancelled: bool = False
+    leftover: tuple[Leftover, ...] = ()
+    is_orphan: bool = False
+
+
+def judge(case: Case) -> LaunchOutcome:
+    """The outcome of a run whose nodes have all ended, or were given up."""
+    leftover = tuple({item.node: item for item in (*_leftovers(case), *case.leftover)}.values())
+    state = case.run.read_state()["state"]
+    if state == "completed":
+        return LaunchOutcome("completed", 0, leftover=leftover)
+    found = case.failure or next((status.failure for status in case.findings.statuses.values() if status.failure), None)
+    if found is None and (case.cancelled or _was_cancelled(case, state)):
+        return LaunchOutcome("cancelled", INTERRUPTED, leftover=leftover)
+    failure = complete(found or _find(case), case)
+    return LaunchOutcome(failure.status, failure.exit_code, failure, leftover)
+
+
+def complete(failure: Failure, case: Case) -> Failure:
+    """`failure` with its place, its log, memory beside what was predicted, the last checkpoint, and advice."""
+    failure = _located(failure, case)
+    if failure.kind == "oom":
+        failure = replace(failure, memory=_compared(failure, case))
+    checkpoint = last_checkpoint(case.run)
+    failure = replace(failure, checkpoint=None if checkpoint is None else str(checkpoint))
+    return replace(failure, advice=advice(failure, case.run.path, case.plan.config))
+
+
+def last_checkpoint(run: RunFolder) -> Path | None:
+    """The checkpoint of the most steps that was committed, or None."""
+    found = []
+    for manifest in (run.path / "checkpoints").glob("*/MANIFEST.json"):
+        step = _STEP_FOLDER.fullmatch(manifest.parent.name)
+        if step is not None:
+            found.append((int(step[1]), manifest.parent))
+    return max(found)[1] if found else None
+
+
+def _find(case: Case) -> Failure:
+    refused = next((text for text in _start_errors(case)), None)
+    if refused is not None:
+        return refused
+    if case.is_orphan and not case.findings.losses and not any(_outcome(case, node) for node in case.plan.nodes):
+        return Failure("launcher", "LauncherLost", "the launcher was gone before any node had begun")
+    failure = find_failure(collect_evidence(case.plan, case.run, case.findings))
+    waited = _lease_ended(case)
+    if waited and failure.kind in _WEAK_KINDS and failure.signal is None:
+        text = f"the launcher was gone for {case.plan.config.cluster.lease_s:g} s, so these nodes stopped their ranks: "
+        return Failure("launcher", "LauncherLost", text + ", ".join(waited))
+    return failure
+
+
+def _start_errors(case: Case) -> Iterable[Failure]:
+    """Nodes whose command could not even be started."""
+    for node in case.plan.nodes:
+        outcome = _outcome(case, node)
+        if outcome.get("cause") == "start_failed":
+            text = one_line(str(outcome.get("error") or "the command could not be started"), 1000)
+            yield Failure("start", "StartFailed", text, host=node.name)
+
+
+def _lease_ended(case: Case) -> list[str]:
+    return [node.name for node in case.plan.nodes if _outcome(case, node).get("cause") == "lease"]
+
+
+def _was_cancelled(case: Case, state: str) -> bool:
+    """Whether ranks or somebody on the nodes ended the run on purpose, and nothing failed before."""
+    if state == "cancelled" and not case.run.rank_errors():
+        return True
+    causes = {str(_outcome(case, node).get("stop_cause")) for node in case.plan.nodes if _stopped(case, node)}
+    return bool(causes - OWN_CAUSES) and not case.run.rank_errors()
+
+
+def _stopped(case: Case, node: NodePlan) -> bool:
+    return _outcome(case, node).get("cause") == "stop"
+
+
+def _outcome(case: Case, node: NodePlan) -> Mapping[str, Any]:
+    status = case.findings.statuses.get(node.name)
+    return status.outcome if status is not None and status.outcome is not None else {}
+
+
+def _leftovers(case: Case) -> Iterable[Leftover]:
+    for node in case.plan.nodes:
+        pids = _outcome(case, node).get("leftover_pids")
+        if isinstance(pids, list) and (numbers := tuple(pid for pid in pids if isinstance(pid, int))):
+            yield Leftover(node.name, numbers, "they did not end even when killed")
+
+
+def _located(failure: Failure, case: Case) -> Failure:
+    """`failure` with node, log and, where the rank could not say, the last step and phase the run recorded."""
+    node = next((node for node in case.plan.nodes if _is_on(failure, node)), case.plan.nodes[0])
+    host = failure.host or (node.name if failure.rank is not None or len(case.plan.nodes) == 1 else None)
+    log = torchrun_log(node, case.run)
+    if failure.rank is not None and (rank_log := case.run.log_path(node.name, failure.rank)).exists():
+        log = rank_log
+    step, phase = failure.step, failure.phase
+    if step is None and phase is None:
+        step = next((row["step"] for row in reversed(case.run.read_metrics()) if "step" in row), None)
+        if step is None:
+            events = (event for event in reversed(case.run.read_events()) if event.get("kind") == "phase")
+            phase = next((str(event.get("phase")) for event in events), None)
+    return replace(failure, host=host, log=failure.log or str(log), step=step, phase=phase)
+
+
+def _is_on(failure: Failure, node: NodePlan) -> bool:
+    if failure.rank is not None:
+        return node.first_rank <= failure.rank < node.first_rank + node.local_ranks
+    return failure.host == node.name
+
+
+def _compared(failure: Failure, case: Case) -> dict[str, Any]:
+    """The memory of a failure beside the limit of the host and what memory_plan.json predicted for one rank."""
+    memory = failure.memory or {}
+    where = memory.get("where", "host")
+    plan: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # advice must not fail over a damaged file
+        plan = read_json_object(case.run.path / "memory_plan.json") or {}
+    # On a CPU run the device is the host: what is predicted there is the device's peak.
+    on_device = where == "device" or case.plan.config.cluster.backend == "gloo"
+    capacity = memory.get("capacity_bytes")
+    if capacity is None and where == "host":
+        capacity = _host_limit(failure.host, case)
+    predicted = plan.get("device_peak_bytes" if on_device else "host_peak_bytes")
+    return {**memory, "where": where, "capacity_bytes": capacity, "predicted_peak_bytes": predicted}
+
+
+def _host_limit(host: str | None, case: Case) -> int | None:
+    """Host memory of node `host`, as its supervisor last measured it."""
+    status = case.findings.statuses.get(host or "")
+    for document, name in ((status and status.outcome, "memory"), (status and status.health, "")):
+        facts = (document or {}).get(name) if name else document
+        memory = facts.get("memory") if name and isinstance(facts, Mapping) else facts
+        if isinstance(memory, Mapping):
+            limit = memory.get("capacity_bytes", memory.get("memory_limit_bytes"))
+            if isinstance(limit, int):
+                return limit
+    return None

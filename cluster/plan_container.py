@@ -1,0 +1,110 @@
+"""The command that starts the ranks of a node in a container."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from cluster.image.local import engine_words
+from engine.config import DataConfig, RunConfig
+from engine.config_cluster import ContainerConfig
+
+RUN_LABEL = "burst.run"
+CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
+SHARED_MEMORY = ("--ipc=host",)
+STACK = ("--ulimit", "stack=67108864")
+LOCKED_MEMORY = ("--ulimit", "memlock=-1")
+INFINIBAND = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
+GPUS = ("--gpus=all",)
+
+
+@dataclass(frozen=True)
+class ContainerRun:
+    """One container. mounts: (path, is writable), at the same path inside. owner: `UID:GID` of the ranks."""
+
+    run_id: str
+    node: str
+    config: ContainerConfig
+    owner: str
+    folder: str
+    env_file: str
+    mounts: tuple[tuple[str, bool], ...]
+    has_gpus: bool = False
+    has_infiniband: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the container; no other one of the node has it."""
+        return f"burst-{self.run_id}-{_UNFIT.sub('_', self.node)}"
+
+    def argv(self, inside: Sequence[str]) -> tuple[str, ...]:
+        """`docker run ... IMAGE`, with `inside` as what runs in it: a program and its arguments."""
+        program, *arguments = inside
+        options = [
+            *("run", "--rm", "--init", "--name", self.name, "--label", f"{RUN_LABEL}={self.run_id}"),
+            *("--network=host", "--user", self.owner, "--workdir", self.folder, "--env-file", self.env_file),
+            *self._machine_options(),
+        ]
+        for path, is_writable in self.mounts:
+            options += ["--volume", f"{path}:{path}{'' if is_writable else ':ro'}"]
+        # The image's own entry point is for people; torchrun needs none.
+        command = (*engine_words(self.config.command), *options, "--entrypoint", program, self.config.image or "")
+        return (*command, *arguments)
+
+    def _machine_options(self) -> tuple[str, ...]:
+        """What the ranks may use of the machine, unless the configuration says it."""
+        if self.config.run_options is not None:
+            return self.config.run_options
+        gpus = GPUS if self.has_gpus else ()
+        return (*SHARED_MEMORY, *LOCKED_MEMORY, *STACK, *gpus, *(INFINIBAND if self.has_infiniband else ()))
+
+
+def read_mounts(settings: Sequence[str]) -> tuple[tuple[str, bool], ...]:
+    """(path, is writable) of every setting PATH or PATH:rw."""
+    return tuple((setting.removesuffix(":rw"), setting.endswith(":rw")) for setting in settings)
+
+
+def state_mounts(config: RunConfig, home: str) -> list[tuple[str, bool]]:
+    """Where checkpoints are written, what a run begins with or goes on from, data mixed in; `home` stands for ~."""
+    settings, mounts = config.train.checkpoint, []
+    if settings.folder is not None:
+        mounts.append((at_home(settings.folder, home), True))
+    if settings.resume_from is not None:
+        source = PurePosixPath(at_home(settings.resume_from, home))
+        # What lies beside a checkpoint tells which disk this is.
+        mounts.append((str(source.parent if source.name.startswith("step-") else source), False))
+    if config.model.init_from is not None:
+        mounts.append((at_home(config.model.init_from, home), False))
+    mounts += [(at_home(path, home), False) for path in config.data.mix_paths]
+    return mounts
+
+
+def text_files(data: DataConfig) -> list[str]:
+    """What turns text into tokens: the tokenizer's file, or its folder for a chat template in it; a template's own."""
+    found = [] if data.chat_template in (None, "chatml") else [str(data.chat_template)]
+    if data.tokenizer not in ("bytes", "bpe"):
+        found.append(data.tokenizer if data.messages_field is None else str(PurePosixPath(data.tokenizer).parent))
+    return found
+
+
+def at_home(path: str, home: str) -> str:
+    """`path` with `home` in place of a leading ~."""
+    return f"{home}{path[1:]}" if path.startswith("~/") else path
+
+
+def merge_mounts(mounts: Sequence[tuple[str, bool]]) -> tuple[tuple[str, bool], ...]:
+    """Every path once, writable if one asks for that; the shortest first, for a mount hides what lies below it."""
+    wanted: dict[str, bool] = {}
+    for path, is_writable in mounts:
+        wanted[path] = wanted.get(path, False) or is_writable
+    return tuple(sorted(wanted.items(), key=lambda mount: (mount[0].count("/"), mount[0])))
+
+
+def fixed_part(path: str) -> str:
+    """The folder above the first part of `path` that is a pattern; `path` itself where none is."""
+    parts = path.split("/")
+    first = next((index for index, part in enumerate(parts) if any(mark in part for mark in "*?[")), None)
+    return path if first is None else "/".join(parts[:first]) or "/"

@@ -1,0 +1,1 @@
+"""Whether nodes can carry a run: asked once, judged here, all problems at once."""

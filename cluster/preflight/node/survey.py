@@ -1,0 +1,362 @@
+"""Answers what a launch must know of this node. It changes nothing here. Python 3.6, standard library only."""
+
+import glob
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from cluster.code.node.tree import check_tree, expand, read_environment
+
+_TOOL_S = 20.0
+_HASH_S = 10.0
+_EDGE_BYTES = 1 << 20
+_MAX_FILES = 20000
+_HASHED_FILES = 64
+_MAX_LISTED = 50
+_PORTS = (20000, 30000)  # below those that systems give to outgoing connections
+_PYTHON = """
+import importlib.util, json, sys
+found = {"executable": sys.executable, "version": "%d.%d.%d" % sys.version_info[:3], "modules": {}}
+for name in sys.argv[1:]:
+    try:
+        present = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        present = False
+    found["modules"][name] = None
+    if present:
+        found["modules"][name] = ""
+        try:
+            import importlib.metadata
+            found["modules"][name] = importlib.metadata.version(name)
+        except Exception:
+            pass
+print("\\n" + json.dumps(found))
+"""
+
+
+def survey(question: Dict[str, Any]) -> Dict[str, Any]:
+    """Facts by name; what cannot be found out says why under the same name with "_problem"."""
+    home = os.path.expanduser("~")
+    root = expand(question["root"], home) or os.path.join(home, ".burst")
+    code_root = expand(question["code_root"], home) or os.path.join(root, "code")
+    found: Dict[str, Any] = {
+        "hostname": socket.gethostname(),
+        "home": home,
+        "user": _user(),
+        "uid": os.getuid(),
+        "gid": os.getgid(),
+        "root": root,
+        "code_root": code_root,
+        "has_infiniband_devices": os.path.isdir("/dev/infiniband"),
+    }
+    parts: Dict[str, Callable[[], Any]] = {
+        "python": lambda: find_python(expand(question["python"], home), question["modules"]),
+        "gpus": find_gpus,
+        "gpu_processes": find_gpu_processes,
+        "memory_bytes": find_memory,
+        "cores": find_cores,
+        "disk": lambda: find_disk(root),
+        "port": lambda: find_port(question["port"]),
+        "code": lambda: check_tree(os.path.join(code_root, question["code_id"]), question["code_id"]),
+        "lock": lambda: find_lock(question["node"]),
+        "runs": lambda: find_runs(question["node"]),
+        "data": lambda: find_data(question["data"], home),
+        "engine": lambda: find_engine(question["engine"]),
+        "image": lambda: find_image(question["engine"], question["image"]),
+    }
+    for name, find in parts.items():
+        key, value = attempt(name, find)
+        found[key] = value
+    return found
+
+
+def attempt(name: str, find: Callable[[], Any]) -> Tuple[str, Any]:
+    """What to put under which name: one fact that is strange must not hide the others."""
+    try:
+        return name, find()
+    except Problem as problem:
+        return name + "_problem", str(problem)
+    except Exception as error:
+        return name + "_problem", f"{type(error).__name__}: {error}"
+
+
+class Problem(Exception):
+    """Why a fact is not known."""
+
+
+def find_python(given: Optional[str], modules: List[str]) -> Dict[str, Any]:
+    """The Python of the ranks: its path, version, and the versions of modules (None: not there), none imported."""
+    name = given or "python3"
+    status, out, said = run([name, "-c", _PYTHON, *modules])
+    try:
+        return dict(json.loads(out.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        raise Problem("{}: {}".format(name, said or f"ended with {status}")) from None
+
+
+def find_gpus() -> List[Dict[str, Any]]:
+    """Name and memory of every GPU; none without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    status, out, said = run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    if status:
+        if "No devices were found" in out + said:
+            return []
+        raise Problem(said or f"nvidia-smi ended with {status}")
+    rows = [line.rpartition(",") for line in out.splitlines() if line.strip()]
+    return [{"name": name.strip(), "memory_mib": int(mib) if mib.strip().isdigit() else 0} for name, _, mib in rows]
+
+
+def find_gpu_processes() -> List[Dict[str, Any]]:
+    """Who computes on the GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = "pid,used_memory,process_name"
+    status, out, _ = run(["nvidia-smi", "--query-compute-apps=" + fields, "--format=csv,noheader,nounits"])
+    found = []
+    for line in out.splitlines() if not status else []:
+        cells = [cell.strip() for cell in line.split(",", 2)]
+        if len(cells) == 3 and cells[0].isdigit():
+            found.append({"pid": int(cells[0]), "mib": cells[1], "name": cells[2], "user": _owner(int(cells[0]))})
+    return found[:_MAX_LISTED]
+
+
+def find_memory() -> int:
+    """RAM, or the limit of the control group where that is less."""
+    with open("/proc/meminfo") as file:
+        match = re.search(r"^MemTotal:\s+(\d+) kB", file.read(), re.MULTILINE)
+    limits = [int(match.group(1)) * 1024] if match else []
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 2**60:
+            limits.append(int(text))
+    if not limits:
+        raise Problem("/proc/meminfo does not tell")
+    return min(limits)
+
+
+def find_cores() -> int:
+    """CPU cores that a login may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def find_disk(root: str) -> Dict[str, Any]:
+    """Free bytes where `root` is or will be, and whether we may write there."""
+    folder = root
+    while not os.path.isdir(folder):
+        if os.path.lexists(folder):
+            return {"free_bytes": 0, "problem": f"{folder} is not a folder"}
+        above = os.path.dirname(folder)
+        if above == folder:
+            raise Problem(f"{root} has no folder above it")
+        folder = above
+    found = os.statvfs(folder)
+    problem = ""
+    if found.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"{folder} is not writable"
+    elif not found.f_favail and found.f_files:
+        problem = f"{folder} has no free inodes"
+    return {"free_bytes": found.f_bavail * found.f_frsize, "problem": problem}
+
+
+def find_port(wanted: Optional[int]) -> int:
+    """A port that nobody listens on: the wanted one, or one of our choice."""
+    candidates = [wanted] if wanted else [random.randrange(*_PORTS) for _ in range(200)]
+    for port in candidates:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("0.0.0.0", port))
+                listener.listen(1)  # two sockets with SO_REUSEADDR may share a port, but not listen
+                return port
+            except OSError as error:
+                reason = error.strerror
+    raise Problem(f"port {wanted}: {reason}" if wanted else f"no free port: {reason}")
+
+
+def find_lock(node: str) -> Optional[Dict[str, Any]]:
+    """Who holds this node, as the lock's file says; None when nobody does."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
+    path = f"/tmp/burst-{os.geteuid()}/{name}.lock"
+    try:
+        # Whoever made the folder before us may have put anything there.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            text = file.read(4096).decode("utf-8", "replace")
+    except OSError:
+        return None
+    if not _is_locked(inode):
+        return None
+    try:
+        return {key: value for key, value in json.loads(text).items() if key in ("run_id", "pid", "since")}
+    except (ValueError, AttributeError):
+        return {"run_id": "?"}
+
+
+def _is_locked(inode: int) -> bool:
+    """By the kernel's table: taking the lock to find out could get in somebody's way."""
+    with open("/proc/locks") as file:
+        return any(
+            line.split()[1] == "FLOCK" and line.rstrip().split(":")[-1].split()[0] == str(inode) for line in file
+        )
+
+
+def find_runs(node: str) -> List[Dict[str, Any]]:
+    """Processes of runs of ours on this node."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        environment = read_environment("/proc/" + name)
+        run_id = environment.get("BURST_RUN_ID")
+        if run_id and environment.get("BURST_NODE") == node and _state(name) not in ("Z", "X"):
+            found.append({"pid": int(name), "run_id": run_id, "user": _owner(int(name))})
+    return found[:_MAX_LISTED]
+
+
+def find_data(entries: List[Dict[str, Any]], home: str) -> List[Dict[str, Any]]:
+    """Per entry of data.paths: its files' number, bytes and a hash of names, sizes and edges, or what is wrong."""
+    deadline = time.time() + _HASH_S
+    return [_look_at(expand(entry["path"], home) or "", entry["suffixes"], deadline) for entry in entries]
+
+
+def _look_at(path: str, suffixes: List[str], deadline: float) -> Dict[str, Any]:
+    found: Dict[str, Any] = {"path": path}
+    try:
+        files = _list_files(path, suffixes)
+        if not files:
+            return dict(found, problem="no such file or folder" if not os.path.exists(path) else "holds no such files")
+        digest, total = hashlib.sha256(), 0
+        base = path if os.path.isdir(path) else os.path.dirname(path)
+        for number, name in enumerate(files):
+            size = os.stat(name).st_size
+            total += size
+            digest.update(f"{os.path.relpath(name, base)} {size}\n".encode("utf-8", "surrogateescape"))
+            if number < _HASHED_FILES and time.time() < deadline:
+                digest.update(_edges(name, size))
+            elif not os.access(name, os.R_OK):
+                raise PermissionError(13, "Permission denied", name)
+        late = time.time() > deadline
+        return dict(found, files=len(files), bytes=total, digest=None if late else digest.hexdigest())
+    except OSError as error:
+        return dict(found, problem=f"{error.filename or path}: {error.strerror}")
+
+
+def _list_files(path: str, suffixes: List[str]) -> List[str]:
+    """As the trainer will list them: a file, the files of a folder that are not hidden, or what a pattern matches."""
+    if os.path.isdir(path):
+        found: List[str] = []
+        for parent, names, files in os.walk(path):
+            names[:] = sorted(name for name in names if not name.startswith("."))
+            wanted = [name for name in files if not suffixes or name.endswith(tuple(suffixes))]
+            found += [os.path.join(parent, name) for name in sorted(wanted) if not name.startswith(".")]
+            if len(found) > _MAX_FILES:
+                break
+        return found[:_MAX_FILES]
+    if os.path.lexists(path) or not any(character in path for character in "*?["):
+        return [path] if os.path.isfile(path) else []
+    return sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))[:_MAX_FILES]
+
+
+def _edges(path: str, size: int) -> bytes:
+    """A hash of the first and the last MiB."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read(_EDGE_BYTES))
+        if size > _EDGE_BYTES:
+            file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+    return digest.digest()
+
+
+def find_engine(command: List[str]) -> Optional[Dict[str, Any]]:
+    """Version of the container engine; None when none is asked for."""
+    if not command:
+        return None
+    status, out, said = run([*command, "version", "--format", "{{json .}}"])
+    try:
+        server = json.loads(out).get("Server") if not status else None
+    except (ValueError, AttributeError):
+        server = None
+    if not server:
+        raise Problem(said or f"{command[0]} ended with {status}")
+    return {"version": str(server.get("Version") or "?")}
+
+
+def find_image(command: List[str], image: Optional[str]) -> Optional[Dict[str, Any]]:
+    """The identity of the run's image; None when the node has no such image, or none is asked for."""
+    if not command or not image:
+        return None
+    from cluster.image.node.identity import image_identity
+
+    status, out, said = run([*command, "image", "inspect", "--", image])
+    if status:
+        if "no such image" in said.lower():
+            return None
+        raise Problem(said or f"{command[0]} ended with {status}")
+    return {"identity": image_identity(json.loads(out)[0])}
+
+
+def run(argv: List[str]) -> Tuple[int, str, str]:
+    """(exit code, output, the last of stderr in one line) of a tool; 127 when there is none."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(os.environ, LC_ALL="C"),
+            timeout=_TOOL_S,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{argv[0]} did not answer within {_TOOL_S:.0f} s"
+    except OSError as error:
+        return 127, "", f"cannot run {argv[0]}: {error.strerror}"
+    said = " ".join(done.stderr.decode("utf-8", "replace").split())
+    return done.returncode, done.stdout.decode("utf-8", "replace"), said[-300:]
+
+
+def _user() -> str:
+    return _name_of(os.getuid())
+
+
+def _owner(pid: int) -> str:
+    try:
+        return _name_of(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        return "?"
+
+
+def _name_of(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _state(pid: str) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X"
+
+
+def main() -> None:
+    """Read the question, answer it."""
+    from cluster.preflight.node.talk import answer, read_question
+
+    question = read_question()
+    answer(question, survey(question))

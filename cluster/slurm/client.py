@@ -1,0 +1,154 @@
+"""Slurm's own commands, each with a time limit: without its controller they would wait for many seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.remote_text import one_line
+from cluster.slurm.states import GONE, JobStatus, parse_job
+
+TIMEOUT_S = 20.0
+CONF_VARIABLE = "SLURM_CONF"
+_SUBMIT_TIMEOUT_S = 60.0
+_JOB_ID = re.compile(r"(\d{1,18})(?:;([A-Za-z0-9_.-]{1,64}))?")
+_STEP_ID = re.compile(r"\d{1,18}\.\d{1,9}")
+_BAD_NODE = re.compile(r"down|fail|drain|no_respond|unk|not_responding|\*")
+# What a job needs of its submitter's environment. The rest may hold secrets, and Slurm would keep and spread it.
+_KEPT = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "TMPDIR", "LANG", "LANGUAGE"),
+        *("LD_LIBRARY_PATH", CONF_VARIABLE, "VIRTUAL_ENV", "CONDA_PREFIX"),
+    }
+)
+
+
+class SlurmError(ClusterError):
+    """A command of Slurm failed. kind: missing, silent (no controller), refused."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        self.exit_code = 1 if kind == "refused" else 3
+        super().__init__(text)
+
+
+@dataclass(frozen=True)
+class SlurmClient:
+    """Runs sbatch, scontrol, scancel and sinfo. environment: what they see; a job inherits it from sbatch."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: client_environment(os.environ))
+
+    def ping(self) -> None:
+        """Raise SlurmError unless Slurm can be used from here."""
+        self._run(("sinfo", "--noheader", "--format=%P"))
+
+    def submit(self, script: Path, *arguments: str) -> tuple[str, str | None]:
+        """(id of the job, its cluster where there are several). Raises SlurmError with sbatch's words."""
+        said = self._run(("sbatch", "--parsable", str(script), *arguments), timeout_s=_SUBMIT_TIMEOUT_S).strip()
+        found = _JOB_ID.fullmatch(said.splitlines()[-1].strip()) if said else None
+        if found is None:
+            raise SlurmError("refused", f"sbatch answered {one_line(said, 80)!r}; expected the number of a job")
+        return found[1], found[2]
+
+    def query(self, job_id: str, cluster: str | None = None) -> JobStatus:
+        """The job as Slurm knows it now; state GONE when it does not. Raises SlurmError."""
+        try:
+            said = self._run(("scontrol", *_cluster(cluster), "--oneliner", "show", "job", job_id))
+        except SlurmError as error:
+            if error.kind == "refused" and "Invalid job id" in str(error):
+                return JobStatus(GONE)
+            raise
+        status = parse_job(said)
+        if status is None:
+            raise SlurmError("refused", f"scontrol show job {job_id}: no state in {one_line(said, 80)!r}")
+        return status
+
+    def cancel(self, job_or_step: str, cluster: str | None = None) -> None:
+        """Have Slurm end the job or step: SIGTERM, some seconds later SIGKILL. Ended ones are no error."""
+        self._run(("scancel", *_cluster(cluster), job_or_step))
+
+    def find(self, name: str) -> str | None:
+        """Number of the job of this user that bears `name`, if it has not ended."""
+        said = self._run(("squeue", "--noheader", "--me", f"--name={name}", "--format=%A"))
+        found = [line.strip() for line in said.splitlines() if line.strip().isdecimal()]
+        return found[-1] if found else None
+
+    def steps(self, job_id: str, name: str) -> tuple[str, ...]:
+        """The steps of a job that bear `name`, as JOB.STEP."""
+        said = self._run(("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i %j"))
+        lines = (line.split() for line in said.splitlines())
+        return tuple(words[0] for words in lines if words[1:] == [name] and _STEP_ID.fullmatch(words[0]))
+
+    def lost_nodes(self, node_list: str) -> tuple[str, ...]:
+        """Those of a job's nodes that Slurm does not reach or use; none when it cannot tell."""
+        if not node_list:
+            return ()
+        try:
+            said = self._run(("sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"))
+        except SlurmError:
+            return ()
+        lines = (line.split() for line in said.splitlines())
+        found = (one_line(words[0], 80) for words in lines if len(words) == 2 and _BAD_NODE.search(words[1]))
+        return tuple(dict.fromkeys(found))
+
+    def _run(self, argv: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> str:
+        """What the command printed."""
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=dict(self.environment),
+                timeout=timeout_s,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise SlurmError(
+                "missing", f"{argv[0]} not found: this machine has no Slurm client (Debian's package is slurm-client)"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise SlurmError("silent", f"{argv[0]} got no answer from Slurm's controller in {timeout_s:g} s") from error
+        if done.returncode == 0:
+            return done.stdout
+        said = one_line(done.stderr or done.stdout, 400) or f"exit code {done.returncode}"
+        if "configuration source" in said:
+            raise SlurmError(
+                "missing",
+                f"{argv[0]} finds no configuration of Slurm on this machine: set SLURM_CONF to its slurm.conf "
+                "(`burst testbed status` shows that of a testbed)",
+            )
+        silent = re.search(r"[Uu]nable to contact|[Cc]onnect failure|[Cc]onnection refused|timed out", said)
+        if silent:
+            raise SlurmError("silent", f"Slurm's controller does not answer {argv[0]}: {said}. Try `scontrol ping`")
+        raise SlurmError("refused", f"{argv[0]}: {said}")
+
+
+def client_environment(environment: Mapping[str, str], overridden: Sequence[str] = ()) -> dict[str, str]:
+    """What Slurm's commands, and by sbatch every process of a job, get of `environment`.
+
+    SBATCH_* would quietly win over the batch file, so those in `overridden`, which the file sets itself, go.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT
+        or name.startswith("LC_")
+        or (name.startswith("SBATCH_") and name in _SBATCH_DEFAULTS and name not in overridden)
+    }
+
+
+# Defaults that a site or a user may have put into the environment, and that the batch file sets only when asked to.
+_SBATCH_DEFAULTS = frozenset(
+    {"SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_TIMELIMIT", "SBATCH_CONSTRAINT"}
+)
+
+
+def _cluster(cluster: str | None) -> tuple[str, ...]:
+    return () if cluster is None else (f"--clusters={cluster}",)

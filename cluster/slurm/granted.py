@@ -1,0 +1,76 @@
+"""What the nodes of a job wrote down about themselves, and the launch plan with these nodes in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from cluster.control.evidence import torchrun_log
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan, NodePlan, with_files
+from cluster.slurm.record import read_record
+from engine.run.records import read_json_object, replace_json
+from engine.runs import RunFolder
+
+GRANTED_FILE = "granted.json"
+_MAX_BYTES = 1 << 20
+
+
+def write_granted(run: RunFolder, node: NodePlan, token: str) -> None:
+    """Leave the plan of a node in its folder, and how long its torchrun.log is before this attempt. Raises OSError."""
+    log = torchrun_log(node, run)
+    document = {"token": token, "log_start": log.stat().st_size if log.exists() else 0, "node": node.to_dict()}
+    replace_json(node_folder(run, node.name) / GRANTED_FILE, document)
+
+
+def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | None:
+    """`plan` with the nodes that it got in the attempt `token`; None until all have written themselves down.
+
+    Raises PlanFileError when what they wrote makes no plan.
+    """
+    found = _read_all(run, token)
+    if len(found) < len(plan.nodes):
+        return None
+    nodes = sorted((entry["node"] for entry in found), key=lambda node: str(node.get("node_rank")).zfill(9))
+    granted = LaunchPlan.from_dict({**plan.to_dict(), "nodes": nodes})
+    return with_files(granted)
+
+
+def known_plan(plan: LaunchPlan) -> LaunchPlan:
+    """`plan` with the nodes of the run's present attempt, if they are known by now. Raises PlanFileError."""
+    run = RunFolder(Path(plan.run_path))
+    try:
+        record = read_record(run.path)
+    except ClusterError:
+        return plan
+    return plan if record is None else granted_plan(plan, run, record.token) or plan
+
+
+def log_starts(run: RunFolder, token: str) -> dict[str, int]:
+    """How long every torchrun.log was when the attempt began."""
+    starts = {str(entry["node"].get("name")): entry.get("log_start") for entry in _read_all(run, token)}
+    return {name: start for name, start in starts.items() if isinstance(start, int)}
+
+
+def node_folder(run: RunFolder, name: str) -> Path:
+    """nodes/<name> of the run folder."""
+    return run.path / "nodes" / run.log_dir(name).name
+
+
+def look_again(folder: Path) -> None:
+    """Make a network file system ask its server: what is not there may have been remembered for a minute."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        next(entries, None)
+
+
+def _read_all(run: RunFolder, token: str) -> list[dict[str, Any]]:
+    look_again(run.path / "nodes")
+    found = []
+    for path in sorted((run.path / "nodes").glob(f"*/{GRANTED_FILE}")):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            document = read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
+            if document and document.get("token") == token and isinstance(document.get("node"), dict):
+                found.append(document)
+    return found

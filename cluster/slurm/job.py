@@ -1,0 +1,227 @@
+"""The job of a run: submitted once, then watched by a thread, because Slurm's commands may take seconds to answer."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.failure import Failure
+from cluster.slurm.client import SlurmClient, SlurmError
+from cluster.slurm.record import JobRecord, read_record, write_record
+from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED
+from cluster.slurm.states import JobStatus, describe_end
+from engine.run.process import process_start
+from engine.runs import RunFolder
+
+_TASK_ERROR = re.compile(r"srun: error: \S+: task")
+EXIT_FILE = "slurm.exit"  # of a step: srun's exit code
+POLL_S = 2.0
+_CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end by themselves
+_EXIT_FILE_S = 3.0  # between the end of a step's process and the file that says how it ended
+
+
+class SlurmJob:
+    """One attempt of a run as Slurm knows it; `status` never waits. Several links share it, each closes it once."""
+
+    def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
+        self.run, self.record = run, record
+        self._client, self._poll_s = client or SlurmClient(), poll_s
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._status: JobStatus | None = record.ended
+        self._ended_at = time.monotonic() if record.ended is not None else None
+        self._problem: str | None = None
+        self._lost: tuple[str, ...] = ()
+        self._cancel_at: float | None = None
+        self._is_cancelled_here = False
+        self._process_gone_at: float | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def job_id(self) -> str:
+        """Number of the job, for people."""
+        return self.record.job_id or "?"
+
+    @property
+    def log(self) -> Path:
+        """What the batch script and srun said."""
+        return self.run.path / f"{LOG_PREFIX}{self.job_id}.log"
+
+    @property
+    def status(self) -> JobStatus | None:
+        """What Slurm said last; None before its first answer."""
+        return self._status
+
+    @property
+    def problem(self) -> str | None:
+        """Why Slurm cannot be asked now."""
+        return self._problem
+
+    @property
+    def is_cancelled_here(self) -> bool:
+        """Whether it was this process that had Slurm end the job."""
+        return self._is_cancelled_here
+
+    @property
+    def ended_s(self) -> float | None:
+        """For how long it has been known that the job is over; None while it is not."""
+        return None if self._ended_at is None else time.monotonic() - self._ended_at
+
+    def describe_end(self) -> str:
+        """Why the job ended, in words, with the last of what srun said where that helps."""
+        status = self._status or JobStatus("GONE")
+        if status.signal == 53:  # Slurm's code for "cannot open the job's output"
+            return f"Slurm job {self.job_id} could not write into the run folder: {_SHARED}"
+        if status.exit_code == NOT_SHARED:
+            return f"Slurm job {self.job_id}: a node does not see the run folder: {_SHARED}"
+        text = describe_end(self.job_id, status, self._lost)
+        return text if status.state != "FAILED" or not (said := self.last_words()) else f"{text}: {said}"
+
+    def last_words(self) -> str:
+        """What burst said last in the job's log, else what srun complained of first, else its last line."""
+        from cluster.control.evidence import tail_text
+        from cluster.remote_text import one_line
+
+        lines = [line for line in tail_text(self.log, 8192).splitlines() if line.strip()]
+        own = [line[line.index("burst: ") :] for line in lines if "burst: " in line]
+        tasks = [line for line in lines if _TASK_ERROR.search(line)]
+        return one_line((own[-1:] or tasks[:1] or lines[-1:] or [""])[0], 300)
+
+    def failure(self) -> Failure | None:
+        """Why Slurm itself ended the run; None when the run ended by itself, on request, or is not over."""
+        status = self._status
+        if status is None:
+            return None
+        if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL"):
+            return Failure("launcher", f"Slurm: {status.state}", self.describe_end(), log=str(self.log))
+        if status.state == "NODE_FAIL":
+            host = self._lost[0] if self._lost else None
+            return Failure("node_lost", "Slurm: NODE_FAIL", self.describe_end(), host=host, log=str(self.log))
+        return None
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def watch(self) -> SlurmJob:
+        """Begin to ask Slurm, if that has not begun."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._serve, name=f"slurm {self.job_id}", daemon=True)
+                self._thread.start()
+        return self
+
+    def cancel(self, after_s: float = 0.0) -> None:
+        """Have Slurm end the job, after so many seconds; a later request may only bring that forward."""
+        with self._lock:
+            at = time.monotonic() + after_s
+            self._cancel_at = at if self._cancel_at is None else min(self._cancel_at, at)
+        self._wake.set()
+        self.watch()
+
+    def stop_later(self, grace_s: float) -> None:
+        """The supervisors were asked to end within `grace_s`: should any of them not, Slurm ends them all."""
+        self.cancel(grace_s + _CANCEL_MARGIN_S)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Whether the job is over within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self._ended_at is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._ended_at is not None
+
+    def close(self) -> None:
+        """Ask no more. The job goes on."""
+        self._closed = True
+        self._wake.set()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closed and self._ended_at is None:
+            self._turn()
+            left = self._poll_s if self._cancel_at is None else min(self._poll_s, self._cancel_at - time.monotonic())
+            self._wake.wait(max(0.05, left))
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        try:
+            if self._cancel_at is not None and time.monotonic() >= self._cancel_at:
+                self._is_cancelled_here = True
+                self._cancel_now()
+                self._cancel_at = time.monotonic() + _CANCEL_MARGIN_S  # once more, should Slurm have missed it
+            status = self._ask()
+            if status.phase == "ended" and status.state == "NODE_FAIL":
+                self._lost = self._client.lost_nodes(status.node_list)
+            self._problem = None
+        except SlurmError as error:
+            self._problem = str(error)
+            return
+        self._status = status
+        if status.phase == "ended":
+            self._ended_at = time.monotonic()
+            self.record = replace(self.record, ended=status)
+            with contextlib.suppress(OSError):  # a full disk; the next who asks is told by Slurm
+                write_record(self.run.path, self.record)
+
+    def _ask(self) -> JobStatus:
+        record = self._with_id()
+        if record.job_id is None:
+            return JobStatus("GONE", reason="it was never submitted")
+        status = self._client.query(record.job_id, record.cluster)
+        return status if record.mode == "batch" or status.phase == "ended" else self._step_status(status)
+
+    def _with_id(self) -> JobRecord:
+        """A launcher that was killed while it submitted could not write the number down; the name finds it."""
+        if self.record.job_id is None and (found := self._client.find(job_name(self.run))) is not None:
+            self.record = replace(self.record, job_id=found)
+        return self.record
+
+    def _step_status(self, allocation: JobStatus) -> JobStatus:
+        """How srun within an allocation does: by the file that its end leaves, else by its process."""
+        code = _read_exit(self.run.path)
+        if code is not None:
+            return replace(allocation, state="COMPLETED" if code == 0 else "FAILED", exit_code=code, reason="")
+        record = self.record
+        is_here = record.host == socket.gethostname() and record.pid is not None
+        if not is_here or process_start(record.pid or 0) == record.pid_start:
+            return allocation
+        self._process_gone_at = self._process_gone_at or time.monotonic()
+        if time.monotonic() < self._process_gone_at + _EXIT_FILE_S:
+            return allocation
+        return replace(allocation, state="FAILED", reason="srun was killed", exit_code=None)
+
+    def _cancel_now(self) -> None:
+        record = self._with_id()
+        if record.job_id is None:
+            return
+        if record.mode == "batch":
+            self._client.cancel(record.job_id, record.cluster)
+        else:
+            for step in self._client.steps(record.job_id, job_name(self.run)):
+                self._client.cancel(step, record.cluster)
+
+
+_SHARED = "runs of Slurm need a run folder that all nodes share; set --runs-dir or BURST_RUNS_DIR to such storage"
+
+
+def find_job(run: RunFolder) -> SlurmJob | None:
+    """The job of the run's present attempt; None when it was never submitted. Raises ClusterError."""
+    record = read_record(run.path)
+    return None if record is None else SlurmJob(run, record)
+
+
+def _read_exit(run_path: Path) -> int | None:
+    try:
+        return int((run_path / EXIT_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def job_name(run: RunFolder) -> str:
+    """The name of a run's job, by which it can be found."""
+    return f"burst-{run.run_id}"

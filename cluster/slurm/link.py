@@ -1,0 +1,156 @@
+"""`NodeLink` for a node of a Slurm job: its files lie in the run folder, which all share; its life is also Slurm's.
+
+A node can go without a word (power, time limit, scancel): then what Slurm says of the job is the answer.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan
+from cluster.slurm.granted import look_again, node_folder
+from cluster.slurm.job import SlurmJob, find_job
+from cluster.supervise.node import folder
+from engine.runs import RunFolder
+
+_START_S = 60.0
+_SETTLE_S = 3.0  # between the end of the job and the last files of its nodes
+# Of a supervisor that Slurm killed before it could say so.
+_CANCELLED: Mapping[str, Any] = {
+    "cause": "stop",
+    "stop_cause": "scancel",
+    "exit_code": None,
+    "deaths": [],
+    "leftover_pids": [],
+}
+_SIGNALS = frozenset(number.name for number in signal.Signals)
+
+
+def slurm_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+    """A link per node of `plan`, in its order, over the job that run.json's neighbour slurm.json names."""
+    job = find_job(run)
+    return [SlurmLink(run, node.name, job) for node in plan.nodes]
+
+
+class SlurmLink:
+    """One node of `run`. job: None: none was ever submitted."""
+
+    def __init__(self, run: RunFolder, node: str, job: SlurmJob | None) -> None:
+        self._run, self._node, self._job = run, node, job
+        self._folder = str(run.path)
+        self._problem: str | None = None
+        self._news: Any = None
+        self._heard_at = time.monotonic()
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+        return self._node
+
+    def start(self, spec: NodeSpec) -> None:
+        """Wait for the supervisor, which the job starts. Raises StartRefusedError when it cannot own the run."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            seen = self._read()
+            outcome = seen["outcome"] or {}
+            if outcome.get("cause") == "start_failed":
+                raise StartRefusedError(self._node, "command", str(outcome.get("error")))
+            if seen["phase"] != "none":
+                return
+            if self._job is not None and (self._job.ended_s or 0.0) > _SETTLE_S:
+                raise StartRefusedError(self._node, "command", self._job.describe_end())
+            time.sleep(0.1)
+        raise StartRefusedError(self._node, "unreachable", f"no supervisor began there within {_START_S:g} s")
+
+    def follow(self) -> None:
+        """Begin to ask Slurm."""
+        if self._job is not None:
+            self._job.watch()
+
+    def poll(self) -> NodeStatus:
+        """What the files say now, and what Slurm says where they are silent."""
+        seen, job = self._read(), self._job
+        supervisor, outcome = seen["supervisor"], seen["outcome"]
+        news = (supervisor.get("updated_at"), (seen["health"] or {}).get("at"), outcome is not None)
+        if news != self._news:
+            self._news, self._heard_at = news, time.monotonic()
+        has_job_ended = job is None or (job.ended_s or 0.0) > _SETTLE_S
+        status = NodeStatus(
+            self._node,
+            cast(Phase, seen["phase"]),
+            outcome,
+            seen["health"],
+            heard_s=0.0 if outcome is not None else time.monotonic() - self._heard_at,
+            is_synced=outcome is not None,
+            problem=self._problem,
+            supervisor=supervisor,
+            failure=None if job is None else job.failure(),
+        )
+        if outcome is not None:
+            return self._explained(status, outcome)
+        if has_job_ended and job is not None and job.status is not None and job.status.state == "CANCELLED":
+            return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_CANCELLED)
+        if has_job_ended:
+            why = "it was never given to Slurm" if job is None else job.describe_end()
+            return replace(status, phase="lost", heard_s=0.0, problem=why)
+        if status.phase == "none" and job is not None and (job.status is None or job.status.phase == "pending"):
+            return replace(status, phase="starting", heard_s=0.0, problem=job.problem)
+        return status
+
+    def beat(self) -> None:
+        """Nothing: a job does not end with its launcher."""
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        """Ask the supervisor for the end; where it does not come, have Slurm end the job."""
+        self._ask("stop", lambda: folder.request_stop(self._folder, self._node, cause, grace_s))
+        if self._job is not None:
+            self._job.stop_later(grace_s)
+
+    def request_stacks(self, nonce: str) -> None:
+        """Ask for stacks."""
+        self._ask("stacks", lambda: folder.request_stacks(self._folder, self._node, nonce))
+
+    def sweep(self, timeout_s: float) -> tuple[int, ...]:
+        """Have Slurm end the whole job, which ends every process of it."""
+        if self._job is None:
+            return ()
+        self._job.cancel()
+        if not self._job.wait_ended(timeout_s):
+            raise ClusterError(
+                f"{self._node}: Slurm job {self._job.job_id} has not ended; `scancel {self._job.job_id}`"
+            )
+        return ()
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._job is not None:
+            self._job.close()
+
+    def _explained(self, status: NodeStatus, outcome: Mapping[str, Any]) -> NodeStatus:
+        """An end by a signal that we did not send was Slurm's doing; why it did so shows once the job is over."""
+        if outcome.get("cause") != "stop" or outcome.get("stop_cause") not in _SIGNALS or self._job is None:
+            return status
+        job = self._job.status
+        if job is None or job.phase != "ended":
+            return replace(status, is_synced=False)
+        # After a failure srun stops the peers of the node that failed.
+        cause = "scancel" if job.state == "CANCELLED" and not self._job.is_cancelled_here else "failure"
+        return replace(status, outcome={**outcome, "stop_cause": cause})
+
+    def _read(self) -> dict[str, Any]:
+        look_again(node_folder(self._run, self._node))
+        return folder.read_status(self._folder, self._node)
+
+    def _ask(self, what: str, write: Callable[[], None]) -> None:
+        """Leave a request; a disk that refuses is a problem until it takes the next one."""
+        try:
+            write()
+            self._problem = None
+        except OSError as error:
+            self._problem = f"{what}: {error.filename or self._folder}: {error.strerror or error}"

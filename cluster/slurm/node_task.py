@@ -1,0 +1,187 @@
+"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN [--sweep]`.
+
+It looks at its node, agrees with the others on where the ranks meet, writes down the plan of its node, and then is the
+supervisor of the run there. What goes wrong before is one line on stderr, which lies in the job's log. With --sweep it
+removes what a supervisor that was killed may have left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.access.hosts import is_host_name
+from cluster.env.facts import NodeEnvironmentFacts
+from cluster.env.files import write_private
+from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan, NodePlan, node_spec
+from cluster.plan_record import read_launch_plan
+from cluster.plan_torchrun import Rendezvous
+from cluster.probe.run import probe_local
+from cluster.slurm.granted import look_again, node_folder, write_granted
+from cluster.slurm.plan import TASK_FILE, NodeBuilder, NodeOnSite, RankCommand, node_folders
+from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
+from cluster.supervise.node.daemon import run_foreground
+from cluster.supervise.node.sweep import sweep
+from engine.errors import BurstError
+from engine.run.records import read_json_object, replace_json
+from engine.runs import RunFolder
+
+LOOPBACK = "127.0.0.1"
+MEETING_FILE = "rendezvous.json"  # of the run folder
+_PROBE_S = 60.0
+_MEETING_S = 300.0  # the first node may be long in its prolog
+_STALE = ("supervisor.json", "outcome.json", "health.json", "stop.json", "stacks.json", "stacks_done.json", "lease")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node of the job this is, as Slurm tells it."""
+
+    name: str
+    rank: int
+    num_nodes: int
+
+
+def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    """The exit code of the node: that of its supervisor, or of what kept it from becoming one."""
+    os.umask(0o077)
+    run_path, token = Path(arguments[0]), arguments[1]
+    name = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    if _read_token(run_path) != token:
+        print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
+        return NOT_SHARED
+    if "--sweep" in arguments[2:]:
+        return 1 if sweep(str(run_path), name, run_path.name) else 0
+    try:
+        place = read_place(environment)
+        plan = read_launch_plan(run_path)
+        if len(plan.nodes) != place.num_nodes:
+            raise ClusterError(f"the job has {place.num_nodes} nodes, the plan {len(plan.nodes)}")
+        node = prepare(plan, place, token, look_around(plan, place))
+    except (BurstError, OSError) as error:
+        print(f"burst: {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    # A job belongs to Slurm, which bounds its time: it does not end with the launcher, so it needs no lease.
+    return run_foreground(node_spec(plan, node, lease_s=None).to_dict())
+
+
+def read_place(environment: Mapping[str, str]) -> Place:
+    """Which node this is. Raises ClusterError where srun did not start this."""
+    try:
+        rank = int(environment["SLURM_NODEID"])
+        num_nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment["SLURM_NNODES"])
+    except (KeyError, ValueError) as error:
+        raise ClusterError(f"not a task of srun: {error} is not set, or no number") from error
+    name = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    if not is_host_name(name) or not 0 <= rank < num_nodes:
+        raise ClusterError(f"Slurm calls this node {name!r}, number {rank} of {num_nodes}")
+    return Place(name, rank, num_nodes)
+
+
+def prepare(plan: LaunchPlan, place: Place, token: str, site: NodeOnSite) -> NodePlan:
+    """The plan of this node, written down with its files. Raises ClusterError, OSError."""
+    run_path = Path(plan.run_path)
+    meeting = _agree(run_path, place, token, lambda: Rendezvous(site.address, _port(plan, site.address)))
+    builder = NodeBuilder(plan.config, plan.backend, run_path, _rank_command(run_path))
+    node = builder.node(place.rank, place.num_nodes, site, meeting)
+    run = RunFolder(run_path)
+    _clear(node_folder(run, node.name))
+    for folder in node_folders(plan.config, site):
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    (run_path / "env").mkdir(mode=0o700, exist_ok=True)
+    write_private(run_path / node.env_file, builder.environment_text(node))
+    write_granted(run, node, token)
+    return node
+
+
+def look_around(plan: LaunchPlan, place: Place) -> NodeOnSite:
+    """The facts of this machine. Raises ClusterError when its network cannot be told."""
+    settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
+    facts = read_facts(probe_local(FACT_GROUPS, timeout_s=_PROBE_S, settings=settings), plan.config.cluster)
+    home = Path("~").expanduser()
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    owner = f"{os.getuid()}:{os.getgid()}"
+    return NodeOnSite(
+        name=place.name,
+        facts=facts,
+        address=node_address(place, facts),
+        owner=owner,
+        home=str(home),
+        user=user,
+        has_infiniband_devices=Path("/dev/infiniband").is_dir(),
+    )
+
+
+def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:
+    """The IPv4 address at which other nodes reach this one. Raises ClusterError when there is none."""
+    if place.num_nodes == 1:
+        return LOOPBACK
+    if facts.interface is None or not facts.interface.addresses:
+        why = facts.interface_reason or "it has no interface with an IPv4 address"
+        raise ClusterError(f"no address for the other nodes: {why}; set cluster.interface")
+    return facts.interface.addresses[0].partition("/")[0]
+
+
+def free_port(address: str) -> int:
+    """A port of `address` that nobody listens on now."""
+    with socket.create_server((address, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _agree(run_path: Path, place: Place, token: str, offer: Callable[[], Rendezvous]) -> Rendezvous:
+    """Where the ranks meet: the first node offers a place, the others read it. Raises ClusterError when none comes."""
+    if place.rank == 0:
+        meeting = offer()
+        replace_json(run_path / MEETING_FILE, {"token": token, **asdict(meeting)})
+        return meeting
+    deadline = time.monotonic() + _MEETING_S
+    while time.monotonic() < deadline:
+        look_again(run_path)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            document = read_json_object(run_path / MEETING_FILE)
+            if document is not None and document["token"] == token:
+                return Rendezvous(str(document["address"]), int(document["port"]))
+        time.sleep(0.1)
+    raise ClusterError(f"the first node did not say within {_MEETING_S:g} s where the ranks meet")
+
+
+def _port(plan: LaunchPlan, address: str) -> int:
+    return plan.config.cluster.master_port or free_port(address)
+
+
+def _rank_command(run_path: Path) -> RankCommand:
+    try:
+        return RankCommand(**(read_json_object(run_path / TASK_FILE) or {}))
+    except (OSError, ValueError, TypeError) as error:
+        raise ClusterError(f"{run_path / TASK_FILE} is damaged: {error}") from error
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a supervisor of an earlier attempt left: this one must not be taken for it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in _STALE:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _read_token(run_path: Path) -> str | None:
+    look_again(run_path)
+    try:
+        return (run_path / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,201 @@
+"""The batch file of a run, as text: a pure function of the settings. Every value is checked before it gets there.
+
+The same file serves inside of an allocation, where bash runs it and its #SBATCH lines are comments. Its argument is the
+token of the attempt, which lies in the run folder: a node that finds it there sees the same storage as the launcher.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.access.nodes import fold_nodes, parse_nodes
+from cluster.remote_text import one_line
+from engine.config_cluster import ClusterConfig, SlurmConfig
+from engine.errors import ConfigError
+
+SCRIPT_FILE = "job.sbatch"
+TOKEN_FILE = "slurm.token"
+LOG_PREFIX = "slurm-"
+NOT_SHARED = 66  # exit code: a node does not see the launcher's run folder
+NO_FOLDER = 67  # exit code: a node does not have the folder that burst was started in
+PEER_WAIT_S = 60  # once a node's task has ended well, the others have so long
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
+_WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+-]{0,255}")
+_CONSTRAINT = re.compile(r"[A-Za-z0-9\[(][A-Za-z0-9_.&|*()\[\],:=+-]{0,255}")
+_TIME = re.compile(r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){0,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}")
+_OPTION = re.compile(r"--([a-z][a-z0-9-]{1,40})(=[^\x00-\x1f\x7f\"\\]{0,500})?")
+# What the file itself says, and what would make of one job something else.
+_OURS = frozenset(
+    {
+        *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "open-mode", "job-name", "chdir", "wrap"),
+        *("requeue", "no-requeue", "array", "parsable", "wait", "test-only", "export", "export-file", "clusters"),
+        *("nodelist", "nodefile", "cpus-per-task", "help", "usage", "version", "quiet", "verbose", "signal"),
+    }
+)
+_HAVE_SETTINGS = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time": "time_limit",
+    "gpus-per-node": "gpus_per_node",
+    "constraint": "constraint",
+    "exclude": "exclude",
+}
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One job. num_nodes: to ask for; node_list: exactly these, in NodeSet grammar. python, python_path,
+    working_folder: as on this machine; the nodes share them with it. has_containers: ranks run in some, which outlive
+    processes of the job."""
+
+    run_path: Path
+    num_nodes: int
+    python: str
+    working_folder: str
+    python_path: str | None = None
+    node_list: str | None = None
+    has_containers: bool = False
+    settings: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self.run_path.name
+
+
+def check_slurm_settings(cluster: ClusterConfig) -> None:
+    """Raise ConfigError with every setting that Slurm could not be given as it stands."""
+    slurm = cluster.slurm
+    problems = []
+    for name, value, pattern, expected in (
+        ("partition", slurm.partition, _WORDS, "a name, or several with commas"),
+        ("account", slurm.account, _WORD, "a name"),
+        ("qos", slurm.qos, _WORD, "a name"),
+        ("time_limit", slurm.time_limit, _TIME, "[DAYS-]HH:MM:SS"),
+        ("constraint", slurm.constraint, _CONSTRAINT, "features such as `h100&ib`"),
+    ):
+        if value is not None and pattern.fullmatch(value) is None:
+            problems.append(f"cluster.slurm.{name}={one_line(value, 80)!r}: expected {expected}")
+    problems += [problem for option in slurm.options if (problem := _option_problem(option))]
+    for setting, nodes in (("cluster.slurm.exclude", slurm.exclude), ("cluster.nodes", cluster.nodes)):
+        if nodes is not None:
+            try:
+                parse_nodes(nodes, setting)
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def sbatch_text(request: JobRequest) -> str:
+    """The text of the batch file; it holds no secret, and Slurm runs the job once."""
+    path = str(request.run_path)
+    if re.search(r"[\x00-\x1f\x7f\"\\]", path):
+        raise ConfigError(
+            f"run folder {one_line(path)!r}: Slurm cannot be given a path with quotes, backslashes or line ends"
+        )
+    directives = "\n".join(f"#SBATCH {option}" for option in _directives(request))
+    return "\n".join(["#!/bin/bash", directives, "", *_body(request), ""])
+
+
+def _directives(request: JobRequest) -> Iterator[str]:
+    slurm = request.settings
+    yield f"--job-name=burst-{request.run_id}"
+    yield f"--nodes={request.num_nodes}"
+    yield "--ntasks-per-node=1"
+    if slurm.cpus_per_node is None:
+        yield "--exclusive"
+        yield "--mem=0"  # all of it: a part per CPU would be the default of many clusters
+    else:
+        yield f"--cpus-per-task={slurm.cpus_per_node}"
+    if slurm.gpus_per_node:
+        yield f"--gpus-per-node={slurm.gpus_per_node}"
+    named = (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos), ("time", slurm.time_limit))
+    for name, value in (*named, ("constraint", slurm.constraint)):
+        if value is not None:
+            yield _quoted(name, value)
+    if request.node_list is not None:
+        yield f"--nodelist={_slurm_nodes(request.node_list, 'cluster.nodes')}"
+    if slurm.exclude is not None:
+        yield f"--exclude={_slurm_nodes(slurm.exclude, 'cluster.slurm.exclude')}"
+    yield "--no-requeue"  # a second attempt is `burst resume`, which keeps the records of both apart
+    yield "--open-mode=append"
+    # In patterns of file names a percent sign is written twice.
+    yield _quoted("output", f"{str(request.run_path).replace('%', '%%')}/{LOG_PREFIX}%j.log")
+    for option in slurm.options:
+        name, equals, value = option.removeprefix("--").partition("=")
+        yield _quoted(name, value) if equals else f"--{name}"
+
+
+def _body(request: JobRequest) -> Iterator[str]:
+    run, cwd = shlex.quote(str(request.run_path)), shlex.quote(request.working_folder)
+    token = shlex.quote(str(request.run_path / TOKEN_FILE))
+    yield f"# Run {request.run_id}: one task per node, in which a supervisor starts the node's ranks."
+    yield f'if [ -z "$1" ] || [ "$(cat {token} 2>/dev/null)" != "$1" ]; then'
+    yield '    echo "burst: $(hostname) does not see the run folder: Slurm needs one that all nodes share" >&2'
+    yield f"    exit {NOT_SHARED}"
+    yield "fi"
+    yield f"cd {cwd} || exit {NO_FOLDER}"
+    if request.python_path is not None:
+        yield f"export PYTHONPATH={shlex.quote(request.python_path)}"
+    yield "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
+    task = f'{shlex.quote(request.python)} -m cluster.slurm.node_task {run} "$1"'
+    if not request.has_containers:
+        yield f"exec srun {shlex.join(_srun_options(request))} \\"
+        yield f"    {task}"
+        return
+    yield f"srun {shlex.join(_srun_options(request))} \\"
+    yield f"    {task}"
+    yield "code=$?"
+    yield "# A container outlives a supervisor that was killed."
+    yield f'[ "$code" = 0 ] || srun {shlex.join(_srun_options(request))} \\'
+    yield f"    {task} --sweep"
+    yield 'exit "$code"'
+
+
+def _srun_options(request: JobRequest) -> tuple[str, ...]:
+    cpus = request.settings.cpus_per_node
+    return (
+        f"--nodes={request.num_nodes}",
+        f"--ntasks={request.num_nodes}",
+        "--ntasks-per-node=1",
+        # Newer versions of srun do not take it from sbatch.
+        *((f"--cpus-per-task={cpus}",) if cpus is not None else ()),
+        "--cpu-bind=none",  # one task stands for all ranks of its node
+        "--mpi=none",
+        "--input=none",
+        "--kill-on-bad-exit=1",
+        f"--wait={PEER_WAIT_S}",
+        f"--job-name=burst-{request.run_id}",
+    )
+
+
+def _option_problem(option: str) -> str | None:
+    where = f"cluster.slurm.options: {one_line(option, 80)!r}"
+    found = _OPTION.fullmatch(option)
+    if found is None:
+        return f"{where}: expected --NAME or --NAME=VALUE without quotes, backslashes and line ends"
+    if found[1] in _HAVE_SETTINGS:
+        return f"{where}: use cluster.slurm.{_HAVE_SETTINGS[found[1]]}"
+    if found[1] in _OURS:
+        return f"{where}: burst sets --{found[1]} itself, or cannot work with it"
+    return None
+
+
+def _slurm_nodes(nodes: str, setting: str) -> str:
+    """Names as Slurm reads them: it knows fewer forms of ranges than NodeSet."""
+    names = parse_nodes(nodes, setting).names
+    folded = fold_nodes(names)
+    is_plain = all(part.count("[") <= 1 for part in re.split(r",(?![^\[]*\])", folded)) and "/" not in folded
+    return folded if is_plain else ",".join(names)
+
+
+def _quoted(name: str, value: str) -> str:
+    """An option of an #SBATCH line; checked values hold neither double quotes nor backslashes."""
+    return f"--{name}={value}" if re.fullmatch(r"[A-Za-z0-9_./:,+-]*", value) else f'--{name}="{value}"'

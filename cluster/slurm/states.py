@@ -1,0 +1,127 @@
+"""What Slurm says of a job, as a value, and what its end means in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.remote_text import one_line
+
+JobPhase = Literal["pending", "running", "ended", "unknown"]
+
+_PENDING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+)
+_RUNNING = frozenset(
+    {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "POWER_UP_NODE"}
+)
+_ENDED = frozenset(
+    {
+        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
+        *("DEADLINE", "REVOKED"),
+    }
+)
+GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
+# Not worth a word: how every job begins, and what its exit code says already.
+_NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
+_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "NumNodes")
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One job as of one answer of Slurm.
+
+    state: Slurm's word for it. reason: why it waits, or why it ended. node_list: its nodes in Slurm's grammar.
+    exit_code: of the batch script, signal: that ended it; None while unknown.
+    """
+
+    state: str
+    reason: str = ""
+    node_list: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    time_limit: str = ""
+
+    @property
+    def phase(self) -> JobPhase:
+        """Whether it still waits, runs, or is over; a state that is not known counts as running."""
+        if self.state in _PENDING:
+            return "pending"
+        if self.state in _ENDED or self.state == GONE:
+            return "ended"
+        return "running" if self.state in _RUNNING else "unknown"
+
+    @property
+    def waits_for(self) -> str:
+        """Why a pending job does not start, in words."""
+        return _WAITS.get(self.reason, self.reason.replace("_", " ")) or "its turn"
+
+
+_WAITS = {
+    "Resources": "nodes that are free",
+    "Priority": "jobs of higher priority",
+    "ReqNodeNotAvail": "nodes that are down or reserved",
+    "PartitionConfig": "nothing: no node of the partition can ever take it",
+    "PartitionNodeLimit": "nothing: the partition does not give so many nodes",
+    "PartitionTimeLimit": "nothing: its time limit is longer than the partition's",
+    "BadConstraints": "nothing: no node has what it asks for",
+    "Dependency": "another job",
+    "BeginTime": "the time at which it may begin",
+    "JobHeldUser": "its release: somebody holds it (scontrol release)",
+    "JobHeldAdmin": "its release: an administrator holds it",
+}
+
+
+def parse_job(text: str) -> JobStatus | None:
+    """The answer of `scontrol --oneliner show job`; None when there is no job in it."""
+    fields = {}
+    for name in _FIELDS:
+        # Values of ours cannot hold a blank, and what others may choose (Command, Comment) comes after these.
+        found = re.search(rf"(?:^|\s){name}=(\S*)", text)
+        fields[name] = one_line(found[1]) if found else ""
+    if not fields["JobState"]:
+        return None
+    code, _, number = fields["ExitCode"].partition(":")
+    return JobStatus(
+        state=fields["JobState"],
+        reason="" if fields["Reason"] in _NO_REASON else fields["Reason"],
+        node_list="" if fields["NodeList"] in _NO_REASON else fields["NodeList"],
+        exit_code=int(code) if code.isdecimal() else None,
+        signal=int(number) if number.isdecimal() and int(number) else None,
+        time_limit=fields["TimeLimit"],
+    )
+
+
+def describe_end(job_id: str, status: JobStatus, lost_nodes: tuple[str, ...] = ()) -> str:
+    """Why a job that has ended did so, and what to do. `lost_nodes`: those that Slurm no longer reaches."""
+    what = f"Slurm job {job_id}"
+    match status.state:
+        case "TIMEOUT":
+            return (
+                f"{what} reached its time limit ({status.time_limit or 'the default of its partition'}): "
+                "set cluster.slurm.time_limit to what the run needs"
+            )
+        case "CANCELLED":
+            return f"{what} was cancelled outside of burst (scancel, or an administrator)"
+        case "PREEMPTED":
+            return f"{what} was preempted by another job"
+        case "NODE_FAIL":
+            named = f": {', '.join(lost_nodes)}" if lost_nodes else f", one of {status.node_list or 'its nodes'}"
+            return f"{what} lost a node{named}: it no longer answered Slurm's controller (NODE_FAIL)"
+        case "OUT_OF_MEMORY":
+            return f"{what} used more memory than it was given: a node's kernel ended it (OUT_OF_MEMORY)"
+        case "BOOT_FAIL":
+            return f"{what}: a node did not start (BOOT_FAIL)"
+        case "DEADLINE":
+            return f"{what} was ended at its deadline (DEADLINE)"
+        case "COMPLETED":
+            return f"{what} completed"
+        case "GONE":
+            return f"{what} has ended; Slurm no longer knows how"
+    reason = f", {status.reason}" if status.reason else ""
+    if status.signal:
+        return f"{what} ended: {status.state}, signal {status.signal}{reason}"
+    return (
+        f"{what} ended: {status.state}, exit code {status.exit_code if status.exit_code is not None else '?'}{reason}"
+    )

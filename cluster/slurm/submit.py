@@ -1,0 +1,90 @@
+"""Giving a run to Slurm: what is written down before, and how a number comes of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.slurm.client import SlurmClient, client_environment
+from cluster.slurm.job import EXIT_FILE, SlurmJob
+from cluster.slurm.record import JobRecord, Mode, write_record
+from cluster.slurm.sbatch import LOG_PREFIX, SCRIPT_FILE, TOKEN_FILE
+from engine.config_cluster import SlurmConfig
+from engine.run.process import process_start
+from engine.run.records import utc_now
+from engine.runs import RunFolder
+
+_SETTINGS_OF_SBATCH = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
+    "time_limit": "SBATCH_TIMELIMIT",
+    "constraint": "SBATCH_CONSTRAINT",
+}
+
+
+def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
+    """The job of a new attempt of `run`, whose folder holds the batch file.
+
+    A job of its own or, where SLURM_JOB_ID is set, a step of that allocation. Raises SlurmError, ClusterError.
+    """
+    environment = os.environ if environment is None else environment
+    allocation = environment.get("SLURM_JOB_ID")
+    mode: Mode = "step" if allocation else "batch"
+    record = JobRecord(secrets.token_hex(8), mode, allocation, submitted_at=utc_now(), host=socket.gethostname())
+    try:
+        _lay_token(run.path, record.token)
+        write_record(run.path, record)
+    except OSError as error:
+        raise ClusterError(
+            f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
+        ) from error
+    set_here = [name for setting, name in _SETTINGS_OF_SBATCH.items() if getattr(settings, setting) is not None]
+    client = SlurmClient(client_environment(environment, set_here))
+    if mode == "batch":
+        job_id, cluster = client.submit(run.path / SCRIPT_FILE, record.token)
+        record = replace(record, job_id=job_id, cluster=cluster)
+    else:
+        pid = _start_step(run.path, record, environment)
+        record = replace(record, pid=pid, pid_start=process_start(pid))
+    write_record(run.path, record)
+    return SlurmJob(run, record, client)
+
+
+def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str]) -> int:
+    """The process, in a session of its own, that runs the batch file and leaves srun's exit code in a file."""
+    exit_file, script = shlex.quote(str(run_path / EXIT_FILE)), shlex.quote(str(run_path / SCRIPT_FILE))
+    (run_path / EXIT_FILE).unlink(missing_ok=True)
+    line = f"bash {script} {record.token}; echo $? >{exit_file}.part; mv {exit_file}.part {exit_file}"
+    inherited = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
+    with (run_path / f"{LOG_PREFIX}{record.job_id}.log").open("ab") as log:
+        process = subprocess.Popen(
+            ("sh", "-c", line),
+            cwd="/",
+            # Beside whatever step this shell is: only so srun may use the same CPUs and GPUs.
+            env={**client_environment(environment), **inherited, "SLURM_OVERLAP": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
+    return process.pid
+
+
+def _lay_token(run_path: Path, token: str) -> None:
+    path = run_path / TOKEN_FILE
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{token}\n")
+        file.flush()
+        os.fsync(file.fileno())

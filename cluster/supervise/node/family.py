@@ -1,0 +1,258 @@
+"""The processes of one run on one node, wherever they moved in the process tree, and its ranks. Python 3.6.
+
+torchrun gives every rank a session of its own, and ranks outlive a killed torchrun. So a process belongs to the run
+when its environment holds both marks (run id and node: nodes of a testbed share one process table), when it descends
+from such a process or from the started command, or when it is an orphan that fell to this supervisor. Nothing else is
+ever signalled.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
+
+from cluster.supervise.node.folder import now_ns
+from cluster.supervise.node.processes import (
+    Entry,
+    all_pids,
+    exit_code,
+    is_own,
+    open_pidfd,
+    process_start,
+    read_entry,
+    read_environ,
+    send_signal,
+)
+from cluster.supervise.node.spec import NODE_VARIABLE, RUN_ID_VARIABLE
+
+_YOUNG_S = 10.0  # a process gets its environment by exec, some time after it was forked
+_LOOK_S = 0.2  # how often new processes are looked for
+_FULL_LOOK_S = 10.0  # how often all are looked at again: a number may belong to another process by now
+_POLL_S = 0.05
+_ECHOES = {None: 1, 0: 2, -signal.SIGTERM: 2}  # ends that mostly follow another's; None: nobody saw how
+
+
+class Marks(NamedTuple):
+    """What every process of a run on a node carries in its environment."""
+
+    run_id: str
+    node: str
+
+    def match(self, environ: Optional[Dict[bytes, bytes]]) -> bool:
+        """Whether `environ` holds both."""
+        wanted = {RUN_ID_VARIABLE: self.run_id, NODE_VARIABLE: self.node}
+        return environ is not None and all(
+            environ.get(name.encode()) == value.encode("utf-8", "surrogateescape") for name, value in wanted.items()
+        )
+
+
+class Rank(NamedTuple):
+    """The process of one rank."""
+
+    rank: int
+    pid: int
+    start: str
+
+
+class Death(NamedTuple):
+    """A rank that ended. exit_code: None when nobody here could see it; negative: the signal."""
+
+    rank: int
+    pid: int
+    exit_code: Optional[int]
+    at_ns: int
+
+    def to_dict(self) -> Dict[str, Any]:
+        """As it stands in outcome.json."""
+        return dict(self._asdict())
+
+
+class _Seen:
+    """What is known of one number in the process table."""
+
+    __slots__ = ("again", "is_member", "rank", "since", "start")
+
+    def __init__(self, start: str, since: float) -> None:
+        self.start, self.since, self.again = start, since, since
+        self.is_member = False
+        self.rank: Optional[int] = None
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look at it again: often while it is new, then more and more seldom."""
+        if self.rank is not None or now < self.again or now > self.since + _YOUNG_S:
+            return False
+        self.again = now + (now - self.since) / 2
+        return True
+
+
+class Family:
+    """The members as of the last `refresh`.
+
+    ranks: which numbers may be ranks of this node. helpers: numbers of this process' own children that are not members.
+    any_owner: processes of other users may be members, as in containers; else nobody can pass one of his off as a rank.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        ranks: range = range(0),
+        helpers: Callable[[], Set[int]] = set,
+        any_owner: bool = True,
+    ) -> None:
+        self.marks, self.child = marks, 0
+        self.ranks: Dict[int, Rank] = {}
+        self.deaths: List[Death] = []
+        self._rank_numbers, self._helpers, self._any_owner = ranks, helpers, any_owner
+        self._me = os.getpid()
+        self._seen: Dict[int, _Seen] = {}
+        self._next_look = self._next_full_look = 0.0
+        self._ends = Ends()
+        self._adopts = False  # whether orphans fall to this process
+
+    def refresh(self, full: bool = False) -> None:
+        """Notice who came and who went. `full`: look at every process of the machine, as before anything final."""
+        now = time.monotonic()
+        self._notice_ends()
+        full = full or now >= self._next_full_look
+        if full or now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._next_full_look = now + _FULL_LOOK_S if full else self._next_full_look
+            self._look(now, full)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a rank or the command has ended, or the time is over."""
+        self._ends.wait(timeout_s)
+
+    def watch_child(self, pid: int) -> None:
+        """Process `pid`, a child of this one, is the started command."""
+        self.child, self._adopts = pid, True
+        self._ends.watch(pid, process_start(pid) or "")
+
+    def forget_child(self) -> None:
+        """The command has been waited for: its number may soon be another's."""
+        self._ends.forget(self.child)
+        self.child = 0
+
+    def members(self) -> List[int]:
+        """Numbers of the living members."""
+        return [pid for pid, seen in self._seen.items() if seen.is_member]
+
+    def living_ranks(self) -> List[Rank]:
+        """The ranks that live, by number."""
+        dead = {death.rank for death in self.deaths}
+        return [self.ranks[number] for number in sorted(self.ranks) if number not in dead]
+
+    def signal(self, number: int, spare: Set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        """Send a signal to every member but those of `spare`."""
+        for pid, seen in list(self._seen.items()):
+            if seen.is_member and pid not in spare:
+                send_signal(pid, seen.start, number)
+
+    def kill_until_gone(self, number: int, wait_s: float) -> List[int]:
+        """Kill every member until none is found; the numbers of those that would not die in `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            self.refresh(full=True)
+            left = self.members()
+            if not left or time.monotonic() > deadline:
+                return sorted(left)
+            self.signal(number)
+            time.sleep(_POLL_S)
+
+    def _notice_ends(self) -> None:
+        """Bury those that ended. Of ranks that ended between two looks, one that was not merely told to comes first."""
+        deaths: List[Death] = []
+        for pid, seen in list(self._seen.items()):
+            if not seen.is_member:
+                continue
+            entry = read_entry(pid)
+            if entry is not None and entry.start == seen.start and entry.lives:
+                continue
+            if entry is not None and entry.start != seen.start:
+                entry = None
+            if seen.rank is not None:
+                status = None if entry is None else exit_code(entry.status)
+                deaths.append(Death(seen.rank, pid, status, now_ns()))
+                self._ends.forget(pid)
+            self._bury(pid, entry)
+            del self._seen[pid]
+        self.deaths += sorted(deaths, key=lambda death: _ECHOES.get(death.exit_code, 0))
+
+    def _bury(self, pid: int, entry: Optional[Entry]) -> None:
+        """Reap an orphan that fell to us; the command itself is reaped by whoever started it."""
+        if entry is not None and entry.parent == self._me and pid != self.child:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _look(self, now: float, full: bool) -> None:
+        """Find new members among the processes that are new, or too young to be sure of; `full`: among all."""
+        pids = set(all_pids())
+        for pid in [pid for pid in self._seen if pid not in pids]:
+            if not self._seen[pid].is_member:
+                del self._seen[pid]
+        helpers = self._helpers()
+        # In ascending order parents mostly come before their children; the rest is found by the next look.
+        for pid in sorted(pids):
+            if pid == self._me or pid in helpers:
+                continue
+            seen = self._seen.get(pid)
+            if seen is None or seen.is_due(now) or (full and not seen.is_member):
+                self._examine(pid, seen, now)
+
+    def _examine(self, pid: int, seen: Optional[_Seen], now: float) -> None:
+        entry = read_entry(pid)
+        if entry is None or not entry.lives:
+            return
+        if seen is None or seen.start != entry.start:
+            seen = self._seen[pid] = _Seen(entry.start, now)
+        environ = read_environ(pid) if self._any_owner or is_own(pid) else None
+        if not seen.is_member:
+            parent = self._seen.get(entry.parent)
+            descends = parent is not None and parent.is_member
+            is_orphan = self._adopts and entry.parent == self._me
+            seen.is_member = pid == self.child or descends or is_orphan or self.marks.match(environ)
+        if seen.is_member and environ is not None:
+            self._note_rank(pid, entry, seen, environ)
+
+    def _note_rank(self, pid: int, entry: Entry, seen: _Seen, environ: Dict[bytes, bytes]) -> None:
+        """A rank carries RANK and its parent does not; its workers inherit that from it."""
+        text = environ.get(b"RANK", b"")
+        if not text.isdigit() or len(text) > 8 or not self.marks.match(environ):
+            return
+        number = int(text)
+        if number not in self._rank_numbers or number in self.ranks:
+            return
+        parent = read_environ(entry.parent) if entry.parent in self._seen else None
+        if parent is not None and parent.get(b"RANK") == text and self.marks.match(parent):
+            return
+        self.ranks[number] = Rank(number, pid, entry.start)
+        seen.rank = number
+        self._ends.watch(pid, entry.start)
+
+
+class Ends:
+    """Wakes up as soon as a watched process ends: its parent reaps it soon, and then its exit code is gone."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._descriptors: Dict[int, int] = {}
+
+    def watch(self, pid: int, start: str) -> None:
+        """Watch process `pid`; where the kernel cannot, nothing happens."""
+        descriptor = open_pidfd(pid, start) if pid not in self._descriptors else None
+        if descriptor is not None:
+            self._descriptors[pid] = descriptor
+            self._poll.register(descriptor, select.POLLIN)
+
+    def forget(self, pid: int) -> None:
+        """Watch it no more."""
+        descriptor = self._descriptors.pop(pid, None)
+        if descriptor is not None:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when one has ended or the time is over."""
+        self._poll.poll(timeout_s * 1000)

@@ -1,0 +1,158 @@
+"""Host memory of a run while it lives: what its processes hold, and whether the kernel killed one for lack of it.
+
+Only the kernel's own count or log is evidence. What the processes held is a hint: it is sampled, and counts shared
+pages once per process. Python 3.6.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections import deque
+from typing import Any, Deque, Dict, Iterable, List, Optional, Union
+
+from cluster.supervise.node.control_group import PROC, OomCounter, memory_limit_bytes, oom_counter
+from cluster.supervise.node.processes import resident_bytes
+
+KERNEL_LOG = "/dev/kmsg"
+SAMPLE_INTERVAL_S = 1.0
+NEARLY_FULL = 0.9
+_LAST_SAMPLES = 10  # a death is known within a few seconds; what was held before that explains nothing
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # a fixed number of the kernel: PROC_PID_INIT_INO
+_RECORD_BYTES = 8192  # a record of the kernel's log is never longer
+_KILLED = re.compile(r"(?:Out of memory|oom).*Killed process (\d+)", re.IGNORECASE)
+
+
+class MemoryWatch:
+    """Watches processes; `sample` is called often and does little."""
+
+    def __init__(self, proc: str = PROC, kernel_log: str = KERNEL_LOG) -> None:
+        self._proc, self._kernel_log = proc, kernel_log
+        self._started = time.monotonic()
+        self._next_sample = 0.0
+        self._held: Deque[int] = deque(maxlen=_LAST_SAMPLES)
+        self._peaks: Dict[int, int] = {}
+        self._counters: Dict[int, OomCounter] = {}
+        self._before: Dict[OomCounter, int] = {}
+        self._now: Dict[OomCounter, int] = {}
+        self._limit = memory_limit_bytes("self", proc)
+        self._note_counter(os.getpid(), "self")
+
+    def sample(self, pids: Iterable[int]) -> None:
+        """Looks at these processes once a second: resident sets, and the control group of new ones."""
+        now = time.monotonic()
+        if now < self._next_sample:
+            return
+        self._next_sample = now + SAMPLE_INTERVAL_S
+        held = 0
+        for pid in pids:
+            resident = resident_bytes(pid)
+            if resident is None:
+                continue
+            held += resident
+            self._peaks[pid] = max(resident, self._peaks.get(pid, 0))
+            if pid not in self._counters:
+                self._note_counter(pid, pid)
+        self._held.append(held)
+        for counter in self._before:
+            self._read(counter)
+
+    def oom_evidence(self, pid: Optional[int]) -> Optional[str]:
+        """Why it is certain that the kernel killed process `pid` (None: any of the run) for lack of memory, or None."""
+        if pid is not None and has_kernel_numbers(self._proc) and log_names(self._kernel_log, pid, self._started):
+            return f"the kernel's log says that it killed process {pid}"
+        own = self._counters.get(pid) if pid is not None else None
+        for counter in [own] if own is not None else list(self._before):
+            before, after = self._before[counter], self._read(counter)
+            if after > before:
+                whose = "" if counter.of_group else " of the whole machine"
+                return f"oom_kill{whose} in {counter.path} rose from {before} to {after}"
+        return None
+
+    def facts(self, pid: Optional[int]) -> Dict[str, Any]:
+        """{evidence, hint, memory} should SIGKILL have ended process `pid` (None: the command)."""
+        held, hint = self.held_bytes(), None
+        if self._limit is not None and held > NEARLY_FULL * self._limit:
+            hint = (
+                f"Lack of memory may be the reason: the run's processes held {held / 2**30:.1f} GiB of "
+                f"{self._limit / 2**30:.1f} GiB in their last seconds."
+            )
+        memory = {
+            "where": "host",
+            "device": "cpu",
+            "peak_bytes": self._peaks.get(pid) if pid is not None else None,
+            "peak_source": "resident set of the process, looked at every second",
+            "asked_bytes": None,
+            "capacity_bytes": self._limit,
+        }
+        return {"evidence": self.oom_evidence(pid), "hint": hint, "memory": memory}
+
+    def held_bytes(self) -> int:
+        """What the processes held together, most in the last seconds."""
+        return max(self._held, default=0)
+
+    def _note_counter(self, pid: int, name: Union[int, str]) -> None:
+        counter = oom_counter(name, self._proc)
+        kills = None if counter is None else counter.read()
+        if counter is not None and kills is not None:
+            self._counters[pid] = counter
+            self._before.setdefault(counter, kills)
+            limit = memory_limit_bytes(name, self._proc)
+            self._limit = min((bound for bound in (self._limit, limit) if bound is not None), default=None)
+
+    def _read(self, counter: OomCounter) -> int:
+        """What it says now, or said last: the group of a container goes with it."""
+        kills = counter.read()
+        if kills is not None:
+            self._now[counter] = kills
+        return self._now.get(counter, self._before[counter])
+
+
+def has_kernel_numbers(proc: str) -> bool:
+    """Whether process numbers here are those of the kernel's log, as they are outside of containers."""
+    try:
+        return os.readlink(os.path.join(proc, "self", "ns", "pid")) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def log_names(path: str, pid: int, since: float) -> bool:
+    """Whether the kernel's log says since `since` (monotonic seconds) that process `pid` was killed for lack of memory.
+
+    A record is "priority,number,microseconds,-;text". Most users may not read the log: then it says nothing.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return any(_tells_of(line, pid, since) for line in _records(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _records(descriptor: int) -> List[str]:
+    lines: List[str] = []
+    while True:
+        try:
+            block = os.read(descriptor, _RECORD_BYTES)
+        except BlockingIOError:
+            return lines  # the end of the kernel's log
+        except BrokenPipeError:
+            continue  # records were overwritten while we read
+        except OSError:
+            return lines
+        if not block:
+            return lines
+        lines += block.decode("utf-8", "replace").splitlines()
+
+
+def _tells_of(line: str, pid: int, since: float) -> bool:
+    head, _, text = line.partition(";")
+    found = _KILLED.search(text)
+    if found is None or int(found.group(1)) != pid:
+        return False
+    fields = head.split(",")
+    with contextlib.suppress(ValueError):
+        return len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0
+    return False

@@ -1,0 +1,322 @@
+"""The owner of one run on one node: starts its command, watches it, stops it, and leaves no process behind. Python 3.6.
+
+It hears of the world by files of the run folder alone (`folder.py`), so it survives launchers, sessions and bridges.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any, List, Optional
+
+from cluster.supervise.node.container import Container, Helpers
+from cluster.supervise.node.family import Family, Marks
+from cluster.supervise.node.folder import Document, NodeFiles, now_ns, now_text, read_json, write_json
+from cluster.supervise.node.health import Health
+from cluster.supervise.node.memory import MemoryWatch
+from cluster.supervise.node.processes import become_subreaper, die_with_parent, process_start
+from cluster.supervise.node.spec import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, Spec, SpecError, seconds
+from cluster.supervise.node.stacks import Stacks
+
+_TURN_S = 0.1
+_UPDATE_S = 2.0
+_RETRY_S = 0.5  # when the disk is full
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # somebody may make room; nobody mends the rest while we wait
+_PATIENCE_S = 60.0
+_REPORT_GRACE_S = 2.0  # for torchrun to say how its ranks ended, once they are killed
+_KILL_WAIT_S = 10.0
+_CONTAINER_WAIT_S = 20.0
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+class StopOrder:
+    """Whether and how the run is being stopped. Later requests may shorten the grace, never lengthen it."""
+
+    def __init__(self) -> None:
+        self.cause = ""  # exit, stop or lease: as outcome.json names it; "" while nobody asked
+        self.by: Optional[str] = None
+        self.asked_ns: Optional[int] = None
+        self.deadline = 0.0
+        self.killed_at: Optional[float] = None
+
+    def ask(self, cause: str, by: str, grace_s: float) -> bool:
+        """Note a request; whether it is the first."""
+        deadline = time.monotonic() + grace_s
+        is_first = not self.cause
+        if is_first:
+            self.cause, self.by, self.asked_ns = cause, by, now_ns()
+        self.deadline = deadline if is_first else min(self.deadline, deadline)
+        return is_first
+
+
+class Supervisor:
+    """One run on this node, from its first to its last moment. Must run in the main thread of its process."""
+
+    def __init__(self, spec: Spec, memory: Optional[MemoryWatch] = None) -> None:
+        self.spec, self.files = spec, NodeFiles(spec.folder, spec.node)
+        self.helpers = Helpers()
+        ranks = range(spec.first_rank, spec.first_rank + spec.local_ranks)
+        marks, is_contained = Marks(spec.run_id, spec.node), spec.container is not None
+        self.family = Family(marks, ranks, self.helpers.pids, is_contained)
+        self.stop = StopOrder()
+        self.container: Optional[Container] = None
+        if spec.container is not None:
+            self.container = Container(spec.engine, spec.container, spec.run_id, self.helpers)
+        self.memory = memory or MemoryWatch()
+        self.health = Health(self.files, self.helpers)
+        self.stacks = Stacks(self.files)
+        self._inquests: List[Optional[Document]] = []
+        self._phase, self._started_at = "starting", now_text()
+        self._signals: List[int] = []
+        self._stop_stamp: Any = None
+        self._lease_stamp: Any = None
+        self._beat_at = time.monotonic()
+        self._identity = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": process_start(os.getpid())}
+        self._written: Document = {}
+        self._next_write = self._retry_at = 0.0
+
+    def announce(self) -> None:
+        """Write supervisor.json, by which everybody finds this process."""
+        self._tell()
+
+    def run(self) -> Document:
+        """What outcome.json says once the run has ended here; it is written."""
+        become_subreaper()
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: self._signals.append(number))
+        self._beat_at = time.monotonic()
+        try:
+            child = self._start()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            return self._finish(None, _why(self.spec.argv[0], self.spec.cwd, error))
+        self.family.watch_child(child.pid)
+        self._phase = "running"
+        self._tell()
+        self.health.start()
+        try:
+            return self._finish(self._watch(child), None)
+        except Exception as error:  # of our own: nothing may be left running for it, and somebody must hear of it
+            traceback.print_exc()
+            return self._finish(child.poll(), f"the supervisor failed: {type(error).__name__}: {error}", "exit")
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        spec = self.spec
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        environment[RANK_LOGS_VARIABLE] = self.files.log_dir
+        environment.update(spec.environment)
+        environment.update({RUN_ID_VARIABLE: spec.run_id, NODE_VARIABLE: spec.node})
+        me = os.getpid()
+
+        def prepare() -> None:
+            # Whoever kills this supervisor ends the command, and its ranks with it: nobody else would.
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != me:
+                os._exit(1)
+
+        with open(self.files.torchrun_log, "ab") as log:
+            return subprocess.Popen(
+                list(spec.argv),
+                cwd=spec.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=prepare,  # no other thread runs yet
+            )
+
+    def _watch(self, child: "subprocess.Popen[bytes]") -> int:
+        """The exit code of the command (negative: its signal), once it has ended."""
+        while True:
+            code = child.poll()
+            self.family.refresh()
+            self._inquire()
+            if code is not None:
+                return code
+            self._hear()
+            self._enforce()
+            self.memory.sample(self.family.members())
+            self.health.ranks = self.family.living_ranks()
+            self.stacks.turn(_stamp(self.files.stacks), self.health.ranks)
+            self._tell()
+            self.family.wait(_TURN_S)
+
+    def _inquire(self) -> None:
+        """Ask why a rank died while the kernel's counters are still there."""
+        for death in self.family.deaths[len(self._inquests) :]:
+            self._inquests.append(self.memory.facts(death.pid))
+
+    def _hear(self) -> None:
+        """Signals, stop requests and the lease."""
+        while self._signals:
+            number = self._signals.pop(0)
+            self._ask("stop", signal.Signals(number).name, self.spec.stop_grace_s)
+        stamp = _stamp(self.files.stop)
+        if stamp is not None and stamp != self._stop_stamp:
+            self._stop_stamp = stamp
+            request = read_json(self.files.stop) or {}
+            try:
+                grace = seconds(request.get("grace_s"), "grace_s")
+            except SpecError:
+                grace = self.spec.stop_grace_s
+            self._ask("stop", str(request.get("cause", ""))[:200], grace)
+        if self.spec.lease_s is not None:
+            stamp, now = _stamp(self.files.lease), time.monotonic()
+            if stamp != self._lease_stamp:
+                # Only that it changed counts, and this machine's clock: that of whoever beats may differ.
+                self._lease_stamp, self._beat_at = stamp, now
+            elif now > self._beat_at + self.spec.lease_s:
+                self._ask("lease", "no word from the launcher", self.spec.stop_grace_s)
+
+    def _ask(self, cause: str, by: str, grace_s: float) -> None:
+        if not self.stop.ask(cause, by, grace_s):
+            return
+        self._phase = "stopping"
+        self._say(f"stopping ({cause}: {by}), grace {grace_s:g} s")
+        self.family.refresh(full=True)
+        if grace_s > 0:
+            self._ask_processes(grace_s)
+
+    def _ask_processes(self, grace_s: float) -> None:
+        """SIGTERM to all at once: a rank that torchrun tells later would wait for one that has already left."""
+        if self.container is not None:
+            self.container.stop(grace_s)
+            self.family.signal(signal.SIGTERM, spare={self.family.child})
+        else:
+            self.family.signal(signal.SIGTERM)
+
+    def _enforce(self) -> None:
+        """After the grace: kill all but the command, which may still say how its ranks ended, then that as well."""
+        now = time.monotonic()
+        if not self.stop.cause or now < self.stop.deadline:
+            return
+        if self.stop.killed_at is None:
+            self.stop.killed_at = now
+            self._say("killing what is left")
+            if self.container is not None:
+                self.container.kill()
+        self.family.refresh(full=True)
+        is_patient = now < self.stop.killed_at + _REPORT_GRACE_S
+        self.family.signal(signal.SIGKILL, spare={self.family.child} if is_patient else set())
+
+    def _finish(self, code: Optional[int], problem: Optional[str], cause: str = "start_failed") -> Document:
+        """The outcome, once nothing of the run is left; `problem`: why there is no regular end, of kind `cause`."""
+        self._phase = "stopping"
+        ended_at, ended_ns = now_text(), now_ns()
+        self.health.close()
+        if code is not None:
+            self.family.forget_child()
+        leftover = self.family.kill_until_gone(signal.SIGKILL, _KILL_WAIT_S)
+        self._inquire()
+        container_problem = ""
+        if self.container is not None:
+            # A client that was killed may leave an engine that is still making its container.
+            container_problem = self.container.remove(_CONTAINER_WAIT_S, 1.0 if code is None or code < 0 else 0.0)
+        outcome = {
+            "exit_code": code,
+            "cause": cause if problem is not None else self.stop.cause or "exit",
+            "stop_cause": self.stop.by,
+            "stop_at_ns": self.stop.asked_ns,
+            "started_at": self._started_at,
+            "ended_at": ended_at,
+            "ended_ns": ended_ns,
+            "error": problem or container_problem or None,
+            "deaths": self._deaths(),
+            "memory": self._kill_facts(),
+            "leftover_pids": leftover,
+        }
+        self._phase = "ended"
+        self._tell(force=True)
+        self._write_outcome(outcome)
+        return outcome
+
+    def _deaths(self) -> List[Document]:
+        """The ranks that ended, in that order, each with what is known should SIGKILL have done it."""
+        facts = self._inquests + [None] * len(self.family.deaths)
+        return [dict(death.to_dict(), memory=fact) for death, fact in zip(self.family.deaths, facts)]
+
+    def _kill_facts(self) -> Document:
+        """What is known of a rank that SIGKILL may have ended, the first with evidence, or of the command."""
+        deaths = zip(self.family.deaths, self._inquests)
+        killed = [facts for death, facts in deaths if facts and death.exit_code in (None, -signal.SIGKILL)]
+        certain = [facts for facts in killed if facts["evidence"] is not None]
+        return (certain or killed or [self.memory.facts(None)])[0]
+
+    def _write_outcome(self, outcome: Document) -> None:
+        """Write it, however long the disk is full: without it the run would count as lost."""
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                write_json(self.files.outcome, outcome, sync=True)
+                return
+            except OSError as error:
+                self._say(f"cannot write the outcome: {error}")
+                if error.errno not in _PASSING and time.monotonic() > give_up_at:
+                    return
+            if self._signals or not os.path.isdir(self.files.state_dir):
+                return
+            time.sleep(_RETRY_S)
+
+    def _tell(self, force: bool = False) -> None:
+        """Write supervisor.json when something in it changed, and every two seconds."""
+        document = {
+            "run_id": self.spec.run_id,
+            "node": self.spec.node,
+            **self._identity,
+            "phase": self._phase,
+            "child_pid": self.family.child or None,
+            "started_at": self._started_at,
+            "ranks": {str(rank.rank): rank.pid for rank in self.family.living_ranks()},
+            "deaths": [death.to_dict() for death in self.family.deaths],
+            "stop_cause": self.stop.by,
+        }
+        now = time.monotonic()
+        is_news = document != self._written
+        if not force and now < (self._retry_at if is_news else self._next_write):
+            return
+        try:
+            write_json(self.files.supervisor, {**document, "updated_at": now_text()})
+        except OSError:
+            self._retry_at = now + _RETRY_S  # a full disk: the processes are owned all the same
+        else:
+            self._written, self._next_write = document, now + _UPDATE_S
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{now_text()} {text}", file=sys.stderr, flush=True)
+
+
+def refusal(text: str) -> Document:
+    """The outcome of a run that was never started here, in the form of every other."""
+    now, now_is = now_ns(), now_text()
+    nothing = {"evidence": None, "hint": None, "memory": None}
+    return {
+        **{"exit_code": None, "cause": "start_failed", "stop_cause": None, "stop_at_ns": None, "error": text},
+        **{"started_at": now_is, "ended_at": now_is, "ended_ns": now},
+        **{"deaths": [], "memory": nothing, "leftover_pids": []},
+    }
+
+
+def _stamp(path: str) -> Optional[Any]:
+    """What changes when a file is touched or replaced; None when there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        return (status.st_mtime_ns, status.st_size, status.st_ino)
+    finally:
+        os.close(descriptor)
+
+
+def _why(program: str, cwd: str, error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and not os.path.isdir(cwd):
+        return f"the folder {cwd} to start in is not there"
+    return "cannot start {}: {}".format(program, getattr(error, "strerror", None) or error)
