@@ -7,7 +7,9 @@ A verb's module is imported only when that verb runs, so `burst --help` stays fa
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +35,15 @@ class Verb:
 
 VERBS = (
     Verb("launch", "burst_cli.commands.launch", "Train: write the run folder, start the ranks, show progress."),
+    Verb("sweep", "burst_cli.commands.sweep", "Run every combination of listed values, resumable, and fill a table."),
+    Verb("runs", "burst_cli.commands.runs", "List runs, newest first: state, step, loss, why one failed."),
+    Verb("status", "burst_cli.commands.status", "Show how a run is: progress, nodes, what went wrong, what to type."),
+    Verb("logs", "burst_cli.commands.logs", "Show what the ranks say, equal lines as one; -f follows to the end."),
+    Verb("cancel", "burst_cli.commands.cancel", "Stop runs and wait for their end, from any terminal."),
+    Verb("resume", "burst_cli.commands.resume", "Take over a run whose launcher is gone, or start its next attempt."),
+    Verb("checkpoint", "burst_cli.commands.checkpoint", "List, verify, export and prune checkpoints of a run."),
+    Verb("eval", "burst_cli.commands.eval", "Evaluate weights: validation, loss by position, needles by depth."),
+    Verb("model", "burst_cli.commands.model", "Show a model of Hugging Face as a configuration to train it with."),
     Verb("plan", "burst_cli.commands.plan", "Show what a configuration will do: bytes, balance, buffers, time."),
     Verb("report", "burst_cli.commands.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
     Verb("bench", "burst_cli.commands.bench", "Measure attention, its communication alone, or the loss."),
@@ -61,7 +72,18 @@ class _VerbGroup(TyperGroup):
             return name, command, rest
         loaded = typer.main.get_command(importlib.import_module(module).app)
         loaded.name = name
+        _fill_help(loaded)
         return name, loaded, rest
+
+
+def _fill_help(command: Any) -> None:
+    """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(
+        text if text.startswith("\b") else re.sub(r"\n(?![\s-])", " ", text) for text in paragraphs
+    )
+    for part in getattr(command, "commands", {}).values():
+        _fill_help(part)
 
 
 app = typer.Typer(

@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 
 Candidate = tuple[str, str]
 HELP_WIDTH = 70
+MAX_RUNS = 50
 
 
 def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
@@ -41,6 +42,21 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
             values = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields)]
             found = values if len(values) > 1 else found + values
     return [(sign + text, _one_line(doc)) for text, doc in found]
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """(run id, what it is) of the runs that begin so, newest first; experiments beside them."""
+    from engine.runs import default_runs_dir, list_runs
+
+    runs = list_runs(Path(ctx.params.get("runs_dir") or default_runs_dir()))[::-1][:MAX_RUNS]
+    found = [(run.run_id, run.exp) for run in runs if run.run_id.startswith(incomplete)]
+    exps = dict.fromkeys(run.exp for run in runs if run.exp.startswith(incomplete))
+    return [*found, *((exp, "the newest run of this experiment") for exp in exps)]
+
+
+def complete_run_or_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """Runs and overrides that begin so: what `burst eval` takes."""
+    return [*complete_run(ctx, incomplete), *complete_override(ctx, incomplete)]
 
 
 def _one_line(doc: str) -> str:

@@ -6,7 +6,10 @@ names have the defaults of `engine.config`, so `key=value` works for every docum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +25,20 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_dump
 
 from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.overrides import Groups, Override, grammar_problem, override_problem
 from burst_cli.sources import Layer, trace_sources
-from engine.config import RunConfig, read_config
+from burst_cli.sweep.grammar import MOST_CELLS, Axis
+from engine.config import RunConfig, config_to_dict, read_config
 from engine.config_checks import config_problems
 from engine.config_schema import Problem
 from engine.errors import ConfigError
 
 ROOT_CONFIG = "config"
+EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
+_LONGEST_NAME = 100
 _SIGNS = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
 
 
@@ -58,29 +64,94 @@ class _Raw:
     layers: tuple[Layer, ...]
 
 
-def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Composed:
+def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: RunConfig | None = None) -> Composed:
     """The configuration that the files and these overrides spell, checked as a whole.
 
     Folders are searched in this order: `config_dirs` (the last one first), ~/.config/burst/conf, the built-in files.
-    Raises ConfigError with every mistake found in overrides, types, choices and rules between settings.
+    With `base` all settings begin with its values in place of those of files; overrides, chosen files among them,
+    change some. Raises ConfigError with every mistake found in overrides, types, choices and rules between settings.
     """
     folders = search_path(config_dirs)
     groups = list_options(folders)
     accepted, problems = _read_overrides(overrides, groups)
+    values = [override for override in accepted if not override.is_choice(groups)]
     try:
-        raw = _run_hydra(folders, accepted, groups)
+        with _begin_with(base, folders, groups) as searched:
+            raw = _run_hydra(searched, accepted, groups)
+            sources = trace_sources(raw.layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
-    sources = trace_sources(raw.layers, [override for override in accepted if not override.is_choice(groups)])
     config, mistakes = read_config(raw.values)
     problems += [_with_file(problem, sources) for problem in mistakes]
     config = _name_after_choice(config, raw.choices, sources)
+    if config.train.evaluate_only and not config.exp.endswith(EVALUATION):
+        config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
+    config, contradictions = count_nodes(config, sources)
+    problems += contradictions
     # A rule about a setting that could not be read would speak of its default, which nobody asked for.
     doubtful = {key for problem in problems for key in problem.keys}
     problems += [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return Composed(config, tuple(overrides), sources)
+
+
+@contextlib.contextmanager
+def _begin_with(base: RunConfig | None, folders: Sequence[Path], groups: Groups) -> Iterator[Sequence[Path]]:
+    """The folders to search: those given, behind one whose root file has the values of `base` and chooses no file."""
+    if base is None:
+        yield folders
+        return
+    choices = [{group: None} for group in groups if group != "exp" and "/" not in group]
+    with tempfile.TemporaryDirectory(prefix="burst-base-") as folder:
+        text = safe_dump({"defaults": ["_self_", *choices], **config_to_dict(base)}, allow_unicode=True)
+        (Path(folder) / f"{ROOT_CONFIG}.yaml").write_text(text, encoding="utf-8")
+        yield (Path(folder), *folders)
+
+
+def sweep_axes(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[Axis]:
+    """The axes that overrides in Hydra's grammar of sweeps spell: lists, choice(), range(), glob(), sort(), shuffle().
+
+    Values are not checked here: every cell is composed by itself. Raises ConfigError with every text that is none.
+    """
+    folders = search_path(config_dirs)
+    parser, loader = OverridesParser.create(), _config_loader(folders)
+    groups = list_options(folders)
+    axes: list[Axis] = []
+    problems: list[Problem] = []
+    for given in overrides:
+        try:
+            parsed = parser.parse_override(given)
+            parsed.config_loader = loader  # glob() asks it for the options of a group
+            axes.append(_axis(parsed, given))
+        except HydraException as error:
+            problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
+    known = [axis for axis in axes if axis.key.lstrip("+~").partition("@")[0] not in groups]
+    problems += [problem for axis in known if (problem := _unknown_axis(axis, groups)) is not None]
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    return axes
+
+
+def _axis(parsed: HydraOverride, given: str) -> Axis:
+    key = str(parsed.get_key_element())
+    if not key.lstrip("+~"):
+        raise HydraException("there is nothing before the =")
+    if not parsed.is_sweep_override():
+        return Axis(key.lstrip("+"), (given,), (given.partition("=")[2],), is_sweep=False)
+    if not parsed.is_discrete_sweep():
+        raise HydraException("interval() has no steps; give a list or range(FROM,TO,STEP)")
+    values = tuple(itertools.islice(parsed.sweep_string_iterator(), MOST_CELLS + 1))
+    plain = tuple(value.strip("'\"") for value in values)
+    return Axis(key.lstrip("+"), tuple(f"{key}={value}" for value in values), plain, is_sweep=True)
+
+
+def _unknown_axis(axis: Axis, groups: Groups) -> Problem | None:
+    """The problem of a key that no setting has, said once instead of once per cell."""
+    name = axis.key.lstrip("+~")
+    if not axis.overrides:
+        return None
+    return override_problem(Override(axis.overrides[0], "", name, axis.values[0], is_sweep=False), groups)
 
 
 def _name_after_choice(config: RunConfig, choices: Mapping[str, str], sources: dict[str, str]) -> RunConfig:
@@ -90,6 +161,24 @@ def _name_after_choice(config: RunConfig, choices: Mapping[str, str], sources: d
     choice = choices.get("exp", "custom")
     sources["exp"] = f"exp={choice}" if "exp" in choices else "default"
     return replace(config, exp=choice.removesuffix(".yaml").replace("/", "-"))
+
+
+def count_nodes(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
+    """(the configuration with the number of nodes that cluster.nodes names, what is wrong with these two)."""
+    cluster = config.cluster
+    if cluster.nodes is None:
+        return config, []
+    from cluster.access.nodes import parse_nodes
+
+    try:
+        count = len(parse_nodes(cluster.nodes, "cluster.nodes").names)
+    except ConfigError as error:
+        return config, [Problem(("cluster.nodes",), text) for text in error.problems]
+    if cluster.num_nodes not in (None, count):
+        text = f"cluster.num_nodes: got {cluster.num_nodes}, but cluster.nodes={cluster.nodes} names {count}"
+        return config, [Problem(("cluster.num_nodes", "cluster.nodes"), f"{text}; leave one of them out")]
+    sources["cluster.num_nodes"] = sources.get("cluster.nodes", "default")
+    return replace(config, cluster=replace(cluster, num_nodes=count)), []
 
 
 def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:

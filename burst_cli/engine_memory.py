@@ -9,20 +9,21 @@ from engine.attention.auto import machine_of, settle_auto
 from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.memory.auto import MemoryChoice, advice_for, settle_memory
-from engine.memory.capacity import Capacity, capacity_of
+from engine.memory.capacity import Capacity, Hardware, capacity_of
 from engine.memory.fit import Prediction, estimate_on, sequence_topology
 from engine.memory.oom import less_memory_text
 from engine.memory.predict_apart import predict_apart
 
 
 class EnginePlanner:
-    """A `MemoryPlanner` for ranks on this machine; after `settle_attention`.
+    """A `MemoryPlanner`, after `settle_attention`.
 
-    say: told, for people, that a prediction begins, which takes seconds.
+    say: told, for people, that a prediction begins, which takes seconds. hardware: of the machines that ranks run on,
+    None: this one.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], hardware: Hardware | None = None) -> None:
+        self._say, self._hardware = say, hardware
 
     def settle_attention(self, config: RunConfig) -> RunConfig:
         """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
@@ -32,9 +33,9 @@ class EnginePlanner:
         return settle_auto(config, sequence_topology(config, _world(config)), machine).config
 
     def capacity(self, config: RunConfig) -> Capacity:
-        """The GPUs or the RAM of this machine, within memory.device_bytes and memory.host_bytes."""
-        # All ranks share this machine, also those that cluster.topology_nodes treats as lying on others.
-        return capacity_of(config, config.cluster.ranks_per_node or 1)
+        """The GPUs or the RAM of a machine, within memory.device_bytes and memory.host_bytes."""
+        # All its ranks share a machine, also those that cluster.topology_nodes treats as lying on others.
+        return capacity_of(config, config.cluster.ranks_per_node or 1, hardware=self._hardware)
 
     def settle(self, config: RunConfig, capacity: Capacity, *, exactly: bool) -> MemoryChoice:
         """The choice of `engine.memory.auto`."""
@@ -60,5 +61,5 @@ class EnginePlanner:
 
 def _world(config: RunConfig) -> Topology:
     """Where all ranks of a launch lie."""
-    ranks, nodes = config.cluster.ranks_per_node or 1, config.cluster.topology_nodes or 1
+    ranks, nodes = config.cluster.world_size or 1, config.cluster.topology_groups
     return Topology(nodes, ranks // nodes)

@@ -9,11 +9,12 @@ from typing import Any
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
+from cluster.control.evidence import tail_text
 from cluster.failure import Failure
-from cluster.launch import tail_text
 from engine.runs import RunFolder
 
 LOG_LINES = 15
+_SELF_EXPLAINING = ("config", "user", "start", "hang", "node_lost", "port")
 _MESSAGE_CHARACTERS = 2_000
 _LINE_CHARACTERS = 400
 
@@ -24,11 +25,15 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
     where = _where(failure)
     block = Text.assemble((f"{failure.status.upper()} ", "bold red"), (name, "bold"), f": {where}\n" if where else "\n")
     message = clean(failure.message)[:_MESSAGE_CHARACTERS].rstrip() or "(no message)"
-    kind = "" if failure.kind in ("config", "user", "launcher") else f"{clean(failure.type)}: "
+    kind = "" if failure.kind in (*_SELF_EXPLAINING, "launcher") else f"{clean(failure.type)}: "
     block.append(_indented(f"{kind}{message}"), style="red")
     if failure.memory is not None:
         block.append(f"  memory: {memory_line(failure.memory)}\n")
-    if failure.kind not in ("config", "user"):
+    for line in failure.details:
+        block.append(f"  │ {clean(line)[:_LINE_CHARACTERS]}\n", style="dim")
+    if failure.stacks:
+        block.append(f"  stacks of the rank {failure.stacks}, those of the others beside it\n", style="dim")
+    if failure.kind not in _SELF_EXPLAINING:
         lines = last_lines(failure.log)
         if lines:
             block.append(f"  last lines of {failure.log}\n", style="dim")
@@ -36,6 +41,8 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
                 block.append(f"  │ {line}\n", style="dim")
         elif failure.log:
             block.append(f"  log {failure.log} (empty)\n", style="dim")
+    if failure.checkpoint:
+        block.append(f"  last checkpoint {failure.checkpoint}\n")
     if failure.advice:
         block.append("  what to do: ", style="bold")
         block.append(failure.advice)
@@ -69,6 +76,8 @@ def _where(failure: Failure) -> str:
     parts = []
     if failure.rank is not None:
         parts.append(f"rank {failure.rank} on {failure.host}")
+    elif failure.host is not None:
+        parts.append(f"on {failure.host}")
     if failure.step is not None:
         # A rank that was killed could not say where it was: what is known is the last step that was recorded.
         inside = failure.phase and not failure.signal

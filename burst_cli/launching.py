@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +13,24 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.data_progress import show_progress
+from burst_cli.evaluation_view import evaluation_view, is_evaluation
 from burst_cli.failure_block import failure_block
-from burst_cli.figures import binary_bytes, count, duration, percent, plain
+from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
+from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.live import open_view
+from burst_cli.plan_view import launch_notes, show_plan
 from burst_cli.run_progress import RunProgress
 from burst_cli.run_records import run_record
-from cluster.launch import LaunchOutcome, LaunchTiming, StopRequests, launch_local
+from cluster.control.controller import Manner, control
+from cluster.control.open import open_links
+from cluster.control.outcome import LaunchOutcome
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
 from engine.config import RunConfig
-from engine.data import PackedSampler, prepare
+from engine.data import open_training_data, prepare
 from engine.errors import ConfigError
+from engine.needle.tasks import needle_tasks
 from engine.run.provenance import collect_provenance
 from engine.run.records import json_text
 from engine.runs import RunFolder, check_writable, create_run
@@ -29,34 +38,68 @@ from engine.runs import RunFolder, check_writable, create_run
 
 @dataclass(frozen=True)
 class LaunchManner:
-    """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is."""
+    """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
+
+    detach: return once the nodes run, and leave the run to a process in the background.
+    """
 
     plain_lines: bool = False
     as_json: bool = False
     timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
+    detach: bool = False
+
+
+def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+    """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
+
+    Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
+    """
+    prepared = prepare_launch(request)
+    if request.dry_run:
+        show_plan(prepared.plan, prepared.memory, prepared.warnings, as_json=manner.as_json)
+        return 0
+    render.stderr().print(launch_notes(prepared.memory, prepared.warnings), soft_wrap=True, end="")
+    if prepared.fleet is not None:
+        prepared.fleet.lay_code()
+    return run_plan(prepared.plan, prepared.overrides, manner)
 
 
 def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -> int:
     """The exit code of the launch that `plan` describes; progress on stderr, the result on stdout.
 
-    Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder.
+    Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
+    other than this machine prepare their data themselves.
     """
     check_writable(Path(plan.run_path))
-    console = _plain_console() if manner.plain_lines else render.stderr()
-    prepare_data(plan.config, console)
+    console = render.plain_stderr() if manner.plain_lines else render.stderr()
+    if plan.launcher == "local":
+        prepare_data(plan.config, console)
     stop = StopRequests()
     with stop.listening():
         run = create_run(Path(plan.run_path), _files(plan, overrides), world_size=plan.world_size)
         console.print(_heading(plan, run), soft_wrap=True)
-        progress = RunProgress(run, plan.config.train.steps)
-        with open_view(console, progress) as view:
-            outcome = launch_local(plan, run, view, stop, manner.timing)
-    _conclude(run, outcome, progress, manner)
+        if manner.detach:
+            from burst_cli.detach import launch_detached
+
+            return launch_detached(run, stop, console, as_json=manner.as_json)
+        return lead_run(plan, run, stop, console, manner)
+
+
+def lead_run(
+    plan: LaunchPlan, run: RunFolder, stop: StopRequests, console: Console, manner: LaunchManner, *, start: bool = True
+) -> int:
+    """The exit code of `run`, shown while it lives and told of at its end. start: False takes over what runs."""
+    progress = RunProgress(run, plan.config.train.steps)
+    with contextlib.ExitStack() as stack:
+        view = stack.enter_context(open_view(console, progress))
+        led = Manner(start=start, timing=manner.timing)
+        outcome = control(plan, run, open_links(plan, run), view, stop, led)
+    conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
     return outcome.exit_code
 
 
 def prepare_data(config: RunConfig, console: Console) -> None:
-    """Tokenise what is not tokenised yet; check that the model knows every token and that one sequence can be filled.
+    """Tokenise what is not tokenised yet; check that the model knows every token and that samples can be drawn.
 
     Raises ConfigError or DataError before anything was started.
     """
@@ -67,12 +110,9 @@ def prepare_data(config: RunConfig, console: Console) -> None:
             f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
             f"{prepared.vocab_size - 1}. Set model.vocab_size={prepared.vocab_size} or more."
         )
-    PackedSampler(prepared.train, config.train.seq_len, config.seed)
-
-
-def _plain_console() -> Console:
-    """A console on stderr that never redraws, even on a terminal."""
-    return Console(stderr=True, force_terminal=False, highlight=False, emoji=False)
+    if not config.train.evaluate_only:
+        open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)
+    needle_tasks(config, prepared)
 
 
 def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
@@ -85,36 +125,40 @@ def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
 
 def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
     ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
+    nodes = "" if plan.launcher == "local" else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
     return Text.assemble(
         (f"{run.exp}/{run.run_id}", "bold"),
-        f"  {ranks}, {plan.backend.name} ({plan.backend.reason})\n",
+        f"  {ranks}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",
         (f"{run.path}", "dim"),
     )
 
 
-def _conclude(run: RunFolder, outcome: LaunchOutcome, progress: RunProgress, manner: LaunchManner) -> None:
+def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_json: bool) -> None:
     """Say how it ended: a failure on stderr, the result on stdout."""
     console = render.stderr()
     name = f"{run.exp}/{run.run_id}"
     record = run_record(run)
     if outcome.failure is not None:
         console.print(failure_block(run, outcome.failure), soft_wrap=True)
-    if outcome.leftover_pids:
-        pids = " ".join(map(str, outcome.leftover_pids))
-        console.print(Text(f"warning: these processes did not end even when killed: {pids}", style="yellow"))
-    if manner.as_json:
-        render.emit_json({**record, "exit_code": outcome.exit_code})
-    elif outcome.failure is None:
-        style = "green" if outcome.status == "completed" else "yellow"
-        render.stdout().print(Text.assemble((outcome.status, style), f" {name} in {duration(progress.elapsed_s())}"))
-        render.stdout().print(Text(result_line(record)), soft_wrap=True)
-        render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
+    for leftover in outcome.leftover:
+        console.print(Text(f"warning: may still run: {clean(str(leftover))}", style="yellow"), soft_wrap=True)
+    with render.reader_may_leave():  # the exit code tells how the run ended, not whether somebody read of it
+        if as_json:
+            render.emit_json({**record, "exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]})
+        elif outcome.failure is None:
+            style = "green" if outcome.status == "completed" else "yellow"
+            render.stdout().print(Text.assemble((outcome.status, style), f" {name} in {duration(elapsed_s)}"))
+            if is_evaluation(record):
+                render.stdout().print(evaluation_view(record))
+            else:
+                render.stdout().print(Text(result_line(record)), soft_wrap=True)
+            render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
 
 
 def result_line(record: dict[str, Any]) -> str:
     """The figures a person asks for first, in one line."""
     parts = [
-        f"{record.get('steps')} steps",
+        f"{record.get('steps')} steps" + (f" ({dropped} dropped)" if (dropped := record.get("dropped_steps")) else ""),
         f"train loss {plain(record.get('final_train_loss'))}",
         f"validation loss {plain(record.get('final_validation_loss'))}",
         f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",

@@ -36,3 +36,19 @@ RunsDirOption = Annotated[
         "--runs-dir", envvar="BURST_RUNS_DIR", help="Folder of all runs; default: ./runs.", show_default=False
     ),
 ]
+
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Return once the ranks run; a process in the background stays with them.")
+]
+
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show the files, environment and commands; create and start nothing.")
+]
+
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Start also what may not fit into memory, and on nodes that are busy or differ.")
+]
+
+SkipChecksOption = Annotated[bool, typer.Option("--skip-checks", help="Do not check the health of the nodes before.")]
+
+PlainOption = Annotated[bool, typer.Option("--plain", help="Progress as lines, also on a terminal.")]

@@ -86,19 +86,7 @@ class Candidate:
 
     def flops(self) -> Flops:
         """FLOPs of one optimizer step over all ranks, pairs as the masks count them."""
-        config = self.legal_config
-        train = config.train
-        groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-        method = resolve_attention(config, self.group)
-        turn = attention_layers(config, method)
-        pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
-        return step_flops(
-            config.model,
-            seq_len=train.seq_len,
-            visible_pairs=round(sum(pairs) / len(pairs)),
-            sequences=groups * train.micro_batch_size * train.grad_accum_steps,
-            recomputed=recomputed_by(config, method, turn),
-        )
+        return flops_of(self.legal_config, self.group)
 
     def to_dict(self) -> dict[str, Any]:
         """The document of `burst plan --json`."""
@@ -126,6 +114,22 @@ class Candidate:
             },
             "time": self.preview.time_to_dict(),
         }
+
+
+def flops_of(config: RunConfig, group: Topology) -> Flops:
+    """FLOPs of one optimizer step over all ranks; `group`: the ranks that share a sequence. Pairs by the masks."""
+    train = config.train
+    groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+    method = resolve_attention(config, group)
+    turn = attention_layers(config, method)
+    pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
+    return step_flops(
+        config.model,
+        seq_len=train.seq_len,
+        visible_pairs=round(sum(pairs) / len(pairs)),
+        sequences=groups * train.micro_batch_size * train.grad_accum_steps,
+        recomputed=recomputed_by(config, method, turn),
+    )
 
 
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:
@@ -233,7 +237,7 @@ def world_topology(config: RunConfig) -> Topology:
             "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
             "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
         )
-    world_size, nodes = cluster.ranks_per_node or cp_size * _model_copies(config), cluster.topology_nodes or 1
+    world_size, nodes = cluster.world_size or cp_size * _model_copies(config), cluster.topology_groups
     if world_size % nodes:
         raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
     return Topology(nodes, world_size // nodes)

@@ -14,10 +14,12 @@ from rich.text import Text
 from burst_cli.figures import binary_bytes, count, seconds
 from engine.attention.topology import Topology
 from engine.config import RunConfig
-from engine.memory.auto import MARGIN, MemoryCandidate, MemoryChoice, advice_for
+from engine.memory.auto import MemoryChoice, advice_for
+from engine.memory.candidate import MARGIN, MemoryCandidate
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate
 from engine.memory.fit import Fit, Predict, Prediction, estimate_on, fit_of
+from engine.memory.policy import policy_name
 from engine.memory.predict_apart import predict_apart
 from engine.simulate.machine import Machine
 
@@ -50,14 +52,7 @@ class MemoryReport:
     @property
     def policy(self) -> str:
         """The checkpoint policy in words."""
-        memory = self.config.memory
-        kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
-        text = ", ".join(dict.fromkeys(kinds))
-        text += f" {memory.kept_fraction:g}" if kinds == ("seq_fraction",) else ""
-        text += f" {memory.every_layers}" if kinds == ("attn_out_every",) else ""
-        text += f", on {memory.activation_store}" if memory.activation_store else ""
-        text += f", tiles of {memory.tile_tokens}" if memory.tile_tokens else ""
-        return text + (", optimizer on host" if memory.optimizer_store == "host" else "")
+        return policy_name(self.config.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """The part `memory` of `burst plan --json`; bytes are of one rank, host_capacity_bytes of a node."""

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import binary_bytes
 from burst_cli.memory_check import MEMORY_PLAN_FILE, MemoryCheck
-from cluster.plan import LaunchPlan
+from cluster.plan import PLAN_FILE, LaunchPlan
 from engine.memory.auto import MemoryChoice
 
-_ORDER = ("plan.sh", "env/", "config.yaml")
+_ORDER = ("plan.sh", "job.sbatch", "env/", "config.yaml")
+_MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
 
 
-def show_plan(plan: LaunchPlan, memory: MemoryCheck, *, as_json: bool) -> None:
-    """Print the plan on stdout: run folder, backend, memory; then command, environment and configuration as files."""
+def show_plan(plan: LaunchPlan, memory: MemoryCheck, warnings: Sequence[str] = (), *, as_json: bool) -> None:
+    """Print the plan on stdout: run folder, nodes, backend, memory; then command, environment, configuration as files.
+
+    `warnings`: what is odd about the nodes, on stderr with --json.
+    """
     if as_json:
+        render.stderr().print(launch_notes(None, warnings), soft_wrap=True, end="")
         render.emit_json({**plan.to_dict(), "memory": memory.to_dict()})
         return
     console = render.stdout()
-    ranks = ", ".join(f"{node.local_ranks} ranks on {node.hostname}" for node in plan.nodes)
     console.print(Text.assemble(("run folder  ", "bold"), plan.run_path, ("  (dry run: not created)", "yellow")))
-    console.print(Text.assemble(("ranks       ", "bold"), ranks))
+    console.print(Text.assemble(("ranks       ", "bold"), _ranks(plan)), soft_wrap=True)
     console.print(Text.assemble(("backend     ", "bold"), f"{plan.backend.name}, {plan.backend.reason}"))
     console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
-    console.print(memory_notes(memory), soft_wrap=True, end="")
+    console.print(launch_notes(memory, warnings), soft_wrap=True, end="")
     if memory.choice is not None:
         console.print(policies_table(memory.choice))
-    shown = [file for file in plan.files if file[0] != MEMORY_PLAN_FILE]  # its content stands above
-    for name, text in sorted(shown, key=lambda file: _rank(file[0])):
+    shown, left_out = _shown_files(plan)
+    for name, text in shown:
         console.print(Text(f"\n{name}", style="bold"))
         console.print(Text("\n".join(f"  {line}" for line in text.splitlines())), soft_wrap=True)
+    if left_out:
+        console.print(Text(f"\n{left_out} more files like {plan.nodes[0].env_file}: see --json", style="dim"))
+
+
+def _ranks(plan: LaunchPlan) -> str:
+    """How many ranks there are where, nodes folded."""
+    if len(plan.nodes) == 1:
+        return f"{plan.world_size} ranks on {plan.nodes[0].name}"
+    from cluster.access.nodes import fold_nodes
+
+    names = fold_nodes(node.name for node in plan.nodes)
+    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes ({names}), by {plan.launcher}"
+
+
+def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
+    """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
+    files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
+    files.sort(key=lambda file: _rank(file[0]))
+    environments = [file for file in files if file[0].startswith("env/")]
+    left_out = environments[_MOST_ENVIRONMENTS:] if len(environments) > _MOST_ENVIRONMENTS + 1 else []
+    return [file for file in files if file not in left_out], len(left_out)
 
 
 def policies_table(choice: MemoryChoice) -> Table:
@@ -51,12 +78,13 @@ def policies_table(choice: MemoryChoice) -> Table:
     return table
 
 
-def memory_notes(memory: MemoryCheck) -> Text:
-    """What a person should know of the check: the policy that was chosen, warnings; one line each, may be empty."""
+def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = ()) -> Text:
+    """What a person should know before: the policy that was chosen, warnings; one line each, may be empty."""
     notes = Text()
-    if memory.choice is not None:
+    if memory is not None and memory.choice is not None:
         notes.append(f"memory.activation_checkpoint={memory.choice.reason}\n")
-    for text in (*memory.warnings, *memory.problems):
+    told = () if memory is None else (*memory.warnings, *memory.problems)
+    for text in (*warnings, *told):
         notes.append(f"warning: {text}\n", style="yellow")
     return notes
 

@@ -8,9 +8,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +23,35 @@ PIPE_WIDTH = 320
 LEAST_WIDTH = 20
 
 
+class _PipeConsole(Console):
+    """A console whose reader may leave. rich would end the program as failed, whatever it is doing."""
+
+    def on_broken_pipe(self) -> None:
+        """Be silent from now on. Who prints results has no more to do; what is told of work does not stop the work."""
+        self.quiet = True
+        forget_reader(self.file)
+        if not self.stderr:
+            raise BrokenPipeError
+
+
+def forget_reader(stream: IO[str]) -> None:
+    """Let what is still written to `stream` go nowhere, so that the interpreter does not complain when it ends."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(descriptor, stream.fileno())
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """What is printed on stdout in this block is lost when its reader has left, and nothing else happens."""
+    try:
+        yield
+    except BrokenPipeError:
+        forget_reader(sys.stdout)
+
+
 def stdout() -> Console:
     """A console for results. Prints no markup of its own accord into user text: pass `rich.text.Text` for that."""
     return _console(stderr=False)
@@ -33,6 +62,11 @@ def stderr() -> Console:
     return _console(stderr=True)
 
 
+def plain_stderr() -> Console:
+    """A console on stderr that never redraws, even on a terminal."""
+    return _PipeConsole(stderr=True, force_terminal=False, highlight=False, emoji=False)
+
+
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
@@ -40,14 +74,24 @@ def _console(*, stderr: bool) -> Console:
         width: int | None = int(columns)
     else:
         width = os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, emoji=False)
+    return _PipeConsole(stderr=stderr, width=width, highlight=False, emoji=False)
+
+
+def json_document(document: Mapping[str, Any]) -> str:
+    """`document` as text; paths become text, figures that are no number null."""
+    plain = _plain(document)
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+    if not text.isascii() and not text.replace("\n", "").isprintable():
+        # What a terminal would obey, or a file name that is no text: escaped, it can be written and read back.
+        text = json.dumps(plain, indent=2, allow_nan=False)
+    return text + "\n"
 
 
 def emit_json(document: Mapping[str, Any]) -> None:
-    """Print the one JSON document of this call on stdout; paths become text, figures that are no number null."""
-    text = json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+    """Print the one JSON document of this call on stdout."""
+    text = json_document(document)
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise

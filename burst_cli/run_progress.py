@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from burst_cli.run_facts import RunFacts, read_facts
 from engine.run.records import JsonLinesTail
 from engine.runs import RunFolder
 
 _RECENT_STEPS = 20
+_STRAGGLER_STEPS = 10
 
 
 @dataclass
 class RunProgress:
-    """The present state of one run. `poll()` reads what is new in metrics.jsonl and events.jsonl."""
+    """The present state of one run. `poll()` reads what is new in metrics.jsonl and events.jsonl.
+
+    ran_s: seconds since the launch, for one who joins later.
+    """
 
     run: RunFolder
     total_steps: int
@@ -27,12 +32,23 @@ class RunProgress:
     losses: list[float] = field(default_factory=list)
     validation: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
+    ran_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._metrics = JsonLinesTail(self.run.path / "metrics.jsonl")
         self._events = JsonLinesTail(self.run.path / "events.jsonl")
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._started = self.clock()
+        self._stragglers: deque[int | None] = deque(maxlen=_STRAGGLER_STEPS)
+        self._started = self.clock() - self.ran_s
+        self._news_at: float | None = None
+        self._facts: RunFacts | None = None
+
+    @property
+    def facts(self) -> RunFacts:
+        """What the run was asked to do."""
+        if self._facts is None:
+            self._facts = read_facts(self.run)
+        return self._facts
 
     def poll(self) -> bool:
         """Whether there was anything new."""
@@ -42,14 +58,42 @@ class RunProgress:
                 self.phase = str(event.get("phase"))
             elif event.get("kind") == "warning":
                 self.warnings.append(str(event.get("message")))
+            elif event.get("kind") == "dropped":
+                self.warnings.append(_dropped_text(event))
         for row in rows:
             self._add(row)
+        if self._news_at is None:
+            self._news_at = self.clock() - self._age_of_news()
+        elif events or rows:
+            self._news_at = self.clock()
         return bool(events or rows)
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return int(self.latest["step"]) if self.latest else 0
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that the others waited for in most of the last steps."""
+        counts = Counter(rank for rank in self._stragglers if rank is not None)
+        rank, count = counts.most_common(1)[0] if counts else (None, 0)
+        return rank if 2 * count > _STRAGGLER_STEPS else None
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a step or a new phase."""
+        return 0.0 if self._news_at is None else self.clock() - self._news_at
+
+    @property
+    def hang_limit_s(self) -> float:
+        """After so many seconds of silence the controller has the ranks' stacks taken."""
+        from cluster.control.hang_watch import LEAST_S, LONG_S, SLOW_STEPS, TRAINING_PHASE
+
+        if self.facts.hang_timeout_s is not None:
+            return self.facts.hang_timeout_s
+        makes_steps = self._step_times and self.phase == TRAINING_PHASE and self.step < self.total_steps
+        return max(LEAST_S, SLOW_STEPS * max(self._step_times)) if makes_steps else LONG_S
 
     def figure(self, name: str) -> float | None:
         """A figure of the latest step, None when it is not known."""
@@ -64,7 +108,7 @@ class RunProgress:
         """Seconds left, from the median of the last steps; None before there are any."""
         if not self._step_times:
             return None
-        return statistics.median(self._step_times) * (self.total_steps - self.step)
+        return statistics.median(self._step_times) * max(0, self.total_steps - self.step)
 
     def _add(self, row: Mapping[str, Any]) -> None:
         if not isinstance(row.get("step"), int):
@@ -76,3 +120,22 @@ class RunProgress:
             self._step_times.append(row["step_time_s"])
         if row.get("validation_loss") is not None:
             self.validation = row
+        rank = row.get("straggler_rank")
+        self._stragglers.append(rank if isinstance(rank, int) else None)
+
+    def _age_of_news(self) -> float:
+        """Seconds since the run last wrote; 0 for one that has only begun."""
+        newest = 0.0
+        for name in ("metrics.jsonl", "events.jsonl"):
+            try:
+                newest = max(newest, (self.run.path / name).stat().st_mtime)
+            except OSError:
+                continue
+        return max(0.0, time.time() - newest) if newest else 0.0
+
+
+def _dropped_text(event: Mapping[str, Any]) -> str:
+    return (
+        f"step {event.get('step')} is dropped ({event.get('reaction')}): {event.get('reason')}; "
+        f"samples {event.get('first_sample')} to {event.get('last_sample')}"
+    )

@@ -13,6 +13,7 @@ from engine.run.summary import config_facts, summarise
 from engine.runs import RunFolder, RunFolderError, list_runs
 
 UNREADABLE = "unreadable"
+SWEEPS = "sweeps"  # a folder beside the experiments that holds sweeps, whatever they are called
 _STATE_FACTS = ("started_at", "ended_at", "exit_code", "failure")
 
 
@@ -50,7 +51,7 @@ def select_runs(runs_dir: Path, names: Sequence[str], *, latest: bool = False) -
     A name is an experiment, a run id or its beginning, exp/run id, or the path of a run folder. Raises ConfigError
     with every name that means nothing.
     """
-    runs = list_runs(runs_dir)
+    runs = [run for run in list_runs(runs_dir) if run.exp != SWEEPS]
     if names:
         runs = _named(runs, runs_dir, names)
     if latest:

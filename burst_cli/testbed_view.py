@@ -14,6 +14,7 @@ from burst_cli.figures import DASH
 from cluster.testbed.build import TestbedPlan
 from cluster.testbed.status import NodeStatus, Service, TestbedStatus
 
+_SLURM_STYLES = {"idle": "green", "mixed": "green", "allocated": "green", "completing": "yellow"}
 _STYLES = {Service.UP: "green", Service.NONE: "dim"}
 
 
@@ -28,12 +29,14 @@ def status_table(status: TestbedStatus) -> RenderableType:
     title = Text.assemble((status.name, "bold"), f": {status.node_set}, {', '.join(facts)}")
     docker = any(node.docker is not Service.NONE for node in status.nodes)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("node", *status.nodes[0].addresses, "sshd", *(("docker",) if docker else ()), "faults"):
+    daemons = ("sshd", *(("docker",) if docker else ()), *(("slurm",) if status.slurm_conf else ()))
+    for heading in ("node", *status.nodes[0].addresses, *daemons, "faults"):
         table.add_column(heading)
     for node in status.nodes:
         table.add_row(*_cells(node, docker=docker))
     reach = Text(f"burst ... cluster={status.name}    ssh -F {status.ssh_config} {status.nodes[0].name}", style="dim")
-    return Group(title, table, reach)
+    slurm = [Text(f"export SLURM_CONF={status.slurm_conf}", style="dim")] if status.slurm_conf else []
+    return Group(title, table, reach, *slurm)
 
 
 def next_steps(status: TestbedStatus, elapsed_s: float) -> Text:
@@ -64,6 +67,7 @@ def _cells(node: NodeStatus, *, docker: bool) -> list[Text]:
         Text(node.name),
         *(Text(address) for address in node.addresses.values()),
         *(Text(service.value, style=_STYLES.get(service, "red")) for service in services),
+        *(() if node.slurm is None else (Text(node.slurm, style=_SLURM_STYLES.get(node.slurm, "red")),)),
         Text(", ".join(node.faults) or DASH),
     ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,9 +13,10 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.data_progress import show_progress
-from burst_cli.figures import DASH, binary_bytes, plain, seconds
+from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from engine.data import PreparedData, TokenShards, prepare
+from engine.config import RunConfig
+from engine.data import LengthClass, LengthRule, PreparedData, TokenShards, length_classes, prepare
 
 app = new_verb(help="Prepare training data.")
 
@@ -30,6 +33,7 @@ def prepare_data(
     """Tokenise the corpus of a configuration and show what came out.
 
     Composes the same configuration as `burst launch`. Data that is already prepared is found again, not made again.
+    With data.length_buckets it also shows how many samples of train.seq_len tokens each length of document has.
     """
     # Hydra is slow to import, and `burst data --help` does not need it.
     from burst_cli.compose import compose
@@ -39,10 +43,25 @@ def prepare_data(
     with show_progress(render.stderr()) as progress:
         prepared = prepare(config.data, progress=progress)
     elapsed_s = time.monotonic() - start_s
+    classes = _classes(prepared, config)
     if as_json:
-        render.emit_json(describe(prepared) | {"format": config.data.format, "elapsed_s": elapsed_s})
+        lengths = [dataclasses.asdict(one) for one in classes] if classes else None
+        facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
+        render.emit_json(describe(prepared) | facts)
     else:
         _print_table(prepared, elapsed_s)
+        if classes:
+            _print_classes(classes, config.train.seq_len)
+    for one in classes:
+        if one.is_missing:
+            text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
+            render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
+
+
+def _classes(prepared: PreparedData, config: RunConfig) -> list[LengthClass]:
+    """The classes of the training split by length of document; none where they are not asked for."""
+    rule = LengthRule(config.data.length_buckets, config.data.length_weights)
+    return length_classes(prepared.train, config.train.seq_len, rule) if rule else []
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:
@@ -94,3 +113,18 @@ def _print_table(prepared: PreparedData, elapsed_s: float) -> None:
     ]
     for line in facts:
         console.print(Text(line), soft_wrap=True)
+
+
+def _print_classes(classes: Sequence[LengthClass], seq_len: int) -> None:
+    """How many samples each length of document has, and how much more often they are seen than without weights."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tokens of a document")
+    for heading in ("samples", "tokens", "share", "weight", "seen"):
+        table.add_column(heading, justify="right")
+    for one in classes:
+        seen = f"x {one.weight / one.share:.3g}" if one.samples else DASH
+        figures = (f"{one.samples:,}", f"{one.tokens:,}", percent(one.share), percent(one.weight), seen)
+        table.add_row(one.name, *figures)
+    console = render.stdout()
+    console.print(Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"))
+    console.print(table)

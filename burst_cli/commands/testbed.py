@@ -39,6 +39,7 @@ def up(
     docker_in_memory: Annotated[
         bool, typer.Option("--docker-in-memory", help="With --docker: images in memory instead of on the disk.")
     ] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="A Slurm controller, and its daemon on every node.")] = False,
     hardware: Annotated[
         str, typer.Option("--hardware", help="Fake GPUs and InfiniBand: h100x8, h200x8, a100x8 or none.")
     ] = "none",
@@ -60,7 +61,7 @@ def up(
     from cluster.testbed.spec import TestbedSpec, parse_rate
 
     bits = None if rate is None else parse_rate(rate)
-    spec = TestbedSpec(name, nodes, rails, bits, docker, docker_in_memory, hardware)
+    spec = TestbedSpec(name, nodes, rails, bits, docker, docker_in_memory, hardware, slurm)
     config_file = _config_file(name)
     if dry_run:
         _show_plan(spec, config_file, as_json=as_json)

@@ -1,0 +1,74 @@
+"""The weights of a run's checkpoint for transformers: which checkpoint, with which tokenizer, and what is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_root, newest_undamaged, verified
+from burst_cli.figures import binary_bytes
+from engine.checkpoint.commit import Checkpoint
+from engine.checkpoint.manifest import CheckpointError, Manifest
+from engine.config import DataConfig, load_config
+from engine.data.chat_template import ChatTemplate, find_template
+from engine.errors import ConfigError, DataError
+from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes
+from engine.runs import RunFolder
+
+
+def export_run(
+    run: RunFolder, folder: Path, *, step: int | None, dtype: str, file_gib: float, console: Console
+) -> Exported:
+    """Writes the checkpoint of `step`, or the newest undamaged one. Raises CheckpointError and ConfigError."""
+    check_new(folder)  # before gigabytes are read
+    chosen = next((known for known in DTYPES if known == dtype), None)
+    if chosen is None:
+        raise ConfigError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    config = load_config(run.path / "config.yaml")
+    checkpoint, manifest = _choose(run, step, console)
+    tokenizer = Path(config.data.tokenizer).expanduser()
+    order = ExportOrder(
+        checkpoint,
+        config,
+        folder,
+        dtype=chosen,
+        file_bytes=int(file_gib * 2**30),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        chat=_chat_template(config.data, console),
+    )
+    bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*bar, console=console, transient=True) as progress:
+        task = progress.add_task(f"exporting step {checkpoint.step}", total=weight_bytes(manifest))
+        return export(order, manifest, lambda size: progress.advance(task, size))
+
+
+def exported_text(result: Exported) -> Text:
+    """What was written, and what transformers will do otherwise."""
+    files = "1 file" if result.files == 1 else f"{result.files} files"
+    lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {result.folder}"]
+    return Text("\n".join([*lines, *(f"warning: {text}" for text in result.warnings)]))
+
+
+def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:
+    """What renders the conversations of a run, if it had any."""
+    if data.messages_field is None:
+        return None
+    try:
+        return find_template(data)
+    except DataError as error:
+        console.print(Text(f"warning: the folder gets no chat template: {error}", style="yellow"), soft_wrap=True)
+        return None
+
+
+def _choose(run: RunFolder, step: int | None, console: Console) -> tuple[Checkpoint, Manifest]:
+    root = checkpoints_root(run)
+    if step is None:
+        found = newest_undamaged(root, console)
+        if found is None:
+            raise CheckpointError(f"run {run.run_id} has no undamaged checkpoint under {root}")
+        return found
+    checkpoint = checkpoint_of_step(run, step)
+    return checkpoint, verified(checkpoint, console)

@@ -1,0 +1,210 @@
+"""What `burst checkpoint` shows and does: manifests read, files compared, old ones deleted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH, binary_bytes, count
+from engine.checkpoint.commit import (
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    open_checkpoint,
+    remove,
+    superfluous,
+    verify_files,
+)
+from engine.checkpoint.manifest import CheckpointError, Manifest
+from engine.config import load_config
+from engine.config_checkpoint import CheckpointConfig
+from engine.runs import FINAL_STATES, RunFolder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint. verified: whether its files were compared with its manifest; problem: what is wrong with it."""
+
+    step: int
+    path: str
+    saved_at: str | None = None
+    bytes: int | None = None
+    tokens: int | None = None
+    ranks: int | None = None
+    verified: bool = False
+    problem: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Which steps went (or would go) and which stay."""
+
+    run_id: str
+    removed: tuple[int, ...]
+    kept: tuple[int, ...]
+    freed_bytes: int
+    dry_run: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def checkpoints_root(run: RunFolder) -> Path:
+    """Where the run's checkpoints lie. Raises ConfigError when its config.yaml cannot be read."""
+    config = run.path / "config.yaml"
+    settings = load_config(config).train.checkpoint if config.exists() else CheckpointConfig()
+    return checkpoints_folder(settings, run.path)
+
+
+def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
+    """The run's checkpoint of that step. Raises CheckpointError when it has none."""
+    known = list_checkpoints(checkpoints_root(run))
+    for checkpoint in known:
+        if checkpoint.step == step:
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in known) or "none"
+    raise CheckpointError(f"run {run.run_id} has no checkpoint of step {step}; it has {steps}")
+
+
+def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
+    """The run's checkpoints, newest first; `verify`: with every file read, which a bar on `console` shows."""
+    entries = []
+    for checkpoint in list_checkpoints(checkpoints_root(run)):
+        try:
+            manifest = open_checkpoint(checkpoint)
+        except CheckpointError as error:
+            entries.append(Entry(checkpoint.step, str(checkpoint.path), problem=str(error)))
+            continue
+        problem = _compare(checkpoint, manifest, console) if verify else None
+        entries.append(_entry(checkpoint, manifest, verified=verify, problem=problem))
+    return entries
+
+
+def verified(checkpoint: Checkpoint, console: Console) -> Manifest:
+    """Its manifest, after every file was compared with it, which a bar on `console` shows. Raises CheckpointError."""
+    manifest = open_checkpoint(checkpoint)
+    if problem := _compare(checkpoint, manifest, console):
+        raise CheckpointError(problem)
+    return manifest
+
+
+def newest_undamaged(root: Path, console: Console) -> tuple[Checkpoint, Manifest] | None:
+    """The newest checkpoint under `root` that is as it was written; damaged ones are named on `console`."""
+    for checkpoint in list_checkpoints(root):
+        try:
+            return checkpoint, verified(checkpoint, console)
+        except CheckpointError as error:
+            console.print(Text(f"step {checkpoint.step} is passed over: {error}", "yellow"), soft_wrap=True)
+    return None
+
+
+def checkpoints_table(entries: Sequence[Entry]) -> Table:
+    """One row per checkpoint."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "tokens", "size", "ranks"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("saved", no_wrap=True)
+    table.add_column("")
+    for entry in entries:
+        state = Text("as it was written", "green") if entry.verified else Text("")
+        table.add_row(
+            str(entry.step),
+            DASH if entry.tokens is None else count(entry.tokens),
+            binary_bytes(entry.bytes),
+            DASH if entry.ranks is None else str(entry.ranks),
+            entry.saved_at or DASH,
+            state if entry.problem is None else Text(entry.problem, "red"),
+        )
+    return table
+
+
+def prune_run(run: RunFolder, *, keep_last: int, keep_every: int | None, dry_run: bool, console: Console) -> Pruned:
+    """Delete all but the newest `keep_last`, multiples of `keep_every` and the newest undamaged one.
+
+    Raises CheckpointError while the run has not ended, and for the first that cannot be deleted.
+    """
+    if run.read_state()["state"] not in FINAL_STATES:
+        raise CheckpointError(
+            f"run {run.run_id} has not ended and keeps its own checkpoints (train.checkpoint.keep_last); "
+            "wait for its end, or `burst cancel` it"
+        )
+    root = checkpoints_root(run)
+    found, undamaged = list_checkpoints(root), newest_undamaged(root, console)
+    protected = [] if undamaged is None else [undamaged[0].step]
+    steps = [one.step for one in found]
+    gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=protected)
+    freed = 0
+    for checkpoint in found:
+        if checkpoint.step not in gone:
+            continue
+        freed += _size(checkpoint.path)
+        if not dry_run:
+            try:
+                remove(checkpoint.path)
+            except OSError as error:
+                raise CheckpointError(f"{checkpoint.path} cannot be deleted: {error.strerror}") from error
+    kept = tuple(step for step in steps if step not in gone)
+    return Pruned(run.run_id, tuple(gone), kept, freed, dry_run)
+
+
+def pruned_text(result: Pruned) -> str:
+    """What was done, for people."""
+    if not result.removed:
+        return f"nothing to delete; kept: {_steps(result.kept)}"
+    did = "would delete" if result.dry_run else "deleted"
+    size = binary_bytes(result.freed_bytes)
+    return f"{did} {_steps(result.removed)}, {size}; kept: {_steps(result.kept)}"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {', '.join(map(str, sorted(steps)))}" if steps else "none"
+
+
+def _entry(checkpoint: Checkpoint, manifest: Manifest, *, verified: bool, problem: str | None) -> Entry:
+    tokens = manifest.state.get("tokens")
+    return Entry(
+        checkpoint.step,
+        str(checkpoint.path),
+        manifest.saved_at,
+        manifest.bytes,
+        tokens if isinstance(tokens, int) else None,
+        len(manifest.files),
+        verified and problem is None,
+        problem,
+    )
+
+
+def _compare(checkpoint: Checkpoint, manifest: Manifest, console: Console) -> str | None:
+    with _bar(console, checkpoint.step, manifest.bytes) as advance:
+        for name in sorted(manifest.files):
+            try:
+                verify_files(checkpoint.path, manifest, [name])
+            except CheckpointError as error:
+                return str(error)
+            advance(manifest.files[name].bytes)
+    return None
+
+
+@contextlib.contextmanager
+def _bar(console: Console, step: int, total: int) -> Iterator[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"step {step}", total=total)
+        yield lambda size: progress.advance(task, size)
+
+
+def _size(path: Path) -> int:
+    return sum(child.stat().st_size for child in path.iterdir() if child.is_file())

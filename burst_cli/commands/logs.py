@@ -1,0 +1,199 @@
+"""`burst logs`: what the ranks of a run say."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.completion import complete_run
+from burst_cli.options import JsonOption, RunsDirOption
+
+if TYPE_CHECKING:
+    from burst_cli.log_files import LogFile, Selection
+    from burst_cli.log_follow import LogRequest
+    from engine.runs import RunFolder
+
+app = new_verb()
+
+DEFAULT_TAIL = 50
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the run that lives.",
+            autocompletion=complete_run,
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    ranks: Annotated[str | None, typer.Option("--ranks", help="Only these, such as 0,3-5.", show_default=False)] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", help="Only those of these nodes, such as tb[1-2].", show_default=False)
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option("--grep", help="Only lines with this regular expression.", show_default=False)
+    ] = None,
+    tail: Annotated[
+        str | None,
+        typer.Option(
+            "--tail",
+            metavar="N|all",
+            help=f"The last N lines of each log; default: {DEFAULT_TAIL}, with --grep or --raw all.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="DURATION",
+            help="Nothing older than 90s, 15m, 2h, 1d: logs by their last line, lines by the time they begin with.",
+            show_default=False,
+        ),
+    ] = None,
+    launcher: Annotated[
+        bool, typer.Option("--launcher", help="What torchrun, the supervisors and the controller say, not the ranks.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Bytes as they stand in the logs: no names, nothing folded, escapes kept.")
+    ] = False,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the ranks say as `host:rank | line`; lines that several ranks say alike appear once, `tb[1-4]:0-7 |`.
+
+    Logs carry no common clock: without -f they come in the order of ranks, with -f as they arrive. Terminal escapes
+    are removed, bytes that are no text are shown as replacement marks, and long lines are cut on the screen. When
+    more arrives than can be read, lines are left out and counted; the log itself always has all of them.
+
+    -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
+    """
+    from burst_cli.log_files import Selection, find_logs, parse_ranks
+    from burst_cli.run_choice import choose_run
+    from engine.errors import ConfigError
+
+    if as_json and (follow or raw):
+        raise ConfigError(
+            f"--json is one document, which {'-f never ends' if follow else '--raw is not'}; leave one of them out"
+        )
+    chosen = choose_run(run, runs_dir, living=True)
+    selection = Selection(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher)
+    request = _request(selection, grep=grep, tail=tail, since=since, raw=raw)
+    if not follow:
+        _ask_if_lost(chosen)
+    found = find_logs(chosen, selection)
+    if as_json:
+        _show_json(chosen, found, request)
+        return
+    if not found and not follow:
+        _say_nothing_there(chosen, selection)
+        return
+    try:
+        code = _show(chosen, found, request, follow=follow)
+    except BrokenPipeError:  # the reader (`| head`) has seen enough; the interpreter must not complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise typer.Exit(code)
+
+
+def _request(selection: Selection, *, grep: str | None, tail: str | None, since: str | None, raw: bool) -> LogRequest:
+    import time
+
+    from burst_cli.log_follow import LogRequest, parse_duration, parse_pattern, parse_tail
+
+    lines = None if tail is None and (grep is not None or raw) else DEFAULT_TAIL
+    return LogRequest(
+        selection,
+        grep=parse_pattern(grep) if grep is not None else None,
+        tail=parse_tail(tail) if tail is not None else lines,
+        since=time.time() - parse_duration(since) if since is not None else None,
+        raw=raw,
+    )
+
+
+def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
+    """Names of the log folders of `nodes`."""
+    if nodes is None:
+        return None
+    from burst_cli.log_files import parse_node_names
+
+    return frozenset(run.log_dir(name).name for name in parse_node_names(nodes))
+
+
+def _ask_if_lost(run: RunFolder) -> None:
+    """Have the last lines fetched from the nodes of a run whose controller is gone; say so when that fails."""
+    from rich.text import Text
+
+    from burst_cli import render
+    from burst_cli.run_watch import look_at
+    from engine.runs import RunFolderError
+
+    try:
+        seen = look_at(run)
+    except RunFolderError as error:
+        problem: str | None = str(error)
+    else:
+        problem = seen.problem
+    if problem is not None:
+        text = f"these logs may not be all: {problem}"
+        render.stderr().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+
+
+def _show_json(run: RunFolder, found: list[LogFile], request: LogRequest) -> None:
+    from burst_cli import render
+    from burst_cli.log_follow import json_lines
+
+    head = {"run_id": run.run_id, "exp": run.exp, "path": str(run.path), "status": run.read_state()["state"]}
+    render.emit_json({**head, **json_lines(found, request)})
+
+
+def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
+    """Why there are no logs: none yet, or none of those that were asked for."""
+    from burst_cli import render
+    from burst_cli.log_files import Selection, find_logs, fold_names, fold_numbers
+
+    others = find_logs(run, Selection(launcher=selection.launcher))
+    if others:
+        ranks = fold_numbers(log.rank for log in others if log.rank is not None)
+        nodes = fold_names([log.node for log in others if log.node])
+        text = f"{run.run_id} has no such logs; it has ranks {ranks or '(none)'} on {nodes or '(none)'}"
+    elif selection.launcher:
+        text = f"{run.run_id}: neither torchrun nor a supervisor has said anything"
+    else:
+        text = f"{run.run_id}: no rank has said anything; `burst logs {run.run_id} --launcher` shows what started them"
+    render.stderr().print(text, markup=False, soft_wrap=True)
+
+
+def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: bool) -> int:
+    """The exit code after the logs were printed, and followed."""
+    from burst_cli.log_follow import PIPE_BUDGET, SCREEN_BUDGET, LogFollow, copy_raw, show_present
+    from burst_cli.log_view import LogPrinter
+    from burst_cli.run_watch import RunWatch
+
+    is_terminal = sys.stdout.isatty()
+    has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour, is_raw=request.raw)
+    if not follow:
+        copy_raw(found, request) if request.raw else show_present(found, request, printer)
+        return 0
+    budget = SCREEN_BUDGET if is_terminal else PIPE_BUDGET
+    code = LogFollow(run, request, printer, found, budget=budget).until(RunWatch(run).ended)
+    _say_end(run, code)
+    return code
+
+
+def _say_end(run: RunFolder, code: int) -> None:
+    from burst_cli import render
+
+    state = run.read_state()["state"]
+    why = "" if code != 3 else ": its nodes cannot be asked"
+    text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
+    render.stderr().print(text, style="dim", markup=False, soft_wrap=True)

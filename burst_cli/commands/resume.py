@@ -1,0 +1,46 @@
+"""`burst resume`: go on with a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.completion import complete_run
+from burst_cli.options import JsonOption, RunsDirOption
+
+app = new_verb()
+
+
+@app.command()
+def resume(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the run that lives.",
+            autocompletion=complete_run,
+            show_default=False,
+        ),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Lead it by a process in the background, and return at once.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Progress as lines, also on a terminal.")] = False,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with a run: take it over where it still runs, else start its next attempt.
+
+    A run whose launcher was killed goes on until its lease ends (cluster.lease_s); taken over in time, it loses
+    nothing. A run that has ended starts again as the next attempt of the same run, with the same plan: from its newest
+    checkpoint where there is one, else from step 1. A run that a living process controls is left alone.
+
+    Exit codes as of `burst launch`: 0 completed, 1 failed, 2 configuration, 130 interrupted.
+    """
+    from burst_cli.run_choice import choose_run
+    from burst_cli.run_resume import ResumeManner, resume_run
+
+    chosen = choose_run(run, runs_dir, living=True)
+    raise typer.Exit(resume_run(chosen, ResumeManner(detach=detach, plain_lines=plain, as_json=as_json)))

@@ -1,0 +1,92 @@
+"""`burst status`: how a run is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.completion import complete_run
+from burst_cli.options import JsonOption, RunsDirOption
+
+if TYPE_CHECKING:
+    from engine.runs import RunFolder
+
+app = new_verb()
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the newest run.",
+            autocompletion=complete_run,
+            show_default=False,
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines, also on a terminal.")] = False,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a run is: state, progress, every node and its ranks, what went wrong, and what to type next.
+
+    Works from any terminal, for runs in the background, and after the launcher was killed: then the nodes are asked,
+    and a run that has ended meanwhile is judged. Ctrl-C ends the watching, never the run.
+
+    Exit codes: 0 goes on or completed, 1 failed or out of memory, 130 cancelled, 3 unknown: its nodes cannot be asked.
+    Ranks are R running, S waiting, D waiting for a device, T stopped, Z dead.
+    """
+    from burst_cli.run_choice import choose_run
+    from engine.errors import ConfigError
+
+    if watch and as_json:
+        raise ConfigError("--json is one document, which --watch has no end for; leave one of them out")
+    chosen = choose_run(run, runs_dir)
+    if watch:
+        _watch(chosen, plain=plain)
+    raise typer.Exit(_show(chosen, as_json=as_json))
+
+
+def _show(run: RunFolder, *, as_json: bool) -> int:
+    from burst_cli import render
+    from burst_cli.run_status import gather_status, status_document
+    from burst_cli.run_watch import look_at
+
+    found = gather_status(run, look_at(run))
+    if as_json:
+        render.emit_json(status_document(found))
+        return found.seen.exit_code
+    from burst_cli.status_view import failure_text, next_steps_view, status_view
+
+    console = render.stdout()
+    console.print(status_view(found, min(console.width, 140)))
+    block = failure_text(found)
+    if block is not None:
+        console.print(block, soft_wrap=True)
+    console.print(next_steps_view(found, console.width))
+    return found.seen.exit_code
+
+
+def _watch(run: RunFolder, *, plain: bool) -> None:
+    """Show the run until it ends or nothing can be known of it."""
+    import time
+
+    from burst_cli import render
+    from burst_cli.live import open_view
+    from burst_cli.run_facts import read_nodes
+    from burst_cli.run_status import attached_progress, merge_statuses
+    from burst_cli.run_watch import RunWatch
+
+    following = RunWatch(run)
+    progress = attached_progress(run, following.look())
+    console = render.plain_stderr() if plain else render.stderr()
+    with open_view(console, progress) as view:
+        while following.ended() is None:
+            view.nodes(merge_statuses(read_nodes(run, progress.facts), following.look().nodes))
+            view.tick()
+            time.sleep(0.2)
+        view.tick()

@@ -1,0 +1,95 @@
+"""From a run to the evaluation of its weights: the configuration to begin with, and where the weights lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_root
+from burst_cli.launch_request import LaunchRequest
+from burst_cli.run_choice import choose_run
+from cluster.plan_record import PlanFileError, read_launch_plan
+from engine.checkpoint.commit import checkpoints_folder, list_checkpoints
+from engine.checkpoint.manifest import CheckpointError
+from engine.config import RunConfig, load_config
+from engine.errors import ConfigError
+from engine.runs import RunFolder
+
+# What every evaluation is told: nothing is saved, and nothing trained.
+OVERRIDES = (
+    "train.evaluate_only=true",
+    "train.checkpoint.every_steps=null",
+    "train.checkpoint.every_minutes=null",
+)
+
+
+def evaluation_request(words: tuple[str, ...], step: int | None, options: LaunchRequest) -> LaunchRequest:
+    """The launch that evaluates what `words` name: a run and overrides, or overrides alone, by the files.
+
+    Raises ConfigError for a run that does not exist or cannot be read, CheckpointError for one without weights.
+    """
+    name, overrides = _split(words)
+    if name is None:
+        if step is not None:
+            raise ConfigError(f"--step {step} is of a run, but none is named; write burst eval RUN --step {step}")
+        return replace(options, overrides=(*OVERRIDES, *overrides))
+    if any(word.startswith("exp=") for word in overrides):
+        raise ConfigError(f"burst eval {name}: the run says what is evaluated, so exp= cannot; leave one of them out")
+    run = choose_run(name, options.runs_dir)
+    words = (*OVERRIDES, words_of(weights_of(run, step)), *overrides)
+    return replace(options, overrides=words, base=evaluation_base(run))
+
+
+def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """(the name of a run, the overrides): a run comes first and is the only word that sets nothing."""
+    is_name = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
+    return (words[0], words[1:]) if is_name else (None, words)
+
+
+def evaluation_base(run: RunFolder) -> RunConfig:
+    """The configuration of `run` as one to begin with: its first weights do not matter, its nodes are counted anew.
+
+    Raises ConfigError when its config.yaml cannot be read.
+    """
+    config = load_config(run.path / "config.yaml")
+    cluster = config.cluster if config.cluster.nodes is None else replace(config.cluster, num_nodes=None)
+    return replace(config, model=replace(config.model, init_from=None), cluster=cluster)
+
+
+def weights_of(run: RunFolder, step: int | None) -> str:
+    """The path of the run's checkpoints, or of that of `step`, as its ranks know it.
+
+    Raises CheckpointError when there is none and this machine would know.
+    """
+    folder = _folder_on_nodes(run)
+    if folder is not None:
+        return folder if step is None else f"{folder}/step-{step:08d}"
+    if step is not None:
+        return str(checkpoint_of_step(run, step).path.absolute())
+    root = checkpoints_root(run)
+    if not list_checkpoints(root):
+        raise CheckpointError(
+            f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "
+            "was launched with train.checkpoint.every_steps=N"
+        )
+    return str(root.absolute())
+
+
+def words_of(path: str) -> str:
+    """The override that names these weights."""
+    quoted = path.replace("'", "\\'")
+    return f"train.checkpoint.resume_from='{quoted}'"
+
+
+def _folder_on_nodes(run: RunFolder) -> str | None:
+    """Where the nodes of a run over SSH keep its checkpoints; None where they keep them in the folder we see."""
+    try:
+        plan = read_launch_plan(run.path)
+    except PlanFileError:
+        return None
+    if plan.launcher != "ssh" or not plan.nodes:
+        return None
+    settings, folder = plan.config.train.checkpoint, Path(plan.nodes[0].folder)
+    if settings.folder is not None and settings.folder.startswith("~/"):
+        return f"{settings.folder.rstrip('/')}/{run.run_id}"
+    return str(checkpoints_folder(settings, folder))

@@ -1,0 +1,227 @@
+"""`burst logs`: what is there now, then what comes, through new attempts and new files, to the end of the run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from burst_cli.log_files import LogFile, Selection, find_logs
+from burst_cli.log_merge import merge_folded
+from burst_cli.log_read import Budget, Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
+from burst_cli.log_view import LogPrinter, visible_text
+from engine.errors import ConfigError
+from engine.runs import RunFolder
+
+POLL_S = 0.2
+SCAN_S = 1.0  # between looks for files that are new
+QUIET_S = 1.0  # after the end: nothing new for so long, and all has been said
+# What one look brings from all files together. A person reads less; a pipe gets more, but not without bound.
+SCREEN_BUDGET = Budget(8 * 2**20, 1_000)
+PIPE_BUDGET = Budget(64 * 2**20, 50_000)
+JSON_LINES = 100_000
+_LEAST = Budget(32 * 1024, 20)  # of one file
+_ISO = re.compile(r"\W?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class LogRequest:
+    """What is wanted of the logs. tail: the last lines of each; None: all. since: a time.time(); None: any time."""
+
+    selection: Selection
+    grep: re.Pattern[str] | None = None
+    tail: int | None = None
+    since: float | None = None
+    raw: bool = False
+
+    def matches(self, line: Line) -> bool:
+        """Whether the line, as it is shown, holds the pattern."""
+        return self.grep is None or self.grep.search(visible_text(line.text)) is not None
+
+
+def parse_pattern(text: str) -> re.Pattern[str]:
+    """A regular expression. Raises ConfigError."""
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        hint = r"Behind a \ characters such as ( [ * + stand for themselves."
+        raise ConfigError(f"--grep {text!r} is no regular expression: {error}. {hint}") from error
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of 90, 90s, 15m, 2h or 1d. Raises ConfigError."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"--since {text}: expected a duration such as 90s, 15m, 2h or 1d")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def parse_tail(text: str) -> int | None:
+    """A number of lines; None for all. Raises ConfigError."""
+    if text == "all":
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ConfigError(f"--tail {text}: expected a number of lines, or all")
+    return int(text)
+
+
+def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterator[Line]:
+    """The lines of one log, up to offset `end`, that `request` wants."""
+    if request.since is not None and _modified(log) < request.since:
+        return iter(())
+    offset = 0
+    if request.tail is not None:
+        is_plain = request.grep is None
+        offset = (
+            tail_offset(log.path, request.tail) if is_plain else match_offset(log.path, request.tail, request.matches)
+        )
+    lines = read_lines(log.path, offset, end)
+    if request.since is not None:
+        lines = _lines_since(lines, request.since)
+    return filter(request.matches, lines) if request.grep is not None else lines
+
+
+def show_present(logs: Sequence[LogFile], request: LogRequest, printer: LogPrinter) -> None:
+    """Print what the logs hold now, equal lines of several ranks as one."""
+    for line, positions in merge_folded([present_lines(log, request) for log in logs]):
+        printer.line(line, positions)
+    printer.flush()
+
+
+def copy_raw(logs: Sequence[LogFile], request: LogRequest) -> None:
+    """Write the bytes of the logs as they stand, one file after the other."""
+    sys.stdout.flush()
+    out = sys.stdout.buffer
+    for log in logs:
+        if request.grep is None and request.since is None:
+            try:
+                with log.path.open("rb") as file:
+                    file.seek(tail_offset(log.path, request.tail) if request.tail is not None else 0)
+                    shutil.copyfileobj(file, out)
+            except OSError:
+                continue
+        else:
+            for line in present_lines(log, request):
+                out.write(line.text + b"\n")
+    out.flush()
+
+
+def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:
+    """{lines: [{node, rank, log, text}], left_out}: file by file, at most JSON_LINES; left_out counts the rest."""
+    lines: list[dict[str, Any]] = []
+    left_out = 0
+    for log in logs:
+        for line in present_lines(log, request):
+            if len(lines) == JSON_LINES:
+                left_out += 1
+                continue
+            entry = {"node": log.node or None, "rank": log.rank, "log": log.name, "text": visible_text(line.text)}
+            lines.append({**entry, "cut_bytes": line.cut_bytes} if line.cut_bytes else entry)
+    return {"lines": lines, "left_out": left_out}
+
+
+class LogFollow:
+    """Prints what the logs of a run hold and then what arrives in them, by arrival; `logs` grows as files appear."""
+
+    def __init__(
+        self, run: RunFolder, request: LogRequest, printer: LogPrinter, logs: list[LogFile], *, budget: Budget
+    ) -> None:
+        self._run, self._request, self._printer, self._logs = run, request, printer, logs
+        self._budget = budget
+        self._followers: list[LogFollower] = []
+        self._known = {log.path for log in logs}
+        self._next_scan = 0.0
+
+    def begin(self) -> None:
+        """Print what is there, whole lines only, and stand behind it."""
+        ends = [complete_end(log.path) for log in self._logs]
+        streams = [present_lines(log, self._request, end) for log, end in zip(self._logs, ends, strict=True)]
+        for line, positions in merge_folded(streams):
+            self._printer.line(line, positions)
+        self._followers = [
+            LogFollower(log.path, end, self._request.matches) for log, end in zip(self._logs, ends, strict=True)
+        ]
+        self._printer.flush()
+
+    def look(self) -> bool:
+        """Whether anything was new; it is printed."""
+        self._scan()
+        files = max(1, len(self._followers))
+        share = Budget(max(_LEAST.size, self._budget.size // files), max(_LEAST.lines, self._budget.lines // files))
+        arrived = [follower.poll(share) for follower in self._followers]
+        for position, news in enumerate(arrived):
+            if news.skipped_lines != 0:
+                self._printer.skipped(news.skipped_lines, news.skipped_bytes, (position,))
+        return self._print([news.lines for news in arrived])
+
+    def finish(self) -> None:
+        """Print last lines that have no end."""
+        self._print([follower.flush() for follower in self._followers])
+
+    def until(self, ended: Callable[[], int | None]) -> int:
+        """Follow until `ended` gives an exit code and the logs are quiet; that code."""
+        self.begin()
+        code, quiet_since = None, 0.0
+        while True:
+            begun = time.monotonic()
+            if self.look() or code is None:
+                quiet_since = time.monotonic()
+            code = code if code is not None else ended()
+            if code is not None and time.monotonic() - quiet_since > QUIET_S:
+                self.finish()
+                return code
+            time.sleep(max(0.0, POLL_S - (time.monotonic() - begun)))
+
+    def _scan(self) -> None:
+        """Take up files that are new, from their beginning."""
+        if time.monotonic() < self._next_scan:
+            return
+        self._next_scan = time.monotonic() + SCAN_S
+        for log in find_logs(self._run, self._request.selection):
+            if log.path not in self._known:
+                self._known.add(log.path)
+                self._logs.append(log)
+                self._followers.append(LogFollower(log.path, 0, self._request.matches))
+
+    def _print(self, batches: Sequence[Sequence[Line]]) -> bool:
+        for line, positions in merge_folded(batches):
+            self._printer.line(line, positions)
+        self._printer.flush()
+        return any(batches)
+
+
+def _modified(log: LogFile) -> float:
+    try:
+        return log.path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _lines_since(lines: Iterator[Line], since: float) -> Iterator[Line]:
+    """Lines whose time is not before `since`; a line without a time belongs to the one before it."""
+    is_wanted = True
+    for line in lines:
+        time_s = _line_time(line)
+        if time_s is not None:
+            is_wanted = time_s >= since
+        if is_wanted:
+            yield line
+
+
+def _line_time(line: Line) -> float | None:
+    """The time that a line begins with, by the clock of its node; without a zone it is read as this machine's."""
+    found = _ISO.match(line.text[:48].decode("ascii", errors="replace"))
+    if found is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(f"{found[1]}{found[2] or ''}")
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo is not None else moment.astimezone()).astimezone(UTC).timestamp()

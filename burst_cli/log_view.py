@@ -1,0 +1,105 @@
+"""Lines of logs as people read them: `host:rank | line`, one colour per rank, nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TextIO
+
+from burst_cli.figures import binary_bytes
+from burst_cli.log_files import LogFile, fold_names, fold_numbers
+from burst_cli.log_read import Line
+from cluster.remote_text import clean_text
+
+SCREEN_CHARACTERS = 400  # of one line on a terminal
+REPLACEMENT = "\ufffd"
+_BINARY = re.compile(r"[\x00-\x06\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_DIM, _RESET = "\x1b[2m", "\x1b[0m"
+
+
+def visible_text(raw: bytes) -> str:
+    """A line as text that is safe to print: escapes are gone, what is no text is a replacement mark.
+
+    Of a line that redraws itself by carriage returns the last drawing is left, as on a terminal.
+    """
+    if raw.isascii():
+        text = raw.decode("ascii")
+        if text.isprintable():
+            return text
+    else:
+        text = raw.decode("utf-8", errors="replace")
+    text = text.rstrip("\r")
+    text = text[text.rfind("\r") + 1 :]
+    return clean_text(_BINARY.sub(REPLACEMENT, text).replace("\t", "    "))
+
+
+def label(logs: Sequence[LogFile]) -> str:
+    """tb[1-2]:0-3 for the logs of four ranks on two nodes; tb1:torchrun, controller for others."""
+    nodes = fold_names([log.node for log in logs if log.node])
+    ranks = [log.rank for log in logs if log.rank is not None]
+    what = fold_numbers(ranks) if ranks else ",".join(dict.fromkeys(log.name for log in logs))
+    return f"{nodes}:{what}" if nodes else what
+
+
+class LogPrinter:
+    """Writes folded lines of `logs`, which may grow while it lives; positions in it are what `line` is given."""
+
+    def __init__(
+        self, out: TextIO, logs: list[LogFile], *, is_terminal: bool, has_colour: bool, is_raw: bool = False
+    ) -> None:
+        self._out, self._logs = out, logs
+        self._is_terminal, self._has_colour, self._is_raw = is_terminal, has_colour, is_raw
+        self._labels: dict[tuple[int, ...], str] = {}
+        self._width = max((len(label([log])) for log in logs), default=0)
+
+    def line(self, line: Line, positions: tuple[int, ...]) -> None:
+        """One line that the logs at `positions` say; raw: its bytes, once for each."""
+        if self._is_raw:
+            self._out.flush()
+            self._out.buffer.write((line.text + b"\n") * len(positions))
+            return
+        text, cut_bytes = visible_text(line.text), line.cut_bytes
+        if self._is_terminal and len(text) > SCREEN_CHARACTERS:
+            more = len(text) - SCREEN_CHARACTERS + cut_bytes
+            text = f"{text[:SCREEN_CHARACTERS]}… (+{more:,} characters)"
+        elif cut_bytes:
+            text = f"{text}… (+{binary_bytes(cut_bytes)})"
+        self._out.write(f"{self._prefix(positions)} {text}\n")
+
+    def skipped(self, lines: int | None, size: int, positions: tuple[int, ...]) -> None:
+        """Say what was left out, and where it is."""
+        many = f"{lines:,} line{'' if lines == 1 else 's'}" if lines is not None else binary_bytes(size)
+        paths = [str(self._logs[position].path) for position in positions]
+        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self._note(f"{self._prefix(positions)} ", f"... {many} not shown, see {where}")
+
+    def note(self, text: str) -> None:
+        """A line of ours, between those of the logs."""
+        self._note("", text)
+
+    def flush(self) -> None:
+        """Have all of it reach the reader."""
+        if self._is_raw:
+            self._out.buffer.flush()
+        self._out.flush()
+
+    def _note(self, prefix: str, text: str) -> None:
+        self._out.write(f"{prefix}{_DIM}{text}{_RESET}\n" if self._has_colour else f"{prefix}{text}\n")
+
+    def _prefix(self, positions: tuple[int, ...]) -> str:
+        if positions not in self._labels:
+            if len(self._labels) > 1000:
+                self._labels.clear()
+            self._labels[positions] = self._painted(positions)
+        return self._labels[positions]
+
+    def _painted(self, positions: tuple[int, ...]) -> str:
+        logs = [self._logs[position] for position in positions]
+        text = label(logs)
+        text = f"{text:<{self._width}} |"
+        if not self._has_colour:
+            return text
+        first = logs[0].rank if logs[0].rank is not None else positions[0]
+        colour = f"\x1b[{_COLOURS[first % len(_COLOURS)]}m" if len(positions) == 1 else "\x1b[1m"
+        return f"{colour}{text}{_RESET}"

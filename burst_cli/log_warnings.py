@@ -1,0 +1,52 @@
+"""The newest line of a run's logs that sounds like a warning or an error, followed in bounded memory and time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from burst_cli.log_files import LogFile, Selection, find_logs
+from burst_cli.log_read import Budget, Line, LogFollower
+from burst_cli.log_view import label, visible_text
+from cluster.remote_text import one_line
+from engine.runs import RunFolder
+
+MAX_LOGS = 1024
+FRESH_S = 60.0  # after so long nobody needs to see it any more
+_BUDGET = Budget(64 * 1024, 1)
+_SCANS = 10  # looks between scans for new files
+_LINE_CHARACTERS = 160
+_ALARM = re.compile(rb"\b(?:\w*warn(?:ing)?|\w*error|\w*exception|fatal|killed)\b", re.IGNORECASE)
+
+
+class WarningWatch:
+    """`look` reads what is new; `newest` is the last such line, as `host:rank | line`, while it is fresh."""
+
+    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._followers: dict[LogFile, LogFollower] = {}
+        self._looks = 0
+        self._line: str | None = None
+        self._seen_at = 0.0
+
+    def look(self) -> None:
+        """Read what has come since the last time; of a flood only its end."""
+        if self._looks % _SCANS == 0:
+            for log in find_logs(self._run, Selection())[:MAX_LOGS]:
+                if log not in self._followers:
+                    self._followers[log] = LogFollower(log.path, 0, _is_alarm)
+        self._looks += 1
+        for log, follower in self._followers.items():
+            lines = follower.poll(_BUDGET).lines
+            if lines:
+                text = one_line(visible_text(lines[-1].text), _LINE_CHARACTERS)
+                self._line, self._seen_at = f"{label([log])} | {text}", self._clock()
+
+    def newest(self) -> str | None:
+        """The last line of alarm; None when there was none lately."""
+        return self._line if self._clock() - self._seen_at < FRESH_S else None
+
+
+def _is_alarm(line: Line) -> bool:
+    return _ALARM.search(line.text) is not None

@@ -1,0 +1,118 @@
+"""Going on with a run: whether it is taken over, started again, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.launching import LaunchManner, lead_run
+from burst_cli.run_list import failure_line
+from burst_cli.run_records import run_record
+from cluster.control.busy import ControllerBusyError, find_controller
+from cluster.control.settle import Settled, settle
+from cluster.control.stopping import StopRequests
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan
+from cluster.plan_record import read_launch_plan, write_launch_plan
+from engine.runs import FINAL_STATES, RunFolder
+
+Way = Literal["done", "take over", "start"]
+
+
+class UnknownRunError(ClusterError):
+    """Nobody can say whether the run lives."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class ResumeManner:
+    """detach: lead it by a process in the background. plain_lines, as_json: as for a launch."""
+
+    detach: bool = False
+    plain_lines: bool = False
+    as_json: bool = False
+
+
+def resume_run(run: RunFolder, manner: ResumeManner) -> int:
+    """The exit code of the run, after it was led to its end or left to the background.
+
+    Raises ControllerBusyError when a process controls it, UnknownRunError when its nodes cannot be asked, PlanFileError
+    when `burst launch` did not start it.
+    """
+    plan = read_launch_plan(run.path)
+    console = render.plain_stderr() if manner.plain_lines else render.stderr()
+    way = find_way(run, console)
+    if way == "done":
+        return _say_done(run, as_json=manner.as_json)
+    if way == "start":
+        plan = _at_free_port(plan, run, console)
+    stop = StopRequests()
+    with stop.listening():
+        if manner.detach:
+            from burst_cli.detach import launch_detached
+
+            return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
+        talk = LaunchManner(plain_lines=manner.plain_lines, as_json=manner.as_json)
+        return lead_run(plan, run, stop, console, talk, start=way == "start")
+
+
+def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], Settled] = settle) -> Way:
+    """What to do with the run, said on `console`; `ask` has the nodes of a run that nobody controls asked."""
+    controller = find_controller(run)
+    if controller is not None:
+        raise ControllerBusyError(run, controller)
+    state = str(run.read_state()["state"])
+    if state in ("starting", "running"):
+        console.print(Text(f"asking the nodes of {run.exp}/{run.run_id}", style="dim"))
+        settled = ask(run)
+        if settled.controller is not None:
+            raise ControllerBusyError(run, settled.controller)
+        if settled.problem is not None and not settled.is_final:
+            raise UnknownRunError(
+                f"Run {run.run_id} may live or not: {settled.problem}. Try again when its nodes can be "
+                f"reached, or stop what can be reached with `burst cancel {run.run_id}`."
+            )
+        state = settled.state
+    document = run.read_state()
+    if state == "completed":
+        return "done"
+    if state not in FINAL_STATES and state != "planned":
+        console.print(Text(f"it runs on without a controller: taking it over, attempt {document['attempt']}"))
+        return "take over"
+    if state in FINAL_STATES:
+        why = ": ".join(filter(None, [state, failure_line(document.get("failure"))]))
+        console.print(Text(f"it had ended ({why}); starting attempt {document['attempt'] + 1}"), soft_wrap=True)
+    return "start"
+
+
+def _at_free_port(plan: LaunchPlan, run: RunFolder, console: Console) -> LaunchPlan:
+    """The plan with a port that is free now, also written down for a controller in the background."""
+    if plan.launcher != "ssh":
+        return plan
+    from cluster.access.ssh import SshPool  # only who goes to other machines pays for what that takes
+    from cluster.preflight.port import with_free_port
+
+    try:
+        with SshPool() as pool:
+            renewed = with_free_port(plan, pool.connect)
+    except ClusterError as error:  # the start may still succeed, and says by itself which node does not answer
+        console.print(Text(f"the ranks meet at the port they had: {error}", style="yellow"), soft_wrap=True)
+        return plan
+    if renewed != plan:
+        write_launch_plan(renewed, run)
+    return renewed
+
+
+def _say_done(run: RunFolder, *, as_json: bool) -> int:
+    if as_json:
+        render.emit_json({**run_record(run), "exit_code": 0})
+    else:
+        text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
+        render.stdout().print(Text(text), soft_wrap=True)
+    return 0

@@ -1,0 +1,116 @@
+"""What a cell is expected to take, from runs that were measured, else from the peak of a known device. Pure.
+
+The time of a step is its FLOPs over a rate. The rate is that of the run most like the cell: same model, ranks and
+device are a must; then the same method, then the nearest length (rates change with the length of a sequence). Without
+such a run it is a share of the device's peak that this field reaches; without a known device there is no estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+# Of the dense peak; published long-context training reaches 35% to 55% with the mask counted.
+ASSUMED_MFU = 0.4
+ASSUMED_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of wall clock and devices held meanwhile. source: what it rests on, in words."""
+
+    seconds: float
+    devices: int
+    source: str
+
+    @property
+    def device_hours(self) -> float:
+        """What clusters are paid by."""
+        return self.seconds * self.devices / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "device_hours": self.device_hours}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a cell has to do. flops_per_step: over all ranks, recomputation included."""
+
+    model: str
+    preset: str
+    seq_len: int
+    world_size: int
+    steps: int
+    flops_per_step: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run that ended well: how fast it worked, and how long it took beside its steps."""
+
+    run_id: str
+    model: str
+    preset: str
+    seq_len: int
+    world_size: int
+    flops_per_s: float
+    start_s: float
+
+
+def measured_runs(records: Iterable[Mapping[str, Any]]) -> list[Measured]:
+    """The completed runs among `records` (see `run_records.run_record`) that say enough."""
+    found = []
+    for record in records:
+        flops, step_s = (record.get("flops_per_step") or {}).get("hardware"), record.get("step_time_s")
+        known = all(record.get(name) for name in ("model", "attention_preset", "seq_len", "world_size"))
+        if record.get("status") == "completed" and flops and step_s and known:
+            found.append(
+                Measured(
+                    str(record["run_id"]),
+                    str(record["model"]),
+                    str(record["attention_preset"]),
+                    int(record["seq_len"]),
+                    int(record["world_size"]),
+                    flops / step_s,
+                    _start_s(record, step_s),
+                )
+            )
+    return found
+
+
+def estimate(work: Work, measured: Sequence[Measured], peak_flops_per_s: float | None) -> Estimate | None:
+    """What `work` is expected to take; peak: of one device, None when it is not known."""
+    like = [run for run in measured if (run.model, run.world_size) == (work.model, work.world_size)]
+    if like:
+        best = min(like, key=lambda run: (run.preset != work.preset, abs(math.log(run.seq_len / work.seq_len))))
+        seconds = best.start_s + work.steps * work.flops_per_step / best.flops_per_s
+        return Estimate(seconds, work.world_size, f"the rate of run {best.run_id} ({best.preset}, {best.seq_len})")
+    if peak_flops_per_s is None:
+        return None
+    rate = ASSUMED_MFU * peak_flops_per_s * work.world_size
+    seconds = ASSUMED_START_S + work.steps * work.flops_per_step / rate
+    return Estimate(seconds, work.world_size, f"{ASSUMED_MFU:.0%} of the device's peak, assumed")
+
+
+def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, float] | None:
+    """(wall-clock seconds, device hours) of all, `parallel` at a time; None unless every one is known."""
+    known = [one for one in estimates if one is not None]
+    if not known or len(known) < len(estimates):
+        return None
+    lanes = [0.0] * max(1, parallel)
+    for one in known:  # each cell begins where a lane is free first, as the runner does it
+        lanes[lanes.index(min(lanes))] += one.seconds
+    return max(lanes), sum(one.device_hours for one in known)
+
+
+def _start_s(record: Mapping[str, Any], step_s: float) -> float:
+    """Seconds of a run that were no steps: start, data, validation."""
+    try:
+        began, ended = (datetime.fromisoformat(str(record[name])) for name in ("started_at", "ended_at"))
+    except (KeyError, ValueError):
+        return ASSUMED_START_S
+    return max(0.0, (ended - began).total_seconds() - step_s * int(record.get("steps") or 0))

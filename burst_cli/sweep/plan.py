@@ -1,0 +1,178 @@
+"""`SweepPlan`: every cell of a sweep as a value, composed and checked before the first one starts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from burst_cli.sweep.estimate import Estimate
+from burst_cli.sweep.grammar import Axis, cell_overrides, cell_values, check_axes
+from engine.config import RunConfig, config_fingerprint
+from engine.errors import ConfigError
+
+_ID_DIGITS = 10
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    cell_id: of the configuration that these overrides compose, so the same run has the same id in every sweep.
+    values: of the swept settings, as typed. problems: why it cannot run at all. short_of_memory: why it is expected not
+    to fit, a result of its own; estimate: what it is expected to take, None: nothing is known.
+    """
+
+    cell_id: str
+    overrides: tuple[str, ...]
+    values: dict[str, str]
+    config: RunConfig | None = None
+    problems: tuple[str, ...] = ()
+    short_of_memory: str | None = None
+    estimate: Estimate | None = None
+
+    @property
+    def title(self) -> str:
+        """The swept settings in one line: `train.seq_len=4096 attention=ring`."""
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "id": self.cell_id,
+            "exp": self.config.exp if self.config is not None else None,
+            "overrides": list(self.overrides),
+            "values": dict(self.values),
+            "problems": list(self.problems),
+            "short_of_memory": self.short_of_memory,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """All cells in the order in which they run. sweep_id follows from the cells: typed again, it is found again."""
+
+    sweep_id: str
+    overrides: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def illegal(self) -> tuple[Cell, ...]:
+        """Cells that cannot run."""
+        return tuple(cell for cell in self.cells if cell.problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: what --dry-run --json prints."""
+        return {
+            "sweep_id": self.sweep_id,
+            "overrides": list(self.overrides),
+            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes if axis.is_sweep],
+            "cells": [cell.to_dict() for cell in self.cells],
+        }
+
+
+class CellJudge(Protocol):
+    """What knows whether a configuration can run here, whether it fits, and what it takes."""
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """The configuration with what depends on the machines filled in. Raises ConfigError for one that cannot run."""
+
+    def shortage(self, config: RunConfig) -> str | None:
+        """Why the settled configuration is expected not to fit into memory; None: it fits, or nobody knows."""
+
+    def estimate(self, config: RunConfig) -> Estimate | None:
+        """What the settled configuration is expected to take."""
+
+
+Compose = Callable[[Sequence[str]], RunConfig]
+# What an earlier command found out about the memory of the cells of a sweep, by cell id; empty for a new sweep.
+Recorded = Callable[[str], Mapping[str, str | None]]
+
+
+def build_sweep(
+    overrides: Sequence[str],
+    axes: Sequence[Axis],
+    compose: Compose,
+    judge: CellJudge,
+    *,
+    name: str | None = None,
+    recorded: Recorded = lambda sweep_id: {},
+) -> SweepPlan:
+    """The plan of the sweep that `axes` span; every cell composed and judged, none started.
+
+    Cells that compose to the same configuration are one. Raises ConfigError when the axes themselves make no sense.
+    """
+    check_axes(axes)
+    cells: dict[str, Cell] = {}
+    for words, values in zip(cell_overrides(axes), cell_values(axes), strict=True):
+        cell = _settled(words, values, compose, judge)
+        cells.setdefault(cell.cell_id, cell)
+    sweep_id = _sweep_id(cells, name)
+    known = recorded(sweep_id)
+    judged = tuple(_judged(cell, judge, known) for cell in cells.values())
+    return SweepPlan(sweep_id, tuple(overrides), tuple(axes), judged)
+
+
+def refuse_illegal(plan: SweepPlan) -> None:
+    """Raise ConfigError that names every cell that cannot run, each with all its problems, equal ones said once."""
+    if not plan.illegal:
+        return
+    whose: dict[str, list[str]] = {}
+    for cell in plan.illegal:
+        for problem in cell.problems:
+            whose.setdefault(problem, []).append(cell.title)
+    texts = [f"{problem}  [{_some(titles)}]" for problem, titles in whose.items()]
+    count = f"{len(plan.illegal)} of {len(plan.cells)} cells cannot run"
+    raise ConfigError([*texts, f"{count}; nothing was started. Leave these values out, or add --skip-illegal"])
+
+
+def skipping_illegal(plan: SweepPlan) -> SweepPlan:
+    """The plan as it is, if a cell is left to run; illegal ones stay in it as results. Raises ConfigError otherwise."""
+    if len(plan.illegal) == len(plan.cells):
+        refuse_illegal(plan)
+    return plan
+
+
+def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: CellJudge) -> Cell:
+    """A cell with its configuration, or with the reasons why it has none."""
+    try:
+        config = compose(words)
+    except ConfigError as error:
+        return Cell(_text_id(words), words, values, problems=error.problems)
+    cell = Cell(config_fingerprint(config)[:_ID_DIGITS], words, values, config)
+    try:
+        return replace(cell, config=judge.settle(config))
+    except ConfigError as error:
+        return replace(cell, problems=error.problems)
+
+
+def _judged(cell: Cell, judge: CellJudge, known: Mapping[str, str | None]) -> Cell:
+    """A cell that can run, with what it takes; predicting memory takes seconds, so it is done once per sweep."""
+    if cell.problems or cell.config is None:
+        return cell
+    shortage = known[cell.cell_id] if cell.cell_id in known else judge.shortage(cell.config)
+    return replace(cell, short_of_memory=shortage, estimate=judge.estimate(cell.config))
+
+
+def _text_id(words: Iterable[str]) -> str:
+    """The id of a cell that does not compose."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:_ID_DIGITS]
+
+
+def _sweep_id(cells: Iterable[str], name: str | None) -> str:
+    digest = hashlib.sha256("\0".join(sorted(cells)).encode()).hexdigest()[:8]
+    return f"{name}-{digest}" if name else digest
+
+
+def _some(titles: Sequence[str], most: int = 3) -> str:
+    more = len(titles) - most
+    return ", ".join(titles[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def sweeps_dir(runs_dir: Path) -> Path:
+    """Where sweeps are kept, beside the runs that they started."""
+    return runs_dir / "sweeps"

@@ -1,0 +1,151 @@
+"""A sweep on disk: runs/sweeps/<sweep id>/sweep.json, written before and after every step of every cell.
+
+The path of a cell's run folder is recorded before its launch is started, and a launch refuses a folder that exists. So
+whatever is killed at whatever moment, a cell has one run folder, and who comes back finds it.
+
+    pending -> running -> completed, failed, oom, cancelled
+    pending -> oom (expected not to fit), illegal (cannot run)
+    cancelled, and running without a launcher -> running again, in the same run folder
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from burst_cli.sweep.plan import Cell, SweepPlan, sweeps_dir
+from engine.config_schema import nearest
+from engine.errors import BurstError, ConfigError
+from engine.run.records import read_json_object, replace_json, utc_now
+
+FORMAT = 1
+CellState = Literal["pending", "running", "completed", "failed", "oom", "cancelled", "illegal"]
+RESULTS = frozenset({"completed", "failed", "oom", "illegal"})
+
+
+class SweepError(BurstError):
+    """A sweep cannot be read, written or taken up."""
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """One sweep on disk."""
+
+    path: Path
+
+    @property
+    def sweep_id(self) -> str:
+        """Its name."""
+        return self.path.name
+
+    def read(self) -> dict[str, Any]:
+        """The content of sweep.json. Raises SweepError when there is none, or it is damaged."""
+        try:
+            document = read_json_object(self.path / "sweep.json")
+        except (OSError, ValueError) as error:
+            raise SweepError(f"{self.path / 'sweep.json'} is damaged: {error}") from error
+        if document is None or document.get("format") != FORMAT or not isinstance(document.get("cells"), list):
+            raise SweepError(f"{self.path / 'sweep.json'} does not describe a sweep that this version knows")
+        return document
+
+    def update_cell(self, cell_id: str, **facts: Any) -> None:
+        """Merge `facts` into one cell. Only the holder of `locked` calls this."""
+        document = self.read()
+        for cell in document["cells"]:
+            if cell["id"] == cell_id:
+                cell.update(facts)
+        try:
+            replace_json(self.path / "sweep.json", document)
+        except OSError as error:
+            raise SweepError(f"{self.path / 'sweep.json'} cannot be written: {error.strerror}") from error
+
+    def output_path(self, cell_id: str) -> Path:
+        """Where the output of the launches of one cell goes."""
+        return self.path / "cells" / f"{cell_id}.log"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the sweep: two controllers at once would run cells twice. Raises SweepError while somebody does."""
+        descriptor = os.open(self.path / "sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 20).decode("ascii", errors="replace").strip() or "unknown"
+                raise SweepError(
+                    f"sweep {self.sweep_id} is being run by process {holder}; stop that one first, or wait for it"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
+    """(the folder of `plan`, whether it was there before); the same cells were recorded by an earlier command."""
+    folder = SweepFolder(sweeps_dir(runs_dir) / plan.sweep_id)
+    try:
+        (folder.path / "cells").mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not (folder.path / "sweep.json").exists():
+            with folder.locked():  # of two that begin at once, one makes it
+                if not (folder.path / "sweep.json").exists():
+                    replace_json(folder.path / "sweep.json", _document(plan))
+                    return folder, False
+    except OSError as error:
+        raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
+    _check_same(folder, plan)
+    return folder, True
+
+
+def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
+    """The sweep whose id is, or begins or ends with, `name`. Raises ConfigError when there is none, or several."""
+    every = list_sweeps(runs_dir)
+    exact = [one for one in every if one.sweep_id == name]
+    found = exact or [one for one in every if one.sweep_id.startswith(name) or one.sweep_id.endswith(f"-{name}")]
+    if len(found) == 1:
+        return found[0]
+    known = [one.sweep_id for one in every]
+    if found:
+        raise ConfigError(f"sweep {name}: {len(found)} sweeps are meant: {', '.join(one.sweep_id for one in found)}")
+    near = nearest(name, known)
+    advice = f"did you mean {near}?" if near else f"there are: {', '.join(known) or 'none'}"
+    raise ConfigError(f"sweep {name}: not in {sweeps_dir(runs_dir)}; {advice}")
+
+
+def list_sweeps(runs_dir: Path) -> list[SweepFolder]:
+    """All sweeps by name; damaged ones are included and raise when they are read."""
+    return [SweepFolder(file.parent) for file in sorted(sweeps_dir(runs_dir).glob("*/sweep.json"))]
+
+
+def _document(plan: SweepPlan) -> dict[str, Any]:
+    return {**plan.to_dict(), "format": FORMAT, "created_at": utc_now(), "cells": [_cell(cell) for cell in plan.cells]}
+
+
+def _cell(cell: Cell) -> Mapping[str, Any]:
+    """A cell that has not run; one that cannot, or is not expected to fit, has its result already."""
+    state: CellState = "illegal" if cell.problems else "oom" if cell.short_of_memory else "pending"
+    result = {"predicted": True, "message": cell.short_of_memory} if state == "oom" else None
+    return {
+        **cell.to_dict(),
+        "state": state,
+        "run_path": None,
+        "lane": None,
+        "launches": 0,
+        "started_at": None,
+        "ended_at": None,
+        "exit_code": None,
+        "result": result,
+    }
+
+
+def _check_same(folder: SweepFolder, plan: SweepPlan) -> None:
+    """Raise SweepError when the folder holds other cells (its name is a short hash of them)."""
+    recorded = {cell.get("id") for cell in folder.read()["cells"]}
+    if recorded != {cell.cell_id for cell in plan.cells}:
+        raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
