@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import statistics
@@ -27,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rig.host import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
@@ -200,21 +201,6 @@ def show(figures: dict[str, Any]) -> None:
         print(f"{turn['tool']:>6} {seconds} {peak:9.1f} {turn['answers']:8} {named:>13}")
     if figures["ratio_to_clush"] is not None:
         print(f"ratio of medians, burst to clush: {figures['ratio_to_clush']:.2f}")
-
-
-def machine() -> dict[str, Any]:
-    """The facts without which a figure means nothing."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    ssh = subprocess.run(["ssh", "-V"], capture_output=True, text=True, check=False).stderr.strip()
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-        "device": models[0].split(": ", 1)[1] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "ssh": ssh,
-    }
 
 
 def main() -> None:

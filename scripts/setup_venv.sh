@@ -3,8 +3,8 @@
 #
 #   PYTHON=...   the interpreter to start from; default: the first of python3, python3.13, 3.12, 3.11 that is new enough
 #
-# A CUDA (or ROCm) build of torch that this interpreter already has is kept: its packages stay visible and torch is not
-# pinned. Otherwise torch comes from constraints.txt, as a CPU wheel where pip is configured to find one.
+# A CUDA (or ROCm) build of torch that this interpreter already has is kept: its packages stay visible, and neither torch
+# nor its Triton is pinned. Otherwise torch comes from constraints.txt, as a CPU wheel where pip is configured to find one.
 # An environment that exists is brought up to date, not made anew. FOLDER/.ready marks success.
 set -eu
 
@@ -62,7 +62,7 @@ install_packages() {
     if sees_system_packages && has_accelerated_torch "$venv/bin/python"; then
         say "the torch for accelerators that this machine already has is kept"
         constraints=$venv/constraints.txt
-        grep -v '^torch==' "$root/constraints.txt" >"$constraints"
+        grep -v -e '^torch==' -e '^triton==' "$root/constraints.txt" >"$constraints"
         pip_install hatchling
     else
         # Before the rest, so that pip takes the torch it is configured to find (a CPU wheel, a mirror).
@@ -73,7 +73,7 @@ install_packages() {
 
 pip_install() {
     say "pip install $*"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" "$@"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c "$constraints" "$@"
 }
 
 [ -x "$venv/bin/python" ] || make_venv
@@ -81,5 +81,7 @@ is_new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/nu
     fail "$venv/bin/python does not run, has no pip or is older than Python 3.11; delete $venv and try again."
 rm -f "$venv/.ready"
 install_packages
+# What pip would do on one core. It fails for files that nobody imports, such as templates of other versions of Python.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
 say "ready: $("$venv/bin/python" --version), torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)')"
 touch "$venv/.ready"

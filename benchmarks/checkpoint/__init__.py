@@ -1,0 +1,1 @@
+"""What a checkpoint costs: how long training stands still for one."""

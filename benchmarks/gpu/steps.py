@@ -1,0 +1,376 @@
+"""Part steps: real training steps of a Llama-8B-shaped model on one device, and their peak against the prediction.
+
+Two depths at one length give the time of a layer, and with it that of the whole model (`extrapolated`). Both run under
+the memory policy that `memory=auto` chooses for the WHOLE model at that length on this device.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+
+import numpy as np
+import torch
+import yaml
+
+from benchmarks.gpu.checks import skipped_row
+from benchmarks.gpu.plan import Measurement, Part, Row
+from benchmarks.tensors import local_tensors
+from engine.attention.api import build_parallel_attention
+from engine.attention.topology import Topology
+from engine.bench.measure import synchronize
+from engine.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
+from engine.config_checks import check_config
+from engine.config_cluster import ClusterConfig
+from engine.config_reader import to_plain
+from engine.data import Batch
+from engine.errors import ConfigError
+from engine.flops import attention_pairs, count_parameters, step_flops
+from engine.loss.options import IGNORE_INDEX
+from engine.memory.auto import settle_memory
+from engine.memory.capacity import Hardware, capacity_of
+from engine.memory.fit import fit_of
+from engine.memory.policy import policy_name
+from engine.memory.tracker import LiveTensorTracker
+from engine.metrics import peak_pinned_bytes
+from engine.model.llama import LlamaModel
+from engine.model.parallelize import build_empty_model
+from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
+from engine.peak_table import Peak
+from engine.train_step import TrainStep
+from engine.trainer import set_threads, step_cost
+
+LLAMA_8B = ModelConfig(
+    name="llama8b",
+    vocab_size=128256,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=500000.0,
+)
+TINY = ModelConfig(
+    name="tiny",
+    vocab_size=512,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+ASSUMED_FLOPS = 4e14
+SETUP_S = 12.0  # process, weights, prediction
+ALONE = Topology(1, 1)
+WARM_TOKENS = 8192
+NOISE_NUMBERS = 2**22  # drawn once and repeated where weights lie on the host
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """(layers, tokens) in the order in which they are measured; `model.num_layers` is what is extrapolated to."""
+
+    points: tuple[tuple[int, int], ...]
+    model: ModelConfig = LLAMA_8B
+    setup_s: float = SETUP_S
+    predicted: tuple[int, ...] | None = None  # layers of the points whose peak is predicted; None: of all
+    weight: float = 0.55
+
+
+FULL = StepSizes(
+    points=(
+        (2, 131072),
+        (4, 131072),
+        (2, 262144),
+        (4, 262144),
+        (32, 131072),
+        (2, 524288),
+        (4, 524288),
+        (1, 1048576),
+        (2, 1048576),
+        (4, 1048576),
+        (32, 524288),
+    )
+)
+SMALL = StepSizes(points=((1, 256), (2, 256)), model=TINY, setup_s=5.0, predicted=(2,))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The memory policy of the whole model at one length: `config` has it; `fits`: `memory=auto` says that it fits."""
+
+    config: RunConfig
+    fits: bool
+    reason: str
+
+
+def plan(sizes: StepSizes, device: str, device_name: str) -> Part:
+    """A measurement per point, each in a process of its own.
+
+    The whole model is tried only where it is to fit: what runs out of host memory may take the machine with it.
+    """
+    lengths = dict.fromkeys(seq_len for _, seq_len in sizes.points)
+    policies = {seq_len: choose_policy(run_config(sizes.model, seq_len, device), device_name) for seq_len in lengths}
+    measurements, known = [], []
+    for layers, seq_len in sizes.points:
+        measurement, policy = _measurement(sizes, layers, policies[seq_len]), policies[seq_len]
+        if layers < sizes.model.num_layers or policy.fits:
+            measurements.append(measurement)
+        else:
+            known.append(skipped_row(measurement.label, policy.reason))
+    return Part("steps", "Training steps", sizes.weight, tuple(measurements), tuple(known))
+
+
+def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
+    config = replace(policy.config, model=replace(sizes.model, num_layers=layers))
+    seq_len = config.train.seq_len
+    flops = step_flops(config.model, seq_len=seq_len, visible_pairs=attention_pairs("causal", seq_len))
+    step_s = flops.model / ASSUMED_FLOPS
+    # Beyond a first step, which counts where more would take minutes.
+    repeats = 2 if step_s < 5 else 1 if step_s < 25 else 0
+    settings = {"config": dump_config(config), "whole_layers": sizes.model.num_layers, "repeats": repeats}
+    settings |= {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
+    settings["predicts"] = sizes.predicted is None or layers in sizes.predicted
+    return Measurement(
+        f"{layers} layers at {seq_len} tokens",
+        "benchmarks.gpu.steps:measure",
+        settings,
+        expected_s=sizes.setup_s + (1 + repeats) * step_s + layers * 0.3,
+        fresh=True,
+    )
+
+
+def run_config(model: ModelConfig, seq_len: int, device: str) -> RunConfig:
+    """The configuration under memory=auto, before a policy is chosen."""
+    config = RunConfig(
+        model=model,
+        optimizer=OptimizerConfig(schedule="constant"),
+        train=TrainConfig(seq_len=seq_len, compute_dtype="bfloat16"),
+        cluster=ClusterConfig(backend="gloo" if device == "cpu" else "nccl"),
+    )
+    config = replace(config, memory=replace(config.memory, activation_checkpoint="auto"))
+    check_config(config)
+    return config
+
+
+def choose_policy(whole: RunConfig, device_name: str, hardware: Hardware | None = None) -> Policy:
+    """What `memory=auto` chooses for the whole model on this device, and where nothing fits, what it chooses with the
+    optimizer on the host inside the backward pass, which frees all gradients at once and cannot clip; then with its
+    moments in 8 bits as well, where torchao is there.
+
+    Where nothing fits then either: the nearest; fewer layers run with it all the same. `hardware`: None asks this
+    machine.
+    """
+    within = replace(
+        whole,
+        memory=replace(whole.memory, optimizer_in_backward=True, optimizer_store="host"),
+        optimizer=replace(whole.optimizer, max_grad_norm=None),
+    )
+    configs = [whole, within]
+    if importlib.util.find_spec("torchao") is not None:
+        configs.append(replace(within, memory=replace(within.memory, moments_dtype="int8")))
+    choice = capacity = None
+    for config in configs:
+        try:
+            capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
+            choice = settle_memory(config, ALONE, capacity)
+        except ConfigError as error:  # a device that nobody knows
+            full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
+            return Policy(full, fits=False, reason="; ".join(error.problems))
+        if choice.fits:
+            break
+    assert choice is not None
+    assert capacity is not None
+    nearly = not choice.fits and fit_of(choice.candidates[0].estimate, capacity).fits  # the step itself will tell
+    reason = "only the margin of the closed form is missing; " * nearly + choice.reason
+    return Policy(choice.config, choice.fits or nearly, reason)
+
+
+def read_config(text: str) -> RunConfig:
+    """The configuration that a measurement's settings hold."""
+    return config_from_dict(yaml.safe_load(text))
+
+
+def measure(
+    device: torch.device,
+    config: str,
+    whole_layers: int,
+    repeats: int,
+    policy_fits_whole_model: bool,
+    policy_reason: str,
+    predicts: bool,
+) -> list[Row]:
+    """One row: seconds, FLOPs of this depth and of the whole model, measured peaks."""
+    settings = read_config(config)
+    whole = replace(settings, model=replace(settings.model, num_layers=whole_layers))
+    run = _Run(settings, device)
+    warm_s = run.warm_up()
+    seconds = [run.step() for _ in range(1 + repeats)]
+    row: Row = {"layers": settings.model.num_layers, "seq_len": settings.train.seq_len}
+    row |= {"policy": describe_policy(settings), "policy_fits_whole_model": policy_fits_whole_model}
+    row |= {"policy_reason": policy_reason, "memory": to_plain(settings.memory)}
+    row |= {"warm_up_s": warm_s, "seconds": seconds, "step_s": median(seconds[1:] or seconds)}
+    row |= {"losses": run.losses, "is_first_step": len(seconds) == 1}
+    row |= run.flops(settings, "") | run.flops(whole, "whole_") | {"whole_layers": whole_layers}
+    row |= run.peaks() | {"measured_over_predicted": None, "prediction_error": None}
+    run.close()
+    return [row | {"tokens_per_s": row["seq_len"] / row["step_s"]} | rates(row, row["step_s"])]
+
+
+def describe_policy(config: RunConfig) -> str:
+    """The memory policy in words."""
+    return policy_name(config.memory) + (", inside backward" if config.memory.optimizer_in_backward else "")
+
+
+def rates(row: Row, step_s: float, prefix: str = "") -> Row:
+    """TFLOP/s in all three conventions (`engine.flops`). That of full attention counts work that is not done, so it is
+    no rate of the device and may exceed its peak.
+    """
+    return {
+        "model_tflops": row[f"{prefix}model_flops"] / step_s / 1e12,
+        "hardware_tflops": row[f"{prefix}hardware_flops"] / step_s / 1e12,
+        "convention_full_attention": row[f"{prefix}model_full_attention_flops"] / step_s / 1e12,
+    }
+
+
+class _Run:
+    """A model with its optimizer on this process alone, and one batch of random tokens."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        placement = read_placement({})
+        start_process_group(choose_device(config.cluster, placement), placement)
+        set_threads(config, device, placement)
+        self._device, self._config = device, config
+        self._mesh = mesh = build_mesh(config.parallel, config.cluster)
+        model, self.attention = build_empty_model(config, mesh)
+        fill_weights(model)
+        self._train_step = TrainStep(config, mesh, model, self.attention)
+        self._batch = _batch(config)
+        self.losses: list[float] = []
+
+    def warm_up(self) -> float:
+        """Seconds of a step on a short sequence: it compiles kernels and makes the optimizer's state, so that the first
+        long step is not one of them.
+        """
+        train = replace(self._config.train, seq_len=min(WARM_TOKENS, self._config.train.seq_len // 2))
+        config = replace(self._config, train=train)
+        step, attention = self._train_step, self.attention
+        start = time.perf_counter()
+        step.attention = build_parallel_attention(config, self._mesh)
+        try:
+            step(0, [_batch(config)])
+        finally:
+            step.attention = attention
+        synchronize(self._device)
+        return time.perf_counter() - start
+
+    def step(self) -> float:
+        """Seconds of one training step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        synchronize(self._device)
+        start = time.perf_counter()
+        result = self._train_step(len(self.losses), [self._batch])
+        synchronize(self._device)
+        self.losses.append(result.loss)
+        return time.perf_counter() - start
+
+    def peaks(self) -> Row:
+        """Most bytes of the last step on a GPU; on a CPU of one more step, whose tensors are counted."""
+        if self._device.type == "cuda":
+            return {
+                "peak_bytes": torch.cuda.max_memory_allocated(self._device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(self._device),
+                "peak_host_bytes": peak_pinned_bytes(),
+                "peak_source": "CUDA caching allocator, last step",
+            }
+        with LiveTensorTracker() as tracker:
+            tracker.watch(local_tensors(self._train_step.model, self._train_step.optimizer))
+            self._train_step(len(self.losses), [self._batch])
+        return {
+            "peak_bytes": tracker.peak_bytes,
+            "peak_reserved_bytes": None,
+            "peak_host_bytes": tracker.peak_host_bytes,
+            "peak_source": "live tensors of one step that is not timed",
+        }
+
+    def flops(self, config: RunConfig, prefix: str) -> Row:
+        """Of one step of `config`, whose layers attend as those of this run."""
+        cost = step_cost(config, 1, Peak(None, ""), self.attention)
+        return {f"{prefix}{name}_flops": value for name, value in asdict(cost.flops).items()} | {
+            f"{prefix}parameters": count_parameters(config.model).total
+        }
+
+    def close(self) -> None:
+        """Frees the model."""
+        del self._train_step, self.attention
+        gc.collect()
+
+
+def _batch(config: RunConfig) -> Batch:
+    """One sequence of random tokens."""
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, config.train.seq_len))
+    labels = np.concatenate([tokens[:, 1:], [[IGNORE_INDEX]]], axis=1)
+    return Batch(tokens, labels, (np.zeros(1, dtype=np.int64),))
+
+
+@torch.no_grad()
+def fill_weights(model: LlamaModel) -> None:
+    """Random weights with the model's standard deviation, drawn where they lie: a run's own, equal on all machines, are
+    drawn on the CPU and would take a minute of a GPU's time.
+
+    On the host one block of numbers is repeated.
+    """
+    model.tie_weights()
+    std = model.config.init_std
+    noise = torch.randn(NOISE_NUMBERS) * std
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if "norm" in name or name.endswith(".bias"):
+            local.fill_(0.0 if name.endswith(".bias") else 1.0)
+        elif local.device.type == "cuda":
+            local.normal_(0.0, std)
+        else:
+            for part in local.view(-1).split(NOISE_NUMBERS):
+                part.copy_(noise[: part.numel()])
+
+
+def extrapolated(rows: Sequence[Row]) -> list[Row]:
+    """For every length with two depths: the whole model's step by the slope between the least and the deepest."""
+    found = []
+    for seq_len in sorted({row["seq_len"] for row in rows if row.get("status") == "measured"}):
+        same = [r for r in rows if r.get("status") == "measured" and r["seq_len"] == seq_len]
+        same = [row for row in same if row["layers"] < row["whole_layers"]]
+        ends = sorted(same, key=lambda row: row["layers"])[:: max(1, len(same) - 1)]
+        if len(ends) == 2 and ends[0]["policy"] == ends[1]["policy"]:
+            found.append(_extrapolate(*ends))
+    return found
+
+
+def _extrapolate(few: Row, many: Row) -> Row:
+    layer_s = (many["step_s"] - few["step_s"]) / (many["layers"] - few["layers"])
+    whole = few["whole_layers"]
+    step_s = few["step_s"] + (whole - few["layers"]) * layer_s
+    # Noise of short steps can turn the slope around; then there is no figure.
+    usable = layer_s > 0
+    row: Row = {
+        "label": f"{whole} layers by slope at {few['seq_len']} tokens",
+        "status": "measured" if usable else "failed",
+        "error": None if usable else "the deeper model was no slower: no slope",
+        "from": f"slope between {few['layers']} and {many['layers']} layers",
+        "layers": whole,
+        "seq_len": few["seq_len"],
+        "policy": few["policy"],
+        "policy_fits_whole_model": few["policy_fits_whole_model"],
+        "layer_s": layer_s,
+    }
+    if not usable:
+        return row
+    row |= {"step_s": step_s, "tokens_per_s": few["seq_len"] / step_s}
+    return row | rates(few, step_s, "whole_")

@@ -1,0 +1,57 @@
+"""The results on the disk: replaced whole after every measurement, so a reader never sees half of one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.report import markdown
+from benchmarks.gpu.worker import error_text
+
+
+def result_stem(device_name: str, date: str, only: Sequence[str] = ()) -> str:
+    """gpu_DEVICE_YYYYMM: of a device as its driver names it, and an ISO date; with _WHAT for a session of some parts,
+    which must not replace one of all.
+    """
+    words = re.sub(r"\([^)]*\)|\b(NVIDIA|Intel|AMD|CPU|Processor|\d+-Core)\b|@.*", " ", device_name)
+    short = re.sub(r"[^a-z0-9]+", "", words.lower()) or "unknown"
+    what = "_".join(re.sub(r"[^a-z0-9]+", "", entry.lower()) for entry in only)
+    return "_".join(filter(None, ("gpu", short, f"{date[:4]}{date[5:7]}", what)))
+
+
+def write_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """(STEM.json, STEM.md) of the document; each is either the old one or the new one at any moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = document["name"]
+    json_path, text_path = folder / f"{stem}.json", folder / f"{stem}.md"
+    _replace(json_path, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
+    _replace(text_path, page(document))
+    return json_path, text_path
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The Markdown page; where rows have another shape than its tables expect, what went wrong instead of it."""
+    try:
+        return markdown(document)
+    except Exception as error:
+        return f"The figures of {document['name']}.json could not be shown: {error_text(error)}\n"
+
+
+def finite(value: Any) -> Any:
+    """The same plain value with null for every number that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
