@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
 
 import pytest
 from ranks import Pools
+
+# Libraries read it when they are loaded. Tests fill all cores as it is: threads that wait for each other while another
+# process computes made tests of small matrices three times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# What is shown must not depend on whose terminal, or which CI system, the tests run in: a test that wants colours or a
+# width asks for them. (Typer takes GITHUB_ACTIONS for a terminal; on a dumb one Rich has neither colours nor a width.)
+_DISPLAY = ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+for _name in (*_DISPLAY, "COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+os.environ["TERM"] = "xterm-256color"
+
+# A shell ignores Ctrl-C in what it runs in the background, and programs inherit that: those of tests must hear it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# That a machine is busy for a second with something else says nothing about the example of that second. The packages of
+# a GPU image may lack hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 pytest_plugins = ("skip_rule", "testbed_fixture")
 
@@ -16,3 +41,10 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Tests over real ranks need both cores: `make test` runs them, and all that is marked so, one after the other."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.alone)

@@ -1,15 +1,17 @@
 """Pools of worker processes that run a test's function as ranks of a gloo process group.
 
-Importing torch costs seconds, so workers live for the whole test session: `Pools(...)` keeps one `RankPool` per world
-size and `pool.run(function, *args)` calls `function` on every rank at once. The function must be importable (module
-level); arguments and results travel through pipes. A rank that raises, dies or hangs ends the call with
-`RankFailedError`, which carries that rank's traceback and output; the pool is then killed and the next call starts
-a fresh one.
+Importing torch costs seconds, so workers are forked from one server process that has imported it and has no threads;
+they serve many calls: `Pools(...)` keeps one `RankPool` per world size and `pool.run(function, *args)` calls `function`
+on every rank at once. The function must be importable (module level); arguments and results travel through pipes. A
+rank that raises, dies or hangs ends the call with `RankFailedError`, which carries that rank's traceback and output;
+the pool is then killed and the next call starts a fresh one. So is a pool whose workers hold many threads: process
+groups of device meshes cannot be ended, and hundreds of them make every call several times slower.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import multiprocessing
@@ -26,15 +28,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 90.0
 GROUP_TIMEOUT_S = 30.0
+STACKS_TIMEOUT_S = 10.0
 GRACE_S = 1.0  # how long the other ranks may still report after one failed
-MAX_WORKERS = 12  # of all pools together; the pool used least recently is closed first
+MAX_THREADS = 45  # of one worker; a gloo group holds about three, one of which wakes up a hundred times a second
+# Whatever takes long to import; torch imports its compiler when a run with FSDP takes its first step.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "engine.trainer",
+    "engine.simulate",
+    "pytest",
+)
+MAX_WORKERS = 7  # of all pools together; the pool used least recently is closed first
 TAIL_CHARS = 3000
 
 
@@ -63,6 +76,7 @@ class _Reply:
 
     value: Any = None
     error: str | None = None
+    threads: int = 0  # of the rank, after the call
 
 
 def _receive(pipe: Connection) -> Any:
@@ -79,7 +93,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
 
@@ -100,6 +114,8 @@ class RankPool:
             self.close()
             raise
         if all(reply is not None and reply.error is None for reply in replies):
+            if any(reply is not None and reply.threads > MAX_THREADS for reply in replies):
+                self.close()
             return [reply.value for reply in replies if reply is not None]
         failure = self._failure(call.name, replies, offsets, timeout_s)
         self.close()
@@ -126,7 +142,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         for rank in range(self.world_size):
             here, there = context.Pipe()
             self._log(rank).touch()
@@ -187,14 +203,23 @@ class RankPool:
         return RankFailedError(blocks[0][1], f"{name}: " + "\n--- ".join(text for _, _, text in blocks))
 
     def _dump_stacks(self, ranks: Sequence[int]) -> None:
-        """Asks ranks that hang for their Python stacks, which faulthandler writes into their logs."""
-        living = [rank for rank in ranks if self._processes[rank].is_alive()]
-        for rank in living:
-            pid = self._processes[rank].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGUSR1)
+        """Asks ranks that hang for their Python stacks, which faulthandler writes into their logs.
+
+        Returns once each has written, or has died: a rank whose pipe is closed may take a moment to be known as dead.
+        """
+        before = {rank: self._log(rank).stat().st_size for rank in ranks}
         for rank in ranks:
-            self._processes[rank].join(0.3)
+            process = self._processes[rank]
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it died just now
+                    os.kill(process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        for rank, size in before.items():
+            process = self._processes[rank]
+            while process.is_alive() and self._log(rank).stat().st_size == size and time.monotonic() < deadline:
+                process.join(0.05)
+        for rank in ranks:
+            self._processes[rank].join(0.3)  # to the last line
 
 
 class Pools:
@@ -217,11 +242,19 @@ class Pools:
         self._pools.clear()
 
 
+def fork_server() -> ForkServerContext:
+    """Starts workers from a process that imported torch once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 def _worker(rank: int, world_size: int, pipe: Connection, log: str) -> None:
     """Life of one rank: joins the group, then answers calls until the parent closes the pipe."""
     _redirect_output(log)
+    tempfile.tempdir = None  # read TMPDIR anew: what a killed rank leaves goes with the pool's folder
     os.environ.update(
-        OMP_NUM_THREADS="1",
+        TMPDIR=str(Path(log).parent),
         GLOO_SOCKET_IFNAME="lo",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -242,9 +275,10 @@ def _guarded(function: Callable[..., Any], *args: Any) -> _Reply:
     try:
         reply = _Reply(value=function(*args))
         pickle.dumps(reply)  # a result that cannot travel is an error of this rank, with its traceback
-    except BaseException:
-        return _Reply(error=traceback.format_exc())
-    return reply
+    except BaseException as error:  # what it is comes first: whoever shows the text may cut its end
+        summary = "".join(traceback.format_exception_only(error))
+        return _Reply(error=f"{summary}{traceback.format_exc()}")
+    return dataclasses.replace(reply, threads=len(list(Path("/proc/self/task").iterdir())))
 
 
 def _redirect_output(log: str) -> None:
@@ -284,7 +318,8 @@ def _execute(call: _Call) -> Any:
         function = getattr(function, part)
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        # GPU machines come with torch versions of their own, whose warnings are not this code's.
+        warnings.simplefilter("default" if torch.cuda.is_available() else "error")
         result = function(*call.args, **call.kwargs)
     _destroy_subgroups()  # not after an error: messages in flight may hold it up, and the pool is killed anyway
     return result

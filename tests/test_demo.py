@@ -17,6 +17,7 @@ from engine.data import prepare, unigram_bits_per_byte
 
 ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(END_S)]  # whichever comes first runs the demo
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(done.stdout), "runs_dir": str(folder / "runs"), "cache": str(folder / "cache")}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(END_S)
 def test_validation_falls_well_below_a_byte_unigram(demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", demo["cache"])
     baseline = unigram_bits_per_byte(prepare(compose(["exp=tiny"], []).config.data))
@@ -39,13 +38,11 @@ def test_validation_falls_well_below_a_byte_unigram(demo: dict[str, Any], monkey
     assert demo["final_validation_bits_per_byte"] < 0.75 * baseline
 
 
-@pytest.mark.slow
 def test_the_demo_runs_burst_attention_on_four_ranks(demo: dict[str, Any]) -> None:
     assert (demo["status"], demo["attention_preset"], demo["world_size"]) == ("completed", "burst", 4)
     assert demo["comm_intra_bytes"] > 0
 
 
-@pytest.mark.slow
 def test_the_report_shows_the_demo(demo: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "tiny", "--latest", "--json", "--runs-dir", demo["runs_dir"]]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]

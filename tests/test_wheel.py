@@ -56,6 +56,14 @@ def test_wheel_plans_a_launch_in_any_folder(installed: Path, tmp_path: Path) -> 
     assert not (tmp_path / "runs").exists()
 
 
+def test_wheel_writes_a_report_page_with_published_figures(installed: Path, tmp_path: Path) -> None:
+    result = burst(installed, tmp_path, "report", "--format", "html", "--published", "all")
+    assert result.returncode == 0, result.stderr
+    assert "FPDT abstract" in (tmp_path / "report.html").read_text()
+    data = {path.name for path in (ROOT / "burst_cli/published").iterdir()}
+    assert {path.name for path in (installed / "burst_cli/published").iterdir()} == data
+
+
 def test_wheel_holds_configuration_licence_and_image_files_and_no_tests(installed: Path) -> None:
     packaged = {path.relative_to(installed / "burst_cli/conf") for path in installed.glob("burst_cli/conf/**/*.yaml")}
     assert packaged == {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}

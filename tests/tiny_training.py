@@ -100,7 +100,8 @@ def random_batches(
     labels = text[:, 1:].copy()
     for row, count in enumerate(ignored):
         labels[row, :count] = IGNORE_INDEX
-    return Batch(text[:, :-1].copy(), labels, tuple(np.zeros(1, dtype=np.int64) for _ in range(sequences)))
+    documents = tuple(np.zeros(1, dtype=np.int64) for _ in range(sequences))
+    return Batch(text[:, :-1].copy(), labels, documents, tuple(step * sequences + row for row in range(sequences)))
 
 
 def own_part(batch: Batch, mesh: Mesh, *, micro_steps: int = 1) -> list[Batch]:
@@ -109,7 +110,8 @@ def own_part(batch: Batch, mesh: Mesh, *, micro_steps: int = 1) -> list[Batch]:
     rows = batch.tokens.shape[0] // parts
     assert rows * parts == batch.tokens.shape[0]
     chosen = [slice((m * mesh.dp_size + mesh.dp_rank) * rows, None) for m in range(micro_steps)]
-    return [Batch(batch.tokens[s][:rows], batch.labels[s][:rows], batch.documents[s][:rows]) for s in chosen]
+    fields = (batch.tokens, batch.labels, batch.documents, batch.samples)
+    return [Batch(*(field[s][:rows] for field in fields)) for s in chosen]
 
 
 def train_losses(config: RunConfig, sequences: int, steps: int, micro_steps: int = 1) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,6 +55,26 @@ def test_every_verb_explains_itself(burst, verb) -> None:
     assert f"Usage: burst {verb.name}" in result.out
 
 
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_help_fills_its_lines_whatever_the_width_and_leaves_examples_alone(columns) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "burst_cli", "launch", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**os.environ, "COLUMNS": columns},
+    )
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    start = next(number for number, line in enumerate(lines) if line.startswith("Without nodes"))
+    paragraph = lines[start : lines.index("", start)]
+    assert all(
+        len(f"{line} {following.split()[0]}") > int(columns) - 2 for line, following in itertools.pairwise(paragraph)
+    )
+    assert "burst launch exp=tiny train.steps=20" in lines
+
+
 def test_version_is_that_of_the_package(burst) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert burst("--version").out == f"burst {__version__}\n"
@@ -73,6 +95,7 @@ def test_verbs_without_tensors_import_no_torch(argv: tuple[str, ...]) -> None:
     assert "torch" not in modules_after(*argv)
 
 
+@pytest.mark.alone
 def test_help_appears_at_once() -> None:
     # The best of several: other work on the machine may slow any one of them.
     def seconds() -> float:
@@ -138,6 +161,24 @@ def test_text_of_an_error_is_not_read_as_markup(capsys) -> None:
 def test_json_has_null_for_a_figure_that_is_no_number(capsys) -> None:
     render.emit_json({"loss": float("nan"), "path": Path("/a"), "steps": (1, float("inf"))})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "path": "/a", "steps": [1, None]}
+
+
+def test_a_reader_of_a_table_that_leaves_early_is_no_failure_of_the_verb() -> None:
+    command = f"{sys.executable} -m burst_cli config --fields | true; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    assert (result.stdout, result.stderr) == ("0\n", "")
+
+
+def test_work_goes_on_when_nobody_reads_what_is_told_of_it() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = "from burst_cli import render; c = render.stderr(); c.print('news'); c.print('more'); print('done')"
+    command = [sys.executable, "-c", script]
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True, cwd=ROOT, timeout=60)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stdout) == (0, "done\n")
 
 
 def test_a_reader_that_leaves_early_causes_no_noise() -> None:

@@ -16,7 +16,7 @@ BAD_OVERRIDES = [
     ("steps=4", "steps: no such setting", "did you mean train.steps?"),
     ("Train.Steps=4", "Train.Steps: no such setting", "did you mean train.steps?"),
     ("qqqqqq=4", "qqqqqq: no such setting", "burst config --fields"),
-    ("train.wheels=4", "train.wheels: no such setting", "train has seq_len, steps,"),
+    ("train.wheels=4", "train.wheels: no such setting", "train has checkpoint, guard, seq_len, steps,"),
     ("exp=tinny", "exp has no option 'tinny'", "did you mean exp=tiny?"),
     ("model=llama3b", "model has no option 'llama3b'", "did you mean model=llama"),
     ("attention=ulyses", "attention has no option 'ulyses'", "did you mean attention=ulysses? Options: "),

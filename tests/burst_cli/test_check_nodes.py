@@ -139,7 +139,7 @@ def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
         (["--timeout", "0"], "--timeout"),
         (["--bandwidth"], "two or more"),
         (["--cuda-smoke"], "cluster.container.runtime=docker"),
-        (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "not a word"),
+        (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str, own_state: Path) -> None:

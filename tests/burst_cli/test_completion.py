@@ -17,6 +17,7 @@ import pytest
 from burst_cli.app import main
 from burst_cli.completion import join_bash_words
 from engine.config import PresetName
+from engine.runs import create_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -179,7 +180,13 @@ def type_into_bash(folder: Path, keys: str) -> str:
         stdin=inside,
         stdout=inside,
         stderr=inside,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "dumb"},
+        env={
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "TERM": "dumb",
+            "INPUTRC": "/dev/null",  # not the keys of the person who runs the tests
+        },
         start_new_session=True,
     )
     try:
@@ -205,3 +212,13 @@ def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
 def test_a_real_bash_completes_behind_the_equals_sign(tmp_path: Path) -> None:
     screen = type_into_bash(tmp_path, "burst config exp=ti\tattention.pres\tri\tEND")
     assert "burst config exp=tiny attention.preset=ring END" in screen
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume"])
+def test_runs_are_offered_by_id_and_experiment(complete, tmp_path: Path, verb: str) -> None:
+    for run_id in ("20260101-000000-aaaaaa", "20260202-000000-bbbbbb"):
+        create_run(tmp_path / "runs" / "tiny" / run_id, {})
+    assert complete("zsh", f"burst {verb} 202601") == ["20260101-000000-aaaaaa"]
+    assert complete("fish", f"burst {verb} 2026") == ["20260202-000000-bbbbbb", "20260101-000000-aaaaaa"]
+    assert complete("bash", f"burst {verb} t") == ["tiny"]
+    assert complete("bash", f"burst {verb} no") == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -68,12 +69,61 @@ def test_json_is_one_document_and_the_second_call_finds_the_data(
     assert err == ""
 
 
+def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus / "long.txt").write_text("z" * 9000)
+    given = [*overrides(corpus), "data.validation_fraction=0.01", "train.seq_len=100"]
+    given += ["data.length_buckets=[1000,100000]", "data.length_weights=[0.5,0.4,0.1]"]
+    assert main(["data", "prepare", *given]) == 0
+    out, err = capsys.readouterr()
+    tokens = json_of(["data", "prepare", "--json", *given], capsys)
+    samples = (tokens["splits"]["train"]["tokens"] - 1) // 100
+    classes = tokens["length_classes"]
+    assert sum(one["samples"] for one in classes) == samples
+    assert [(one["at_least"], one["below"], one["weight"]) for one in classes] == [
+        (1, 1000, 0.5),
+        (1000, 100000, 0.4),
+        (100000, None, 0.1),
+    ]
+    assert classes[1]["samples"] in (89, 90, 91)
+    assert classes[1]["tokens"] == 100 * classes[1]["samples"]
+    row = next(line.split() for line in out.splitlines() if line.startswith("1,000 to 99,999"))
+    seen = 0.4 / (classes[1]["samples"] / samples)
+    assert row[3:] == [str(classes[1]["samples"]), f"{classes[1]['tokens']:,}", row[5], "40%", "x", f"{seen:.3g}"]
+    assert "warning: no sample is of documents of 100,000 and more tokens" in err
+    assert main(["launch", *given, "cluster=local", "cluster.ranks_per_node=1", "attention=single"]) == 1
+    assert "no sample of 100 tokens lies mostly in a document of 100,000 and more tokens" in capsys.readouterr().err
+
+
+def json_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(words) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_conversations_are_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 10)
+    words = ["data", "prepare", "--json", "data=jsonl", f"data.paths=[{tmp_path}/chats.jsonl]"]
+    found = json_of(
+        [*words, "data.messages_field=messages", "data.chat_template=chatml", "data.tokenizer=bytes"], capsys
+    )
+    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert sum(split["text_bytes"] for split in found["splits"].values()) == 10 * len(text)
+    assert found["length_classes"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["data=jsonl", "data.paths=[BAD]"], 1, "bad.jsonl:1: bad JSON"),
         (["data=parquet", "data.paths=[BAD]"], 1, "cannot be read as parquet"),
         (["data=text", "data.paths=[]"], 2, "data.paths"),
+        (
+            ["data=jsonl", "data.paths=[CHATS]", "data.messages_field=messages", "data.chat_template=chatml"],
+            1,
+            "'robot'",
+        ),
+        (["data=jsonl", "data.paths=[CHATS]", "data.messages_field=messages"], 2, "set data.chat_template=chatml"),
+        (["data.length_buckets=[10]"], 2, "data.length_weights: got 0 numbers, expected 2"),
         (["data.validation_fraction=2"], 2, "data.validation_fraction"),
         (["data.tokeniser=bytes"], 2, "data.tokenizer"),
         (["--nonsense"], 2, "--nonsense"),
@@ -83,7 +133,9 @@ def test_mistakes_are_one_message_and_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{nonsense\n")
-    given = [argument.replace("BAD", str(tmp_path / "bad.jsonl")) for argument in arguments]
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}\n')
+    files = {"BAD": str(tmp_path / "bad.jsonl"), "CHATS": str(tmp_path / "chats.jsonl")}
+    given = [argument.replace("BAD", files["BAD"]).replace("CHATS", files["CHATS"]) for argument in arguments]
     assert main(["data", "prepare", *given]) == code
     out, err = capsys.readouterr()
     assert message in err

@@ -1,10 +1,11 @@
-"""The line about memory, and the place, in the block that a failed run gets."""
+"""The block that a failed run gets: place, memory, stacks, checkpoint, and nothing of the ranks that is markup."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from burst_cli.failure_block import failure_block, memory_line
+from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
 from engine.runs import RunFolder
 
@@ -46,3 +47,37 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
 def test_rank_that_was_killed_is_placed_after_the_last_step_that_is_known() -> None:
     failure = Failure("oom", "OutOfMemory", "full", 3, "node1", 7, "train", signal="SIGKILL")
     assert "after step 7" in failure_block(RUN, failure).plain
+
+
+def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
+    details = ("File train.py, line 3 in step\x1b[31m", "File [bold]x[/bold]")
+    message, log = "no step for 31 s: rank 3 on node1 is stopped", "/l/rank0003.log"
+    place = ("node1", 7, "forward")
+    failure = Failure(
+        "hang", "Hang", message, 3, *place, log=log, stacks="/l/rank0003.stacks", details=details, advice="Read it."
+    )
+    text = failure_block(RUN, failure).plain
+    assert "rank 3 on node1, step 7, phase forward" in text
+    assert "  no step for 31 s" in text
+    assert "  │ File train.py, line 3 in step\n" in text
+    assert "[bold]x[/bold]" in text
+    assert "stacks of the rank /l/rank0003.stacks" in text
+    assert "rank0003.log" not in text
+
+
+def test_lost_node_is_the_place() -> None:
+    text = failure_block(RUN, Failure("node_lost", "NodeLost", "nothing was heard of it", host="node2")).plain
+    assert text.startswith("FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n")
+
+
+def test_last_checkpoint_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for name, is_whole in (("step-00000900", True), ("step-00001200", True), ("step-00001500", False)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if is_whole:
+            (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
+    found = last_checkpoint(run)
+    assert found is not None
+    assert found.name == "step-00001200"
+    failure = Failure("node_lost", "NodeLost", "gone", host="node2", checkpoint=str(found))
+    assert f"last checkpoint {found}" in failure_block(run, failure).plain

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_table import kill_run, run_processes, wait_until_gone
 from rich.console import Console
 
 from burst_cli.app import main
 from burst_cli.launching import prepare_data
-from cluster.processes import kill_run, run_processes
+from cluster.control.settle import settle
 from engine.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from engine.errors import ConfigError, DataError
 from engine.runs import RunFolder, list_runs
@@ -29,10 +30,13 @@ ROOT = Path(__file__).parent.parent.parent
 DRIVER = Path(__file__).parent / "launch_driver.py"
 END_S = 60.0  # start of torchrun on a busy machine takes up to ten seconds
 GONE_S = 5.0
+LEASE_S, STOP_S = 5.0, 14.0
 
 
 class Launch:
     """One `burst launch` with the fake trainer, as a process of its own."""
+
+    gone_s = GONE_S
 
     def __init__(self, folder: Path, mode: str, *flags: str, **streams: Any) -> None:
         self.runs_dir = folder / "runs"
@@ -66,9 +70,7 @@ class Launch:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        deadline = time.monotonic() + GONE_S
-        while (left := run_processes(self.run.run_id)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        left = wait_until_gone(self.run.run_id, self.gone_s)
         kill_run(self.run.run_id)
         assert left == []
         return self.process.returncode
@@ -218,13 +220,28 @@ def test_ranks_that_ignore_ctrl_c_are_killed(tmp_path: Path, presses: int) -> No
     assert launch.end() == 130
 
 
-def test_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "wait")
+def test_third_ctrl_c_leaves_at_once_and_names_what_may_remain(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "ignore", "--patient")
+    launch.wait_until(all_steps_done)
+    for _ in range(3):
+        launch.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert launch.process.wait(END_S) == 130
+    assert launch.end() == 130
+    assert launch.run.read_state()["state"] == "cancelled"
+
+
+def test_ranks_of_a_killed_launcher_stop_when_the_lease_is_over(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "wait", "--short-lease")
     launch.wait_until(all_steps_done)
     launch.process.kill()
+    launch.gone_s = LEASE_S + STOP_S + GONE_S
     assert launch.end() == -signal.SIGKILL
-    assert launch.run.read_state()["state"] == "running"
-    assert launch.run.is_alive() is False
+    run = launch.run
+    assert (run.read_state()["state"], run.is_alive()) == ("running", False)
+    settled = settle(run)
+    assert (settled.state, run.read_state()["state"]) == ("failed", "failed")
+    assert "the launcher was gone" in run.read_state()["failure"]["message"]
 
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------

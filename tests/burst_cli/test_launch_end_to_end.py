@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_table import kill_run, run_processes
 
 from burst_cli.app import main
-from cluster.processes import kill_run, run_processes
 from engine.config import load_config
 from engine.runs import RunFolder, list_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests
@@ -43,6 +43,7 @@ def overrides(folder: Path, steps: int) -> list[str]:
         *(f"model.{name}={value}" for name, value in {**model, **heads}.items()),
         *(f"train.{name}={value}" for name, value in train.items()),
         "train.peak_flops_per_device=1e12",
+        "train.checkpoint.every_steps=1000",  # and one at the end
         "optimizer.warmup_steps=0",
         "loss.chunk_tokens=64",
         "data=text",
@@ -117,7 +118,27 @@ def test_run_folder_keeps_what_was_asked_and_what_was_run(document: dict[str, An
 def test_report_shows_the_run(document: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", document["run_id"], "--json", "--runs-dir", str(folder / "runs")]) == 0
     (record,) = json.loads(capsys.readouterr().out)["runs"]
-    assert record == {key: value for key, value in document.items() if key in record}
+    # The report adds where the run comes from; what both say is the same.
+    assert {key: record[key] for key in record if key in document} == {
+        key: value for key, value in document.items() if key in record
+    }
+
+
+def test_its_weights_are_evaluated_by_a_run_of_their_own(
+    document: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [document["run_id"], "train.seq_len=128", "train.eval_needle_depths=2", "--runs-dir", str(folder / "runs")]
+    assert main(["eval", *words]) == 0
+    shown = capfd.readouterr().out
+    (run,) = [run for run in list_runs(folder / "runs") if run.exp == "tiny-eval"]
+    summary = run.read_summary()
+    assert summary is not None
+    assert (summary["evaluated_run"], summary["evaluated_step"], summary["seq_len"]) == (document["run_id"], STEPS, 128)
+    assert f"weights of {document['run_id']} after step {STEPS}" in shown
+    assert "needle at depth" in shown
+    assert main(["report", run.run_id, "--runs-dir", str(folder / "runs")]) == 0
+    assert "needle at depth" in capfd.readouterr().out
+    assert run_processes(run.run_id) == []
 
 
 def test_ctrl_c_stops_training_at_the_end_of_a_step(folder: Path, document: dict[str, Any]) -> None:

@@ -87,11 +87,14 @@ def test_plain_view_shows_phases_warnings_and_stops_without_escapes(run: RunFold
     view = PlainView(target, RunProgress(run, 4))
     run.append_event("phase", phase="build\x1b[31m model")
     run.append_event("warning", message="mfu [b]above[/b] 1")
+    facts = {"reason": "the loss is nan", "reaction": "skip", "first_sample": 8, "last_sample": 11}
+    run.append_event("dropped", step=3, **facts)
     view.tick()
     view.stopping("Ctrl-C", 12.0)
     text = written(target)
     assert "build model\n" in text
     assert "warning: mfu [b]above[/b] 1\n" in text
+    assert "warning: step 3 is dropped (skip): the loss is nan; samples 8 to 11\n" in text
     assert "killing what is left after 12 s; press Ctrl-C again" in text
 
 

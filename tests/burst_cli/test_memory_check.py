@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from burst_cli.memory_check import MEMORY_PLAN_FILE, MemoryCheck, Place, check_memory, with_memory
-from burst_cli.plan_view import memory_notes
+from burst_cli.plan_view import launch_notes
 from cluster.facts import NodeFacts
 from cluster.plan import build_launch_plan
 from engine.attention.topology import Topology
@@ -111,7 +111,7 @@ def test_host_memory_is_that_of_all_ranks_of_the_node() -> None:
 def test_forced_run_is_started_with_a_warning_and_says_so_in_its_plan() -> None:
     check = check_memory(CONFIG, FakePlanner(need(70), need(95)), force=True)
     assert check.to_dict()["fits"] is False
-    assert memory_notes(check).plain.startswith("warning: does not fit: ")
+    assert launch_notes(check).plain.startswith("warning: does not fit: ")
 
 
 def test_force_changes_nothing_for_a_run_that_fits() -> None:
@@ -128,13 +128,13 @@ def test_nothing_is_refused_when_the_capacity_is_unknown() -> None:
     planner = FakePlanner(need(5000, 5000), has=ConfigError("no such device"))
     check = check_memory(CONFIG, planner)
     assert (check.problems, check.to_dict()["fits"], planner.predictions) == ((), None, 0)
-    assert "not checked whether this run fits: no such device" in memory_notes(check).plain
+    assert "not checked whether this run fits: no such device" in launch_notes(check).plain
 
 
 def test_prediction_that_cannot_be_made_leaves_the_closed_form_and_a_warning() -> None:
     check = check_memory(CONFIG, FakePlanner(need(79), RunError("no torch here.")))
     assert check.source == "the closed form"
-    assert "no torch here. Whether" in memory_notes(check).plain
+    assert "no torch here. Whether" in launch_notes(check).plain
     assert "95 GiB" in refused(FakePlanner(need(95), RunError("no torch here.")))
 
 
@@ -148,7 +148,7 @@ def settled_check() -> MemoryCheck:
 def test_auto_is_settled_and_its_reason_shown() -> None:
     check = settled_check()
     assert check.config.memory.activation_checkpoint == "none"  # there is room for everything
-    assert memory_notes(check).plain.startswith("memory.activation_checkpoint=auto: none, on ")
+    assert launch_notes(check).plain.startswith("memory.activation_checkpoint=auto: none, on ")
 
 
 def test_policy_that_is_chosen_is_predicted_when_room_is_short() -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_table import kill_run, run_processes
 
-from cluster.processes import kill_run, run_processes
 from engine.runs import RunFolder, list_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests

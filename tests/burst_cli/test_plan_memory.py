@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
+from burst_cli.compose import compose
 from burst_cli.plan_memory import MemoryReport, memory_view, report_memory
 from engine.attention.topology import Topology
 from engine.config import ModelConfig, RunConfig
 from engine.memory.auto import MemoryChoice, settle_memory
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import COMPONENTS
-from engine.memory.fit import Prediction, estimate_on
+from engine.memory.fit import Prediction, estimate_on, fit_of
 from engine.simulate.machine import find_machine
 
 GIB = 2**30
@@ -134,7 +135,7 @@ def test_the_bar_is_as_long_as_the_capacity() -> None:
         ({"activation_checkpoint": "full"}, "full"),
         ({"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25}, "seq_fraction 0.25"),
         ({"activation_checkpoint": "attn_out_every", "activation_store": "host"}, "attn_out_every 4, on host"),
-        ({"checkpoint_layers": ("full", "none")}, "full, none"),
+        ({"checkpoint_layers": ("full", "none")}, "full/none"),
         ({"tile_tokens": 512, "optimizer_store": "host"}, "full, tiles of 512, optimizer on host"),
     ],
 )
@@ -155,3 +156,20 @@ def test_auto_predicts_the_chosen_policy_once() -> None:
     assert len(asked) == 1
     assert found.to_dict()["by"] == "fake_step"
     assert "memory=auto, best first" in shown(found)
+
+
+def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
+    """The closed form a tenth off on the device, as predictions are: memory=auto moves layers until it fits."""
+
+    def predict(config: RunConfig, world: Topology) -> Prediction:
+        estimate = estimate_on(config, world)
+        return replace(estimate, device_peak_bytes=round(estimate.device_peak_bytes * 0.94))
+
+    room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
+    settings = compose(["exp=llama8b_512k"]).config
+    choice = settle_memory(settings, Topology(1, 1), room, find_machine("h200"), predict)
+    assert choice.fits
+    memory = choice.config.memory
+    assert (memory.activation_checkpoint, memory.activation_store) == ("full", "host")
+    assert 1 < (memory.host_layers or 32) < 32
+    assert fit_of(predict(choice.config, Topology(1, 1)), room).fits

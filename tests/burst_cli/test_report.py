@@ -10,52 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from report_samples import CONFIG, make_run, report
 
-from burst_cli.app import main
-from burst_cli.report_table import COLUMNS, headings, report_csv, report_markdown
+from burst_cli.report.build import Request, build_report
+from burst_cli.report.columns import COLUMNS, default_columns
+from burst_cli.report.text import report_csv, report_markdown
 from burst_cli.run_records import run_record, select_runs
-from engine.config import AttentionConfig, RunConfig, TrainConfig, dump_config
-from engine.config_cluster import ClusterConfig
+from engine.config import dump_config
 from engine.errors import ConfigError
-from engine.run.summary import config_facts, summarise
 from engine.runs import RunFolder, create_run
-
-CONFIG = RunConfig(
-    attention=AttentionConfig(preset="ring"),
-    train=TrainConfig(seq_len=512, warmup_metric_steps=1),
-    cluster=ClusterConfig(ranks_per_node=2),
-)
-
-
-def metrics(step: int) -> dict[str, float | int | None]:
-    return {
-        "step": step,
-        "loss": 4.0 / step,
-        "tokens": 1000,
-        "step_time_s": 0.1 * step,
-        "tokens_per_s": 10_000.0 / step,
-        "tokens_per_s_per_device": 5000.0 / step,
-        "mfu": 0.5,
-        "mfu_full_attention": 0.6,
-        "hfu": 0.7,
-        "peak_memory_bytes": 2**30,
-        "comm_intra_bytes": 4096,
-        "comm_inter_bytes": 0,
-        "comm_exposed_s": None,
-    }
-
-
-def make_run(runs_dir: Path, name: str, *, steps: int = 4, final: str = "completed") -> RunFolder:
-    run = create_run(runs_dir / name, {"config.yaml": dump_config(CONFIG)}, world_size=2)
-    run.transition("starting")
-    run.transition("running")
-    for step in range(1, steps + 1):
-        run.append_metrics(metrics(step))
-    if final == "completed":
-        facts = {**config_facts(CONFIG), "peak_flops_per_device": 1e12, "peak_flops_source": "measured"}
-        run.write_summary({"status": "completed", **facts, **summarise(run.read_metrics(), 1)})
-    run.transition(final, failure=None if final == "completed" else {"rank": 1, "message": "no"})
-    return run
 
 
 @pytest.fixture
@@ -64,10 +27,6 @@ def runs_dir(tmp_path: Path) -> Path:
     make_run(tmp_path, "tiny/20260102-000000-bbbbbb", final="failed")
     make_run(tmp_path, "small/20260103-000000-cccccc")
     return tmp_path
-
-
-def report(runs_dir: Path, *arguments: str) -> int:
-    return main(["report", *arguments, "--runs-dir", str(runs_dir)])
 
 
 def names(runs: list[RunFolder]) -> list[str]:
@@ -193,12 +152,13 @@ def test_json_option_is_format_json(runs_dir: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_convention_of_mfu_is_labelled() -> None:
-    assert {"MFU (causal-aware)", "MFU (full attention)", "HFU"} <= set(headings())
+    headings = {column.heading for column in default_columns(baseline=False, effective=False)}
+    assert {"MFU (causal-aware)", "MFU (full attention)", "HFU"} <= headings
 
 
 def test_markdown_of_two_runs(runs_dir: Path) -> None:
-    records = [run_record(run) for run in select_runs(runs_dir, ["tiny"])]
-    header, _, first, second, *_ = report_markdown(records).splitlines()
+    found = build_report(Request(runs_dir, names=("tiny",)))
+    header, _, first, second, *_ = report_markdown(found).splitlines()
     expected = (
         "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time | n |"
     )
@@ -206,7 +166,7 @@ def test_markdown_of_two_runs(runs_dir: Path) -> None:
     assert first == (
         "| tiny/20260101-000000-aaaaaa | completed | ring | full | 512 | 2 | 4 | 1.67K (1.46K…2.08K) "
         "| 300 ms (250 ms…350 ms) | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
-        "| 1 TFLOP/s, measured |"
+        f"| 1 TFLOP/s, measured | abcabcabca + changes | {found.records[0]['started_at'][:16].replace('T', ' ')} |"
     )
     assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")
 
@@ -220,20 +180,50 @@ def test_csv_holds_every_figure_unrounded(runs_dir: Path, capsys: pytest.Capture
     assert "failure" not in rows[0]
 
 
+def test_text_that_a_spreadsheet_would_run_is_made_inert() -> None:
+    record = {"run_id": "=cmd()", "exp": "@x", "status": "-1+1", "path": "/runs", "final_train_loss": -0.5}
+    assert report_csv([record]).splitlines()[1] == "'=cmd(),'@x,'-1+1,/runs,-0.5"
+
+
 def test_csv_without_runs_is_a_header() -> None:
     assert report_csv([]) == "run_id,exp,status,path\n"
 
 
-@pytest.mark.parametrize("width", [60, 100, 400])
-def test_table_shows_every_figure_at_any_width(
+@pytest.mark.parametrize("width", [60, 100, 500])
+def test_table_of_one_run_shows_every_figure_at_any_width(
     runs_dir: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert report(runs_dir) == 0
+    assert report(runs_dir, "aaaaaa") == 0
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= width
-    assert all(column.heading in output for column in COLUMNS)
-    assert output.count("1.67K (1.46K…2.08K)") == 3
+    assert all(column.heading in output for column in default_columns(baseline=False, effective=False))
+    assert "1.67K (1.46K…2.08K)" in output
+
+
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_narrow_table_of_many_runs_keeps_a_row_per_run_and_names_what_it_leaves_out(
+    tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in range(5):
+        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert report(tmp_path) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= width
+    assert sum("tiny/2026" in line for line in output.splitlines()) == 5
+    assert "bits/byte" in " ".join(output.partition("Too narrow for:")[2].split())
+
+
+def test_chosen_columns_are_never_left_out(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    chosen = "run,mfu,hfu,peak_flops_per_device,command,versions"
+    assert report(runs_dir, "tiny", "--columns", chosen) == 0
+    output = capsys.readouterr().out
+    assert "Too narrow" not in output
+    assert all(column.heading in output for column in COLUMNS if column.key in chosen.split(","))
 
 
 def test_hostile_text_in_a_run_is_shown_as_text(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

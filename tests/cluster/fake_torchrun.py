@@ -1,7 +1,8 @@
 """A stand-in for torchrun without torch: `python fake_torchrun.py RANKS MODULE ARGUMENT`.
 
-Like torchrun it gives every rank a session of its own, stops the others when one fails, says which one failed first,
-passes SIGTERM on, and leaves its ranks behind when it is killed.
+FAKE_FIRST_RANK is the rank of the first of them, FAKE_POLL_S how often it looks after them (torchrun: 0.1 s). Like
+torchrun it gives every rank a session of its own, stops the others when one fails, says which one failed first, passes
+SIGTERM on, and leaves its ranks behind when it is killed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ def main() -> int:
                 stop(ranks)
                 print(f"failed (exitcode: {code}) local_rank: {rank} (pid: {ranks[rank].pid}) of binary", flush=True)
                 return 1
-        time.sleep(0.02)
+        time.sleep(float(os.environ.get("FAKE_POLL_S", "0.02")))
 
 
 def start(rank: int, module: str, argument: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "fake"}
+    number = int(os.environ.get("FAKE_FIRST_RANK", "0")) + rank
+    environment = {**os.environ, "RANK": str(number), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "fake"}
     return subprocess.Popen([sys.executable, "-m", module, argument], env=environment, start_new_session=True)
 
 

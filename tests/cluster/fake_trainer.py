@@ -1,4 +1,7 @@
-"""A stand-in for `engine.train` that starts fast: `python -m fake_trainer RUN/config.yaml`, conduct by FAKE_MODE."""
+"""A stand-in for `engine.train` that starts fast: `python -m fake_trainer RUN/config.yaml`, conduct by FAKE_MODE.
+
+FAKE_RANK (1) misbehaves. FAKE_LEAD is the run folder of rank 0 where that is another one.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
             run.transition("starting")
         run.append_event("phase", phase="building the model")
         run.transition("running")
+    lead = RunFolder(Path(os.environ.get("FAKE_LEAD", run.path)))
     print(f"rank {rank} in mode {mode}", flush=True)
     for step in range(1, STEPS + 1):
         status.step, status.phase = step, "forward"
         if rank == 0:
             run.append_metrics(row(step))
-        while len(run.read_metrics()) < step:  # ranks of a real run keep step by their collectives
+        while len(lead.read_metrics()) < step:  # ranks of a real run keep step by their collectives
             time.sleep(0.01)
         act(mode, rank, step)
     if mode in ("ignore", "sleep", "wait"):
@@ -45,14 +49,14 @@ def row(step: int) -> dict[str, float | int | None]:
 
 
 def act(mode: str, rank: int, step: int) -> None:
-    """Misbehave on rank 1 at step 3; rank 0 then waits, as it would in a collective."""
+    """Misbehave on one rank at step 3; the others then wait, as they would in a collective."""
     if mode == "ignore" or (mode == "raise_stubborn" and rank == 0):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "sleep" and step == 1:
         subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
     if step != 3 or mode in ("ok", "ignore", "sleep", "wait", "incomplete"):
         return
-    if rank != 1:
+    if rank != int(os.environ.get("FAKE_RANK", "1")):
         time.sleep(FOREVER_S)
     if mode in ("raise", "raise_stubborn"):
         raise ValueError("the tenth expert [bold]is\x1b[31m missing")
@@ -83,7 +87,7 @@ def hoard() -> None:
 def killed_and_counted() -> None:
     """Die as one whom the kernel kills for lack of memory, and count it as the kernel would, in a file given."""
     taken = b"x" * (100 * 2**20)
-    time.sleep(2.5)  # resident sets are looked at every second
+    time.sleep(5.0)  # resident sets are looked at every second, later on a machine that is busy elsewhere
     Path(os.environ["FAKE_VMSTAT"]).write_text(f"pgfault {len(taken)}\noom_kill 1\n", encoding="ascii")
     os.kill(os.getpid(), signal.SIGKILL)
 

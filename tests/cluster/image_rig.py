@@ -31,7 +31,7 @@ from cluster.image.store import Packing, Store
 from cluster.testbed.build import Testbed
 
 DOCKERD = "/usr/sbin/dockerd"
-_START_S = 30.0
+_START_S = 60.0
 FAST = PushTiming(silence_s=5.0, shared_wait_s=2.0)
 
 
@@ -269,7 +269,7 @@ def _is_agent(process: psutil.Process, home: str) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Return as soon as `condition()`; fails the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

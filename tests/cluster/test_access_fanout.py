@@ -33,13 +33,15 @@ def test_outcomes_are_in_the_order_of_hosts_and_errors_stay_with_theirs() -> Non
 
 def test_no_more_than_width_run_at_once() -> None:
     running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3)
 
     def work(host: Host) -> None:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.02)
+        together.wait(30)
+        time.sleep(0.02)  # for a fourth, should it be let in
         with lock:
             running -= 1
 
@@ -74,18 +76,24 @@ def test_a_bug_in_the_work_is_raised() -> None:
 
 def test_after_an_interrupt_nothing_more_begins() -> None:
     begun: list[str] = []
+    threads: set[threading.Thread] = set()
+    interrupted = threading.Event()
 
     def work(host: Host) -> None:
         begun.append(host.name)
-        time.sleep(0.05)
+        threads.add(threading.current_thread())
+        if host.name != "n0":
+            assert interrupted.wait(30)
 
     def interrupt(outcome: Outcome[None]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fan_out(HOSTS, work, width=2, on_outcome=interrupt)
-    time.sleep(0.3)
-    assert len(begun) <= 4
+    interrupted.set()
+    while alive := [thread for thread in [*threads] if thread.is_alive()]:
+        alive[0].join()
+    assert len(begun) <= 3
 
 
 def test_no_hosts_is_no_work() -> None:

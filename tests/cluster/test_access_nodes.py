@@ -72,10 +72,10 @@ def test_what_names_no_node_is_refused_with_its_place(text: str, words: str) -> 
     ],
 )
 def test_lists_that_would_fill_memory_are_refused_at_once(text: str) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()  # nothing here waits, and what else the machine does is no matter
     with pytest.raises(HostsError, match=str(MAX_NODES)):
         parse_nodes(text, "--hosts")
-    assert time.monotonic() - begin < 1.0
+    assert time.thread_time() - begin < 1.0
 
 
 def test_the_largest_list_is_accepted() -> None:

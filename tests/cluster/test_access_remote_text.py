@@ -57,6 +57,6 @@ def test_one_line_is_one_short_line(raw: str, limit: int) -> None:
     "raw", [b"\x1b[" + b"0" * 4_000_000, b"\x1b]" * 2_000_000, b"\x1b" * 4_000_000, b"\xff" * 4_000_000]
 )
 def test_megabytes_of_hostile_text_take_no_time(raw: bytes) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()  # nothing here waits, and what else the machine does is no matter
     clean_text(raw)
-    assert time.monotonic() - begin < 10  # half a second on an idle core
+    assert time.thread_time() - begin < 10  # half a second on an idle core

@@ -7,10 +7,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fleet import Fleet, start_fleet
 
@@ -170,11 +172,24 @@ def test_a_person_is_asked_once(fleet: Fleet, answer: str, code: int, added: int
     terminal = ["setsid", "--ctty", "--wait"]
     process = subprocess.Popen([*terminal, *command], cwd=ROOT, stdin=secondary, stdout=secondary, stderr=secondary)
     os.close(secondary)
-    shown = b""
-    while b"[y/N]" not in shown:
-        shown += os.read(primary, 4096)
-    assert b"SHA256:" in shown
-    os.write(primary, answer.encode())
-    assert process.wait(30) == code
+    try:
+        shown = b""
+        while b"[y/N]" not in shown:
+            shown += os.read(primary, 4096)
+        assert b"SHA256:" in shown
+        _wait_until_asleep(process.pid)
+        os.write(primary, answer.encode())
+        assert process.wait(30) == code
+    finally:
+        process.kill()
     os.close(primary)
     assert trust_file().exists() == bool(added)
+
+
+def _wait_until_asleep(pid: int) -> None:
+    """Until the process waits for an answer. A Ctrl-C between its question and its read would be lost on Python."""
+    process, asleep, deadline = psutil.Process(pid), 0, time.monotonic() + 30
+    while asleep < 5:
+        assert time.monotonic() < deadline, "still busy 30 s after its question"
+        time.sleep(0.05)
+        asleep = asleep + 1 if process.status() == psutil.STATUS_SLEEPING else 0

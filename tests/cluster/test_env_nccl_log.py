@@ -126,9 +126,9 @@ def test_a_network_that_is_not_compared_is_unknown() -> None:
 
 def test_reading_takes_time_in_proportion_to_the_log() -> None:
     line = "a:1:1 [" * 500 + " NCCL INFO " + "x.y-z " * 100 + "\n"
-    begin = time.monotonic()
+    begin = time.thread_time()  # nothing here waits, and what else the machine does is no matter
     check_nccl_log(line * 300 + "a" * 4_000_000, TWO)
-    assert time.monotonic() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 def test_a_hostile_log_is_bounded_and_harmless() -> None:

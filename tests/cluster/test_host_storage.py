@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -223,10 +224,9 @@ def test_an_answer_without_the_word_is_none() -> None:
     ],
 )
 def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(
-    make_testbed: MakeTestbed, tmp_path: Path, command: Callable[[str], str], words: str
+    make_testbed: MakeTestbed, command: Callable[[str], str], words: str
 ) -> None:
-    shared = Path("/var/tmp") / f"{tmp_path.parent.name}-{tmp_path.name}"
-    shared.mkdir()
+    shared = Path(tempfile.mkdtemp(prefix="burst-test-", dir="/var/tmp"))
     try:
         testbed = make_testbed(nodes=3)
         odd = testbed.node_names[1]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import time
@@ -60,7 +61,7 @@ class Node:
 
     def wait_for(self, *operations: str) -> dict:
         """The next message with one of these operations."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 message = self.events.get(timeout=0.5)[1]
@@ -359,15 +360,20 @@ def test_folders_of_dead_agents_are_swept_and_those_of_live_ones_are_not():
     ended = subprocess.Popen(["true"])
     ended.wait()
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
-    dead, live = (base / f"burst-image-{pid}-{os.geteuid()}" for pid in (ended.pid, os.getppid()))
-    for folder in (dead, live):
-        folder.mkdir()
-        (folder / "key").write_text("secret")
-    own = Path(make_runtime())
+    with subprocess.Popen(["sleep", "60"]) as living:
+        dead, live = (base / f"burst-image-{pid}-{os.geteuid()}" for pid in (ended.pid, living.pid))
+        for folder in (dead, live):
+            laid = base / f"being-laid-{folder.name}"  # another agent may sweep what bears its true name
+            laid.mkdir()
+            (laid / "key").write_text("secret")
+            laid.rename(folder)
+        own = Path(make_runtime())
+        seen = [dead.exists(), live.exists(), own.stat().st_mode & 0o777]
+        for folder in (live, own):
+            shutil.rmtree(folder)
+        living.kill()
 
-    assert [dead.exists(), live.exists(), own.stat().st_mode & 0o777] == [False, True, 0o700]
-    for folder in (live / "key", live, own):
-        folder.unlink() if folder.is_file() else folder.rmdir()
+    assert seen == [False, True, 0o700]
 
 
 def test_no_secret_is_in_the_command_line_of_the_agent():

@@ -48,7 +48,7 @@ def test_an_image_must_be_named(verb, capsys):
         (["--via-shared", "here"], "expected an absolute path on the nodes"),
         (["--via-shared", "/x", "--route", "chain"], "exclude each other"),
         (["--image=--all"], "is no image name"),
-        (["cluster.container.command=''"], "cluster.container.command is empty"),
+        (["cluster.container.command=''"], "cluster.container.command: got '', expected a command line such as docker"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_reached(options, expected, capsys):

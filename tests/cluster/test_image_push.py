@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -61,6 +63,15 @@ def verified(rig: PushRig, image: LocalImage, nodes: tuple[str, ...] | None = No
     for name in nodes or rig.names:
         with connect(rig.testbed.host(name)) as connection:
             assert read_node_image(connection, ["docker"], image.name).identity == image.identity
+
+
+def sizes(paths: Sequence[Path]) -> list[int]:
+    """Of those that are still there: a part that is whole gets another name."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(path.stat().st_size)
+    return found
 
 
 class StopError(Exception):
@@ -118,7 +129,7 @@ def test_an_interrupted_push_goes_on_where_it_stopped(rig):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(rig, testbeds, tmp_path, number):
     image = rig.image(2, 5)
-    command = [sys.executable, "-m", "burst_cli", "image", "push", f"cluster={rig.testbed.name}", "--limit", "4MB/s"]
+    command = [sys.executable, "-m", "burst_cli", "image", "push", f"cluster={rig.testbed.name}", "--limit", "2MB/s"]
     environment = {
         **os.environ,
         "DOCKER_HOST": rig.engine.host,
@@ -127,9 +138,7 @@ def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(r
     }
     with (tmp_path / "log").open("wb") as log:
         launcher = subprocess.Popen([*command, "--image", image.name], env=environment, stdout=log, stderr=log)
-        wait_until(
-            lambda: any(path.stat().st_size > MIB for path in rig.parts(rig.names[3])), "a part on the last node"
-        )
+        wait_until(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node", 60.0)
         launcher.send_signal(number)
         code = launcher.wait(20)
     wait_until(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
@@ -183,7 +192,8 @@ def test_a_node_that_dies_in_the_chain_does_not_stop_the_others(rig, position):
     pushed = rig.push(image, limit=SLOW, observer=watcher)
     clear_faults(rig.testbed, victim)
     for agent in rig.agents(victim):
-        agent.terminate()  # it would notice by itself after 40 s of silence
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may hear of the end as soon as its link is back
+            agent.terminate()  # else it would notice by itself after 40 s of silence
 
     assert {name: pushed.nodes[name].error for name in pushed.failed if name != victim} == {}
     assert "said nothing" in pushed.nodes[victim].error

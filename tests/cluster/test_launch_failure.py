@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from cluster.failure import Death, Failure, KillFacts, advice, find_failure, first_death
+from cluster.advice import advice
+from cluster.failure import Death, Failure, KillFacts, Kind, NodeEvidence, find_failure, first_death
 from engine.config import RunConfig
 
 UNKNOWN = KillFacts()
@@ -26,7 +27,8 @@ def error(rank: int, kind: str = "exception", **more: Any) -> dict[str, Any]:
 
 
 def find(errors: list[dict[str, Any]], death: Death | None = None, code: int = 1, kill: KillFacts = UNKNOWN) -> Failure:
-    return find_failure(errors, death, code, kill)
+    timed = [{"time_ns": number, **error} for number, error in enumerate(errors)]
+    return find_failure([NodeEvidence("", timed, death, (), code, kill)])
 
 
 def test_first_death_is_read_from_the_log_of_torchrun() -> None:
@@ -110,6 +112,6 @@ def test_strange_exit_codes_are_no_signal() -> None:
     assert find([], Death(0, -200)).kind == "exit"
 
 
-@pytest.mark.parametrize("kind", ["config", "user", "oom", "exception", "peer_lost", "signal", "exit", "launcher"])
+@pytest.mark.parametrize("kind", get_args(Kind))
 def test_every_kind_of_failure_has_advice(kind: Any) -> None:
     assert len(advice(Failure(kind, "T", "m"), RUN, RunConfig())) > 20

@@ -1,30 +1,38 @@
-"""`launch_local` against a stand-in for torchrun, and where it matters against torchrun itself."""
+"""A controller with a link to this machine: a stand-in for torchrun, and where it matters torchrun itself."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from process_table import run_processes, supervisors
+from supervise_rig import names_of
 
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeStatus
+from cluster.control.local_link import LocalLink
+from cluster.control.outcome import LaunchObserver, LaunchOutcome
+from cluster.control.stopping import StopRequests, write_cancel
+from cluster.control.timing import LaunchTiming
 from cluster.facts import NodeFacts
-from cluster.launch import LaunchOutcome, LaunchTiming, StopRequests, launch_local
 from cluster.plan import LaunchPlan, build_launch_plan
-from cluster.processes import run_processes
 from engine.config import RunConfig
 from engine.config_cluster import ClusterConfig
-from engine.errors import RunError
 from engine.runs import RunFolder, create_run, new_run_path
 
 HERE = Path(__file__).parent
-TIMING = LaunchTiming(poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, report_grace_s=5.0)
+TIMING = LaunchTiming(
+    poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2, early_exit_s=0.5, vanish_s=0.5
+)
 GONE_S = 5.0  # a killed process leaves the table in milliseconds; more only on a machine that is busy elsewhere
 
 
@@ -34,9 +42,19 @@ class Observer:
     def __init__(self, run: RunFolder, act: Callable[[Observer], None] = lambda _: None) -> None:
         self.run, self.act = run, act
         self.stops: list[str] = []
+        self.notes: list[str] = []
+        self.noted_at: list[float] = []
+        self.statuses: Sequence[NodeStatus] = ()
 
     def tick(self) -> None:
         self.act(self)
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = statuses
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.noted_at.append(time.monotonic())
 
     def stopping(self, cause: str, grace_s: float) -> None:
         self.stops.append(cause)
@@ -67,8 +85,12 @@ def launch(
     plan, run = make_plan(tmp_path, real=real)
     observer = Observer(run, act)
     os.environ["FAKE_MODE"] = mode
-    outcome = launch_local(plan, run, observer, stop or StopRequests(), TIMING)
-    return outcome, run, observer
+    return lead(plan, run, observer, stop or StopRequests()), run, observer
+
+
+def lead(plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests) -> LaunchOutcome:
+    links = [LocalLink(run.path, node.name) for node in plan.nodes]
+    return control(plan, run, links, observer, stop, Manner(timing=TIMING))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +105,8 @@ def no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def leftovers(tmp_path: Path) -> list[psutil.Process]:
-    return [process for path in tmp_path.glob("runs/*/*") for process in run_processes(path.name)]
+    runs = [path.name for path in tmp_path.glob("runs/*/*")]
+    return [process for run in runs for process in [*supervisors(run), *run_processes(run)]]
 
 
 def steps_done(observer: Observer) -> int:
@@ -175,8 +198,7 @@ def test_stop_request_cancels_and_reaches_processes_in_other_sessions(tmp_path: 
 
     def press(observer: Observer) -> None:
         if steps_done(observer) == 5 and not stop.count:
-            names = [process.name() for process in run_processes(observer.run.run_id)]
-            assert "sleep" in names  # the grandchild with a session of its own
+            assert "sleep" in names_of(run_processes(observer.run.run_id))  # the grandchild with a session of its own
             stop.count, stop.cause = 1, "Ctrl-C"
 
     outcome, run, observer = launch(tmp_path, "sleep", press, stop)
@@ -217,24 +239,73 @@ def test_failing_observer_stops_the_run_and_passes_on(tmp_path: Path) -> None:
     assert RunFolder(path).read_state()["state"] == "failed"
 
 
-def test_plan_for_several_nodes_is_refused(tmp_path: Path) -> None:
-    plan, run = make_plan(tmp_path)
-    twice = dataclasses.replace(plan, nodes=plan.nodes * 2)
-    with pytest.raises(RunError, match="2"):
-        launch_local(twice, run, Observer(run), StopRequests(), TIMING)
+def test_request_of_another_terminal_cancels(tmp_path: Path) -> None:
+    def cancel(observer: Observer) -> None:
+        if steps_done(observer) == 5 and not observer.stops:
+            write_cancel(observer.run, "burst cancel", 0.3)
+
+    outcome, run, observer = launch(tmp_path, "ignore", cancel)
+    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("cancelled", 130, "cancelled")
+    assert observer.stops == ["burst cancel"]
+    assert not (run.path / "cancel.json").exists()
+
+
+def test_third_request_leaves_at_once_and_says_what_may_remain(tmp_path: Path) -> None:
+    stop = StopRequests()
+
+    def press(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            stop.count, stop.cause = 3, "Ctrl-C"
+
+    outcome, run, _ = launch(tmp_path, "ignore", press, stop)
+    assert (outcome.status, outcome.exit_code) == ("cancelled", 130)
+    assert [left.node for left in outcome.leftover] == [socket.gethostname()]
+    assert "60 s" in run.read_state()["leftover"][0]
+
+
+def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path) -> None:
+    def kill(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            for process in supervisors(observer.run.run_id):
+                process.kill()
+
+    outcome, run, _ = launch(tmp_path, "sleep", kill)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", socket.gethostname())
+    assert (outcome.leftover, run.read_state()["state"]) == ((), "failed")
+
+
+def test_death_of_a_rank_is_known_within_two_seconds_although_its_peers_wait_for_ever(tmp_path: Path) -> None:
+    died: list[float] = []
+
+    def kill(observer: Observer) -> None:
+        if steps_done(observer) == 5 and not died:
+            ranks = [p for p in run_processes(observer.run.run_id) if p.environ().get("RANK") == "1"]
+            ranks[0].kill()
+            died.append(time.monotonic())
+
+    outcome, _, observer = launch(tmp_path, "wait", kill)
+    known_at = [*observer.noted_at, time.monotonic()][0]  # all may be over before there was time for a note
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.signal) == (1, "SIGKILL")
+    assert known_at - died[0] < 2.0
 
 
 def test_what_is_run_is_what_the_plan_says(tmp_path: Path) -> None:
     """The process that was started has the argv, folder and environment of the plan, and nothing of its own."""
     plan, run = make_plan(tmp_path)
     seen: dict[str, object] = {}
+    stop = StopRequests()
+    os.environ["FAKE_MODE"] = "wait"
 
     def look(observer: Observer) -> None:
         for process in run_processes(observer.run.run_id) if not seen else []:
-            if "fake_torchrun.py" in " ".join(process.cmdline()):
-                seen.update(argv=process.cmdline(), cwd=process.cwd(), environment=process.environ())
+            with contextlib.suppress(psutil.Error):
+                if not seen and "fake_torchrun.py" in " ".join(process.cmdline()):
+                    seen.update(argv=process.cmdline(), cwd=process.cwd(), environment=process.environ())
+                    stop.count, stop.cause = 1, "Ctrl-C"
 
-    launch_local(plan, run, Observer(run, look), StopRequests(), TIMING)
+    lead(plan, run, Observer(run, look), stop)
     node = plan.nodes[0]
     assert seen["argv"] == list(node.argv)
     assert seen["cwd"] == node.cwd

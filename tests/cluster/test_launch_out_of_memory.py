@@ -3,49 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from process_table import run_processes
 
-from cluster.control_group import memory_groups
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeSpec
+from cluster.control.local_link import LocalLink
+from cluster.control.outcome import LaunchOutcome, SilentObserver
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
 from cluster.facts import NodeFacts
-from cluster.launch import LaunchOutcome, LaunchTiming, StopRequests, launch_local
-from cluster.memory_watch import MemoryWatch
 from cluster.plan import build_launch_plan
-from cluster.processes import run_processes
+from cluster.supervise.node.control_group import memory_groups
 from engine.config import RunConfig
 from engine.config_cluster import ClusterConfig
 from engine.run.records import json_text
 from engine.runs import RunFolder, create_run, new_run_path
 
 HERE = Path(__file__).parent
-TIMING = LaunchTiming(poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, report_grace_s=5.0)
+TIMING = LaunchTiming(poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2)
 LIMIT_BYTES = 300 * 2**20  # two ranks and their parent without torch take about 100 MiB
 
 
-class Quiet:
-    """An observer that shows nothing."""
+class OtherMachine(LocalLink):
+    """A link whose supervisor sees the procfs in folder `proc`."""
 
-    def tick(self) -> None:
-        pass
+    def __init__(self, run: Path, node: str, proc: Path) -> None:
+        super().__init__(run, node)
+        self._proc = proc
 
-    def stopping(self, cause: str, grace_s: float) -> None:
-        pass
+    def start(self, spec: NodeSpec) -> None:
+        command = [sys.executable, str(HERE / "memory_supervisor.py"), str(self._proc)]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(spec.to_dict()).encode())
+        process.stdin.close()
+        while self.poll().phase == "none":
+            time.sleep(0.02)
+        self.process = process
 
 
 @dataclass(frozen=True)
 class Killer:
-    """Who kills a rank that takes too much: its mode, what starts the ranks, who watches, and where it is counted."""
+    """Who kills a rank that takes too much: its mode, what starts the ranks, whose procfs says so, where it counts."""
 
     mode: str
     prefix: tuple[str, ...]
-    watch: MemoryWatch | None
+    proc: Path | None
     counted_in: str
 
 
@@ -57,7 +73,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Killer:
     (proc / "meminfo").write_text(f"MemTotal: {LIMIT_BYTES // 1024} kB\n", encoding="ascii")
     (proc / "vmstat").write_text("pgfault 5\noom_kill 0\n", encoding="ascii")
     monkeypatch.setenv("FAKE_VMSTAT", str(proc / "vmstat"))
-    return Killer("counted", (), MemoryWatch(proc=proc), f"oom_kill of the whole machine in {proc / 'vmstat'}")
+    return Killer("counted", (), proc, f"oom_kill of the whole machine in {proc / 'vmstat'}")
 
 
 @pytest.fixture
@@ -68,7 +84,7 @@ def kernel(stand_in: Killer) -> Iterator[Killer]:
     stand-in, which has a test of its own on every machine.
     """
     # The root of the hierarchy: under v2 no group that holds processes may hand out the controller.
-    folder = (memory_groups() or (Path("/nowhere"),))[-1] / f"burst-test-{secrets.token_hex(4)}"
+    folder = Path((memory_groups() or ("/nowhere",))[-1]) / f"burst-test-{secrets.token_hex(4)}"
     try:
         folder.mkdir()
         name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
@@ -78,14 +94,25 @@ def kernel(stand_in: Killer) -> Iterator[Killer]:
     else:
         enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
         yield Killer("hoard", ("sh", "-c", enter, "sh"), None, f"oom_kill in {folder}")
-    if folder.exists():
-        folder.rmdir()
+    remove(folder)
+
+
+def remove(group: Path) -> None:
+    """Remove a control group: it is busy until the kernel has buried its last process."""
+    deadline = time.monotonic() + 30.0
+    while group.exists():
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def launch(
-    tmp_path: Path, mode: str, prefix: tuple[str, ...] = (), watch: MemoryWatch | None = None
+    tmp_path: Path, mode: str, prefix: tuple[str, ...] = (), proc: Path | None = None
 ) -> tuple[LaunchOutcome, RunFolder]:
-    """Two fake ranks in `mode`; `prefix` goes before the command that starts them, `watch` is told of their memory."""
+    """Two fake ranks in `mode`; `prefix` goes before the command that starts them, `proc` is the procfs seen."""
     path = new_run_path(tmp_path / "runs", "tiny")
     python_path = f"{HERE.parent.parent}{os.pathsep}{HERE}"
     facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), python_path)
@@ -95,7 +122,12 @@ def launch(
     predicted = json_text({"device_peak_bytes": 12345, "host_peak_bytes": 0})
     run = create_run(path, {**dict(plan.files), "memory_plan.json": predicted})
     os.environ["FAKE_MODE"] = mode
-    return launch_local(plan, run, Quiet(), StopRequests(), TIMING, watch), run
+    name = plan.nodes[0].name
+    link = LocalLink(path, name) if proc is None else OtherMachine(path, name, proc)
+    outcome = control(plan, run, [link], SilentObserver(), StopRequests(), Manner(timing=TIMING))
+    if isinstance(link, OtherMachine):
+        link.process.wait(10.0)
+    return outcome, run
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +136,7 @@ def restored_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_kill(tmp_path: Path, killer: Killer) -> None:
-    outcome, run = launch(tmp_path, killer.mode, killer.prefix, killer.watch)
+    outcome, run = launch(tmp_path, killer.mode, killer.prefix, killer.proc)
     failure = outcome.failure
     assert failure is not None
     assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("oom", 1, "oom"), failure

@@ -5,13 +5,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cluster.facts import NodeFacts
-from cluster.plan import LaunchPlan, build_launch_plan, choose_backend
+from cluster.plan import LaunchPlan, build_launch_plan, choose_backend, node_spec, with_exclusive
 from engine.config import RunConfig, config_from_dict
 from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
@@ -60,7 +61,7 @@ def test_backend_reason_names_the_facts() -> None:
 @pytest.mark.parametrize(
     ("cluster", "remedy"),
     [
-        ({"nodes": "n[1-4]"}, "cluster.nodes=n[1-4]: a launch starts ranks on this machine only"),
+        ({"nodes": "n[1-4]"}, "cluster.nodes=n[1-4] names other machines; add cluster=local"),
         ({"container": {"runtime": "docker", "image": "burst:1"}}, "cluster.container.runtime=docker: "),
     ],
 )
@@ -92,6 +93,26 @@ def test_gpu_run_leaves_the_choice_of_gpus_alone() -> None:
     values = environment(build_launch_plan(config(), facts(gpus=2), RUN))
     assert "CUDA_VISIBLE_DEVICES" not in values
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in values
+
+
+@pytest.mark.parametrize(("gpus", "chosen", "exclusive"), [(2, False, True), (2, True, False), (0, False, False)])
+def test_a_run_on_gpus_keeps_the_machine_unless_it_was_given_its_own(gpus: int, chosen: bool, exclusive: bool) -> None:
+    machine = replace(facts(gpus=gpus), has_chosen_gpus=chosen)
+    plan = build_launch_plan(config(), machine, RUN)
+    assert node_spec(plan, plan.nodes[0], lease_s=None).exclusive is exclusive
+    assert not with_exclusive(plan, exclusive=False).is_exclusive
+
+
+def test_a_supervisor_of_this_machine_finds_all_files_in_the_run_folder() -> None:
+    plan = build_launch_plan(config(ranks_per_node=2), facts(), RUN)
+    spec = node_spec(plan, plan.nodes[0], lease_s=60.0)
+    assert (spec.node, spec.folder, spec.files, spec.container) == ("node1", str(RUN), (), None)
+    assert (spec.environment["BURST_NODE"], spec.lease_s) == ("node1", 60.0)
+
+
+def test_settings_of_the_user_are_stronger_than_ours() -> None:
+    plan = build_launch_plan(config(environment=("OMP_NUM_THREADS=7", "MINE=a b")), facts(), RUN)
+    assert (environment(plan)["OMP_NUM_THREADS"], environment(plan)["MINE"]) == ("7", "a b")
 
 
 def test_every_variable_has_a_reason() -> None:

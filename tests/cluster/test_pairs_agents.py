@@ -119,7 +119,7 @@ def test_a_python_that_does_something_else_is_unknown(
     nodes: dict[str, LocalConnection], tmp_path: Path, script: str
 ) -> None:
     nodes["n1"] = LocalConnection("n1", python_that(tmp_path, script))
-    found = by_node(check_pairs(nodes, addresses(nodes), start_timeout_s=2.0))
+    found = by_node(check_pairs(nodes, addresses(nodes), start_timeout_s=8.0))
     assert [one.severity for one in found.values()] == [Verdict.UNKNOWN, Verdict.OK, Verdict.OK, Verdict.OK]
 
 
@@ -134,7 +134,7 @@ def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalCo
         "sys.exit(5)\n"
     )
     nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f'exec "$REAL" {impostor}'))
-    found = by_node(check_pairs(nodes, addresses(nodes), timeout_s=0.5))
+    found = by_node(check_pairs(nodes, addresses(nodes)))
     # It listens nowhere, so it is cut off from all; what it reaches it did not say.
     assert found["n1"].severity is Verdict.FAIL
     assert {found[name].severity for name in ("n2", "n3", "n4")} == {Verdict.OK}
@@ -158,12 +158,12 @@ def test_an_agent_ends_when_its_input_ends_in_the_middle_of_a_transfer(nodes: di
 
 
 def test_an_agent_ends_at_its_deadline_although_somebody_holds_its_input(nodes: dict[str, LocalConnection]) -> None:
-    greet(nodes["n1"], deadline_s=0.5)
+    greet(nodes["n1"], deadline_s=1.5)
     assert nodes["n1"].processes[0].popen.wait(END_WAIT_S) == 3
 
 
 def test_an_agent_past_its_deadline_says_so(nodes: dict[str, LocalConnection]) -> None:
-    agent = greet(nodes["n1"], deadline_s=0.2)
+    agent = greet(nodes["n1"], deadline_s=1.5)
     nodes["n1"].processes[0].popen.wait(END_WAIT_S)
     with pytest.raises((AgentError, SshError), match=r"deadline|no longer reads"):
         agent.ask({"do": "connect"}, 5.0)
@@ -190,8 +190,9 @@ def test_who_does_not_know_the_token_gets_no_service(nodes: dict[str, LocalConne
         with socket.create_connection((agent.address, agent.port), timeout=END_WAIT_S) as peer:
             peer.sendall(greeting)
             data = b""
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(OSError):  # it may be turned away already
                 peer.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
                 while more := peer.recv(4096):
                     data += more
             assert not data.endswith(b"+")
@@ -214,7 +215,7 @@ def test_a_port_where_nobody_listens_is_refused_and_a_silent_one_times_out(nodes
         silent.listen()
         unused.bind(("127.0.0.23", 0))
         targets = [["silent", *silent.getsockname()], ["nobody", *unused.getsockname()]]
-        answer = agent.ask({"do": "connect", "targets": targets, "timeout_s": 0.3, "width": 2}, 10.0)
+        answer = agent.ask({"do": "connect", "targets": targets, "timeout_s": 2.0, "width": 2}, 10.0)
     kinds = {row[0]: row[1] for row in answer["results"]}
     assert kinds == {"silent": "timeout", "nobody": "refused"}
 

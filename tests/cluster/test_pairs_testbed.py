@@ -17,7 +17,8 @@ from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
 
 RATE_GBPS, SLOW_GBPS = 0.4, 0.1
-# Ethernet and TCP headers take 4%; the token bucket lets a quarter of a megabyte through at once.
+# Ethernet and TCP headers take 4%; the token bucket lets a quarter of a megabyte through at once. Measured for so
+# long that half a second in which the machine is busy elsewhere does not matter.
 TOLERANCE = 0.25
 
 
@@ -58,7 +59,7 @@ def test_a_slow_link_among_fast_ones_is_named_and_all_are_measured_as_shaped(mak
     slow = testbed.node_names[2]
     testbed = set_fault(testbed, slow, "link_slow", "100mbit")
     with connected(testbed) as (connections, addresses):
-        found = measure_bandwidth(connections, addresses, seconds=0.6, streams=1)
+        found = measure_bandwidth(connections, addresses, seconds=2.0, streams=1)
     assert found.odd_nodes() == (slow,)
     assert found.usual_gbps == pytest.approx(RATE_GBPS, rel=TOLERANCE)
     for (source, target), rate in found.rates.items():

@@ -82,7 +82,7 @@ def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
 
 
 def test_a_terminated_up_takes_itself_down(burst, name):
-    argv = (sys.executable, "-m", "burst_cli", "testbed", "up", "--nodes", "8", "--name", name)
+    argv = (sys.executable, "-m", "burst_cli", "testbed", "up", "--nodes", "16", "--name", name)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as building:
         deadline = time.monotonic() + 30
         while not folder_of(name).state_file.exists() and time.monotonic() < deadline:

@@ -25,22 +25,32 @@ from cluster.testbed.teardown import leftovers, standing_names, tear_down
 from engine.errors import ConfigError
 
 # Listens, says so, and times what one peer sends: bytes per second after the first 512 KiB, which buckets let through.
+# The median of tenths of a second: what comes while this process is held up is only read later.
 _RECEIVE = """
-import socket, time
+import collections, socket, statistics, time
 server = socket.create_server(("", 5001)); print("ready", flush=True)
-peer, _ = server.accept(); seen = 0; begin = 0
+peer, _ = server.accept(); seen = 0; begin = 0; tenths = collections.Counter()
 while data := peer.recv(1 << 16):
     seen += len(data)
-    if not begin and seen > 512 << 10: begin, seen = time.monotonic(), 0
-print(seen / (time.monotonic() - begin))
+    if begin: tenths[int((time.monotonic() - begin) * 10)] += len(data)
+    elif seen > 512 << 10: begin = time.monotonic()
+print(10 * statistics.median(tenths[at] for at in range(max(tenths))))
 """
 _SECONDS = 2_000_000 + os.getpid()  # how long a process of a test sleeps: no other has this argument
-_SEND = "import socket, sys; s = socket.create_connection((sys.argv[1], 5001)); s.sendall(bytes(6 << 20)); s.close()"
+_SEND = "import socket, sys; s = socket.create_connection((sys.argv[1], 5001)); s.sendall(bytes(16 << 20)); s.close()"
+# It kills itself: another process could be held up until all is built.
 _UP = """
-import sys
+import os, signal, sys, threading, time
 from pathlib import Path
 from cluster.testbed.build import up
 from cluster.testbed.spec import TestbedSpec
+
+def kill_at(moment):
+    while not os.path.exists(moment):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill_at, args=(sys.argv[3],), daemon=True).start()
 up(TestbedSpec(sys.argv[1], nodes=3, rails=1, docker=True), Path(sys.argv[2]))
 """
 
@@ -186,6 +196,9 @@ def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbe
     with connect(testbed.host(testbed.node_names[0])) as connection:
         # In a session and a network namespace of its own, the way daemons and containers are.
         connection.run(["sh", "-c", f"setsid unshare --net sleep {_SECONDS} </dev/null >/dev/null 2>&1 &"])
+        deadline = time.monotonic() + 30
+        while not _sleepers() and time.monotonic() < deadline:  # its shell may end before it is what it is to be
+            time.sleep(0.01)
         assert _sleepers()
         assert config.exists()
         first = tear_down(testbed.name, config)
@@ -215,15 +228,12 @@ def _sleepers() -> list[int]:
 )
 def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     name, config = next_name(), tmp_path / "config.yaml"
-    awaited = Path(moment.format(folder=folder_of(name).path, name=name))
-    building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config)])
+    awaited = moment.format(folder=folder_of(name).path, name=name)
+    building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config), awaited])
     try:
-        deadline = time.monotonic() + 30
-        while not awaited.exists() and building.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        building.send_signal(signal.SIGKILL)
-        seen = bool(building.wait()) and bool(leftovers(name))
+        seen = building.wait(120) == -signal.SIGKILL and bool(leftovers(name))
     finally:
+        building.kill()
         tear_down(name, config)
 
     assert seen, "`up` came to its end before it was killed"

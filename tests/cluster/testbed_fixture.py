@@ -4,7 +4,7 @@ def test_something(testbed4):                   four plain nodes, shared by all 
     with connect(testbed4.host(testbed4.node_names[0])) as connection: ...
 
 def test_faults(make_testbed):                  one of your own, taken down after the test, whatever happens
-    testbed = make_testbed(nodes=2, rails=1, rate="100mbit", docker=True)
+    testbed = make_testbed(nodes=2, rails=1, rate="100mbit", docker=True, slurm=True)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.testbed.spec import TestbedSpec, parse_rate
 from cluster.testbed.teardown import standing_names, tear_down
 
 MakeTestbed = Callable[..., Testbed]
-_MARK = "zt"  # names of testbeds of tests: zt, the test process in letters, a letter
+_MARK = "zt"  # names of testbeds of tests: zt, the test process in letters, two letters that count
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _counter = itertools.count()
 
@@ -44,6 +44,7 @@ class Testbeds:
 
     def make(self, *, rate: str | None = None, **spec: Any) -> Testbed:
         """A testbed of `TestbedSpec(**spec)`; its name is made up unless it is given."""
+        _skip_unless_it_can(slurm=spec.get("slurm", False))
         spec.setdefault("name", next_name())
         self.adopt(spec["name"])
         checked = TestbedSpec(rate_bits_per_s=parse_rate(rate) if rate else None, **spec)
@@ -63,11 +64,15 @@ class Testbeds:
 @pytest.fixture(scope="session")
 def testbed_machine() -> None:
     """A machine that can carry testbeds; skips where it cannot. Removes what killed test sessions left."""
+    _skip_unless_it_can(slurm=False)
+    remove_abandoned()
+
+
+def _skip_unless_it_can(*, slurm: bool) -> None:
     try:
-        check_machine()
+        check_machine(slurm=slurm)
     except TestbedError as error:
         pytest.skip(" ".join(str(error).split()))  # where CI is set, a skip fails the session
-    remove_abandoned()
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +81,25 @@ def testbed4(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) ->
     testbeds = Testbeds(tmp_path_factory.mktemp("testbed4"))
     try:
         yield testbeds.make(nodes=4)
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture
+def slurm_testbed(standing_slurm_testbed: Testbed) -> Testbed:
+    """Three idle nodes with Slurm; shared. Slurm clears a node only some time after its job has ended."""
+    assert standing_slurm_testbed.slurm is not None
+    standing_slurm_testbed.slurm.wait()
+    return standing_slurm_testbed
+
+
+@pytest.fixture(scope="session")
+def standing_slurm_testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
+    """What `slurm_testbed` gives, whatever the test before left running on it."""
+    _skip_unless_it_can(slurm=True)
+    testbeds = Testbeds(tmp_path_factory.mktemp("slurm_testbed"))
+    try:
+        yield testbeds.make(nodes=3, slurm=True)
     finally:
         testbeds.close()
 
@@ -97,8 +121,9 @@ def make_testbed(testbeds: Testbeds) -> MakeTestbed:
 
 
 def next_name(owner: int | None = None) -> str:
-    """A name that no other test process uses."""
-    return f"{_MARK}{_to_letters(owner or os.getpid())}{_LETTERS[next(_counter) % 26]}"
+    """A name that nothing else uses: neither another test process nor an earlier testbed of this one."""
+    tens, ones = divmod(next(_counter), len(_LETTERS))
+    return f"{_MARK}{_to_letters(owner or os.getpid())}{_LETTERS[tens]}{_LETTERS[ones]}"
 
 
 def remove_abandoned() -> None:
@@ -118,7 +143,7 @@ def _to_letters(number: int) -> str:
 
 def owner_of(name: str) -> int | None:
     """The test process that made the testbed `name`; None when no test did."""
-    letters = name.removeprefix(_MARK)[:-1]
+    letters = name.removeprefix(_MARK)[:-2]
     if not name.startswith(_MARK) or not letters or set(letters) - set(_LETTERS):
         return None
     number = 0

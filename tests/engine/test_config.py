@@ -112,6 +112,8 @@ def test_any_value_survives_yaml(model: ModelConfig) -> None:
         ("data.paths", ["a", "b"], ("a", "b")),
         ("attention.layout", "zigzag", "zigzag"),
         ("train.profile", "3:5", "3:5"),
+        ("cluster.container.run_options", ["--ipc=host"], ("--ipc=host",)),
+        ("cluster.container.run_options", None, None),
     ],
 )
 def test_values_are_read_as_people_write_them(key: str, value: object, read: object) -> None:
@@ -225,3 +227,10 @@ def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
     )
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
     assert loaded.isdisjoint({"torch", "numpy", "hydra", "omegaconf", "typer", "rich", "paramiko"})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 100_000])
+def test_endless_nesting_is_a_mistake_and_no_crash(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="not readable as YAML"):
+        load_config(tmp_path / "config.yaml")

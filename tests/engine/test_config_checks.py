@@ -11,6 +11,7 @@ import pytest
 from engine.config import RunConfig
 from engine.config_checks import check_config, config_problems, known_cp_size
 from engine.config_cluster import ContainerConfig, SshConfig
+from engine.config_rope import RopeScalingConfig
 from engine.errors import ConfigError
 
 
@@ -44,6 +45,16 @@ BROKEN = {
     "model.hidden_size: got 0, expected 1 or more": {"model": {"hidden_size": 0}},
     "model.num_layers: got -1, expected 1 or more layers": {"model": {"num_layers": -1}},
     "model.rope_theta: got inf, expected more than 0": {"model": {"rope_theta": float("inf")}},
+    "model.rope_scaling.original_seq_len: kind=yarn needs the length": {
+        "model": {"rope_scaling": RopeScalingConfig("yarn")}
+    },
+    "model.rope_scaling.factor: got 2.0, but kind=none": {"model": {"rope_scaling": RopeScalingConfig(factor=2.0)}},
+    "model.rope_scaling.low_freq_factor: got 4.0": {
+        "model": {"rope_scaling": RopeScalingConfig("llama3", original_seq_len=8, low_freq_factor=4.0)}
+    },
+    "model.rope_scaling.beta_slow: got 32.0": {
+        "model": {"rope_scaling": RopeScalingConfig("yarn", original_seq_len=8, beta_slow=32.0)}
+    },
     "model.vocab_size: got 255, but data.tokenizer=bytes gives 256": {"model": {"vocab_size": 255}},
     "model.vocab_size: got 256, but data.tokenizer=bpe gives 4096": {"data": {"tokenizer": "bpe"}},
     "data.bpe_vocab_size: got 256, expected 257 or more": {"data": {"tokenizer": "bpe", "bpe_vocab_size": 256}},

@@ -140,7 +140,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.float64], ids=str)
 @pytest.mark.parametrize(("size", "settings"), SETTINGS, ids=str)
 def test_llama_equals_stock_attention(ranks: Any, size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
     tolerance = FP32 if dtype == torch.float32 else FP64

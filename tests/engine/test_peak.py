@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.config import TrainConfig
-from engine.peak import Peak, above_peak_warning, find_peak, measure_cpu_peak, peak_flops
+from engine.peak import above_peak_warning, find_peak, measure_cpu_peak
+from engine.peak_table import Peak, peak_flops
 
 # Names as torch.cuda.get_device_name gives them; dense bf16 TFLOP/s of the datasheets.
 NAMES = {

@@ -1,90 +1,58 @@
-"""Tiles too large for one call of a CUDA kernel are computed in parts of their heads, with the same result."""
+"""Kernels of GPUs: windows as their libraries understand them, and large tiles in parts of their heads."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
-from attention_oracle import random_inputs
+from attention_oracle import Inputs, random_inputs
 from torch import Tensor
 
+from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.counting import band_mask
-from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
+from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cuda import (
-    MAX_ELEMENTS,
     AtenCudnnKernel,
     AtenFlashKernel,
-    _CudaKernel,
-    split_heads,
+    CudaKernel,
+    Window,
+    window_calls,
     window_of,
 )
+from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.mask import Band, normalise
+from engine.attention.merge import backward_stats
+from engine.attention.plan import Tile, View
 
-ROWS, HEADS, HEAD_DIM = 6, 12, 4
-
-
-class LimitedKernel(_CudaKernel):
-    """The reference behind the cutting of the CUDA kernels; refuses what is too large, notes every call's heads."""
-
-    def __init__(self, max_elements: int) -> None:
-        super().__init__(max_elements)
-        self.limit = max_elements
-        self.calls: list[tuple[int, int]] = []
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        self._note(q, k, v)
-        return ReferenceKernel().forward(q, k, v, band)
-
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        self._note(grads.dout, grads.out, q, k, v)
-        return ReferenceKernel().backward(grads, q, k, v, band)
-
-    def _note(self, *tensors: Tensor) -> None:
-        for x in tensors:
-            reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-            assert reach <= self.limit, (x.shape, x.stride())
-        self.calls.append((tensors[-3].shape[1], tensors[-2].shape[1]))
+ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
+TILE = Tile(ANY, ANY, ANY, ANY, low=0)
 
 
-@pytest.mark.parametrize("band", [BandSpec(), BandSpec(0, None)], ids=["full", "causal"])
-@pytest.mark.parametrize("kv_heads", [12, 4, 1])
-@pytest.mark.parametrize("heads_per_call", [1, 2, 3, 5, 11, 12])
-def test_parts_of_the_heads_give_the_whole_tile(heads_per_call: int, kv_heads: int, band: BandSpec) -> None:
-    x = random_inputs(ROWS, HEADS, kv_heads, HEAD_DIM)
-    kernel = LimitedKernel(heads_per_call * ROWS * HEAD_DIM)
-    out, lse = kernel.forward(x.q, x.k, x.v, band)
-    want = ReferenceKernel().forward(x.q, x.k, x.v, band)
-    torch.testing.assert_close((out, lse), want, rtol=0, atol=1e-12)
-    grads = TileGradients(x.dout, out, lse)
-    got = kernel.backward(grads, x.q, x.k, x.v, band)
-    torch.testing.assert_close(
-        tuple(got), tuple(ReferenceKernel().backward(grads, x.q, x.k, x.v, band)), rtol=0, atol=1e-12
-    )
-    assert (len(kernel.calls) > 2) == (heads_per_call < HEADS)
-    assert sum(queries for queries, _ in kernel.calls) == 2 * HEADS
-
-
-def test_more_keys_than_queries_count_with_the_query_heads() -> None:
-    q, k = torch.empty(2, 8, 4, device="meta"), torch.empty(10, 2, 4, device="meta")
-    parts = split_heads(q, k, max_elements=4 * 10 * 4)
-    assert [(part.queries, part.keys) for part in parts] == [
-        (slice(0, 4), slice(0, 1)),
-        (slice(4, 8), slice(1, 2)),
-    ]
-
-
-def test_bf16_gradients_of_a_shared_kv_head_are_summed_in_fp32() -> None:
-    x = random_inputs(ROWS, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
-    kernel = LimitedKernel(3 * ROWS * HEAD_DIM)
-    out, lse = kernel.forward(x.q, x.k, x.v, BandSpec())
-    result = kernel.backward(TileGradients(x.dout, out, lse), x.q, x.k, x.v, BandSpec())
-    assert (result.dk.dtype, result.dv.dtype, result.dq.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
+    """out, lse, dq and dkv [rows, 2, K, D] of a causal tile as plans run it, in parts of its heads if it is large."""
+    q, device = inputs.q, inputs.q.device
+    shape = AttentionShape(q.shape[1], inputs.k.shape[1], q.shape[2], q.dtype, device)
+    arithmetic = TensorArithmetic(shape, kernel)
+    acc = {"out": torch.zeros(q.shape, device=device), "lse": torch.full(q.shape[:2], -torch.inf, device=device)}
+    kv = {"k": inputs.k, "v": inputs.v}
+    arithmetic.run_tile(TILE, {"q": {"q": q}, "kv": kv, "acc": acc})
+    stats = backward_stats(inputs.dout, acc["out"].to(q.dtype), acc["lse"])
+    dq = torch.zeros(q.shape, device=device)
+    dkv = torch.zeros(inputs.k.shape[0], 2, *inputs.k.shape[1:], device=device)
+    qx = {"q": q, "dout": inputs.dout, "stats": stats}
+    arithmetic.run_tile(TILE, {"q": qx, "kv": kv, "acc": {"dq": dq}, "acc_kv": {"dkv": dkv}})
+    return {**acc, "dq": dq, "dkv": dkv}
 
 
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
-@pytest.mark.parametrize(("rows", "parts"), [((1 << 20) - 1, 1), (1 << 20, 2), (3 << 20, 4)])
-def test_real_operators_are_cut_at_two_to_the_31_elements(kind: type[_CudaKernel], rows: int, parts: int) -> None:
-    """On meta tensors: 16 heads of 128 reach the limit at 2^20 rows."""
+@pytest.mark.parametrize(("rows", "parts"), [(1 << 16, 1), ((1 << 16) + 1, 2), (3 << 16, 4)])
+def test_real_operators_are_given_parts_of_the_heads_of_large_tiles(
+    kind: type[CudaKernel], rows: int, parts: int
+) -> None:
+    """On meta tensors: 64 heads of 128 reach the limit at 2^16 rows."""
     shapes: list[torch.Size] = []
 
     class Noting(kind):  # type: ignore[valid-type,misc]
@@ -96,32 +64,28 @@ def test_real_operators_are_cut_at_two_to_the_31_elements(kind: type[_CudaKernel
             shapes.append(q.shape)
             return super()._backward(grads, q, k, v, band)
 
-    q = torch.empty(rows, 16, 128, device="meta", dtype=torch.bfloat16)
-    k, v = (torch.empty(rows, 4, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    kernel = Noting()
-    out, lse = kernel.forward(q, k, v, BandSpec(0, None))
-    grads = kernel.backward(TileGradients(q, out, lse), q, k, v, BandSpec(0, None))
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    def on_meta(heads: int) -> Tensor:
+        return torch.empty(rows, heads, 128, device="meta", dtype=torch.bfloat16)
+
+    found = run_causal_tile(Noting(), Inputs(on_meta(64), on_meta(16), on_meta(16), on_meta(64)))
+    assert (found["out"].shape, found["dkv"].shape) == ((rows, 64, 128), (rows, 2, 16, 128))
     assert len(shapes) == 2 * parts
-    assert all(shape.numel() <= MAX_ELEMENTS for shape in shapes)
+    assert all(shape.numel() <= CUDA_CALL_ELEMENTS for shape in shapes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
-def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[_CudaKernel]) -> None:
+def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[CudaKernel]) -> None:
+    class Cut(kind):  # type: ignore[valid-type,misc]
+        capabilities = replace(kind.capabilities, max_call_elements=3 * 256 * 64)
+
     x = random_inputs(256, 8, 2, head_dim=64, dtype=torch.bfloat16)
-    q, k, v, dout = (tensor.cuda() for tensor in (x.q, x.k, x.v, x.dout))
-    whole, cut = kind(), kind(3 * 256 * 64)
-    out, lse = whole.forward(q, k, v, BandSpec(0, None))
-    for mine, theirs in zip(cut.forward(q, k, v, BandSpec(0, None)), (out, lse), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)  # bf16 resolution
-    grads = TileGradients(dout, out, lse)
-    pairs = zip(
-        cut.backward(grads, q, k, v, BandSpec(0, None)), whole.backward(grads, q, k, v, BandSpec(0, None)), strict=True
-    )
-    for mine, theirs in pairs:
-        assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
+    inputs = Inputs(x.q.cuda(), x.k.cuda(), x.v.cuda(), x.dout.cuda())
+    cut, whole = run_causal_tile(Cut(), inputs), run_causal_tile(kind(), inputs)
+    for name in ("out", "lse"):
+        torch.testing.assert_close(cut[name], whole[name], rtol=0.01, atol=0.01)  # bf16 resolution
+    for name in ("dq", "dkv"):
+        assert (cut[name] - whole[name]).norm() <= 0.02 * whole[name].norm(), name
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(9, 9), (5, 12), (12, 5)])
@@ -147,7 +111,7 @@ def test_a_band_is_the_window_of_the_same_queries_and_keys(rows: int, keys: int)
     ("rows", "keys", "low", "high"), [(512, 512, 0, 99), (300, 700, -650, 20), (700, 300, -10, 500)]
 )
 def test_windows_on_a_gpu_equal_the_reference(
-    kernel: type[_CudaKernel], rows: int, keys: int, low: int, high: int
+    kernel: type[CudaKernel], rows: int, keys: int, low: int, high: int
 ) -> None:
     for band in normalise(Band(0, rows, 0, keys, low, high)):
         nq, nk, spec = band.num_queries, band.num_keys, BandSpec(band.low, band.high)
@@ -162,3 +126,35 @@ def test_windows_on_a_gpu_equal_the_reference(
         got, want = kernel().backward(grads, q, k, v, spec), ReferenceKernel().backward(grads, q, k, v, spec)
         for mine, reference in zip(got, want, strict=True):
             assert (mine.double() - reference.double()).norm() <= 2e-2 * reference.double().norm()
+
+
+def flash_attention_2_sees(queries: int, keys: int, window: Window) -> Tensor:
+    """[queries, keys] as mha_fwd and set_params_fprop of flash_api.cpp take a window."""
+    left, right = (-1 if bound >= keys else bound for bound in window)
+    left, right = (keys if left < 0 <= right else left), (keys if right < 0 <= left else right)
+    corner, j = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)[None]
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    seen &= (j >= corner - left) if left >= 0 else seen
+    return seen & ((j <= corner + right) if right >= 0 else seen)
+
+
+def test_windows_that_flash_attention_2_would_mistake_are_cut_into_ones_that_it_does_not() -> None:
+    """Every band of up to 8 queries and keys; with more queries than keys some windows mean something else to it."""
+    cut = 0
+    for rows, keys in itertools.product(range(1, 9), repeat=2):
+        for low, high in itertools.product([None, *range(-8, 9)], repeat=2):
+            bands = normalise(Band(0, rows, 0, keys, low, high)) if low is None or high is None or low <= high else []
+            for band in bands:
+                if BandSpec(band.low, band.high).is_causal:
+                    continue
+                nq, nk = band.num_queries, band.num_keys
+                seen = torch.zeros(nq, nk, dtype=torch.bool)
+                calls = window_calls(nq, nk, BandSpec(band.low, band.high))
+                for part_rows, part_keys, part in calls:
+                    size = (part_rows.stop - part_rows.start, part_keys.stop - part_keys.start)
+                    seen[part_rows, part_keys] = flash_attention_2_sees(*size, window_of(part, *size))
+                assert torch.equal(seen, band_mask(nq, nk, band.low, band.high).expand(nq, nk)), band
+                assert [call[0].start for call in calls[1:]] == [call[0].stop for call in calls[:-1]]
+                cut += len(calls) > 1
+                assert len(calls) == 1 or nq > nk
+    assert cut > 100

@@ -55,6 +55,17 @@ def test_merge_is_the_weighted_mean_by_sums_of_exponentials(
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=tolerance)
 
 
+def test_rows_of_a_tile_without_keys_change_nothing() -> None:
+    out, lse = accumulators(9, 2, 8, torch.float32)
+    block_out, block_lse = block(9, 2, 8, torch.float32, torch.float32, heads_first=False)
+    block_lse[::2] = -torch.inf  # every sixth row has seen no key before either
+    before = out.clone(), lse.clone()
+    merge.merge_tile(out, lse, block_out, block_lse)
+    assert torch.equal(out[::2], before[0][::2])
+    assert torch.equal(lse[::2], before[1][::2])
+    assert torch.isfinite(lse[1::2]).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_surrogate_has_the_rowsum_of_out_across_passes(dtype: torch.dtype) -> None:
     dout, lse = block(ROWS, 2, 16, dtype, torch.float32, heads_first=False)

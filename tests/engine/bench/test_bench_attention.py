@@ -91,20 +91,21 @@ def test_emptied_plans_keep_every_transfer_and_nothing_else() -> None:
     assert not any(step.pre or step.tiles or step.after for step in empty.steps)
 
 
-def slow_on_rank_1(seconds: float) -> dict[str, float]:
+def slow_on_rank_1(seconds: float, passes: int) -> list[dict[str, float]]:
     import torch.distributed as dist
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         time.sleep(seconds if dist.get_rank() == 1 else 0.0)
         return q + k + v
 
-    return timed_pass(attention, [torch.ones(2)] * 4, torch.device("cpu"))
+    return [timed_pass(attention, [torch.ones(2)] * 4, torch.device("cpu")) for _ in range(passes)]
 
 
 def test_the_slowest_rank_counts(ranks: Pools) -> None:
-    for times in ranks(2).run(slow_on_rank_1, 0.2):
-        assert times["forward"] >= 0.2
-        assert times["total"] >= 0.2 > times["backward"]
+    for passes in ranks(2).run(slow_on_rank_1, 0.2, 3):
+        assert all(min(times["forward"], times["total"]) >= 0.2 for times in passes)
+        # The best of several: a machine that is busy with something else may slow any one of them.
+        assert min(times["backward"] for times in passes) < 0.2
 
 
 def test_turns_are_fair_and_warm_up_does_not_count() -> None:
@@ -115,11 +116,17 @@ def test_turns_are_fair_and_warm_up_does_not_count() -> None:
     assert {members[0] for members in rounds} == {"a", "b", "c"}
 
 
-def test_measuring_in_turn_leaves_warm_up_out() -> None:
+def test_measuring_in_turn_leaves_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    pauses = iter([0.05, 0.0, 0.0])
-    variants = {"slow first": lambda: (calls.append("slow first"), time.sleep(next(pauses)))}
-    timings = measure_in_turn(variants, torch.device("cpu"), Rounds(repeats=2, warmup=1))
+    pauses, now_s = iter([0.05, 0.0, 0.0]), [0.0]
+
+    def slow_first() -> None:
+        calls.append("slow first")
+        now_s[0] += next(pauses)
+
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "perf_counter", lambda: now_s[0])
+        timings = measure_in_turn({"slow first": slow_first}, torch.device("cpu"), Rounds(repeats=2, warmup=1))
     assert len(calls) == 3
     assert timings["slow first"].max_s < 0.05
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,9 +23,13 @@ GONE_S = 5.0
 
 
 def alive(folder: Path) -> list[int]:
-    pids = [int(file.read_text() or 0) for file in folder.glob("pid*")]
-    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return [process.pid for process in living if process.status() != psutil.STATUS_ZOMBIE]
+    living = []
+    for file in folder.glob("pid*"):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+            process = psutil.Process(int(file.read_text() or 0))
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
+    return living
 
 
 def test_ranks_learn_their_place(tmp_path: Path) -> None:

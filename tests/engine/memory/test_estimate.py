@@ -15,7 +15,8 @@ from engine.attention.plan import RankPlan
 from engine.attention.presets import PRESETS
 from engine.attention.preview import token_bytes_of
 from engine.attention.topology import Topology
-from engine.config import PresetName, RunConfig
+from engine.config import ModelConfig, PresetName, RunConfig
+from engine.errors import ConfigError
 from engine.flops import count_parameters
 from engine.memory.attention_buffers import attention_bytes
 from engine.memory.estimate import COMPONENTS, MemoryEstimate
@@ -93,6 +94,27 @@ def test_checkpoints_on_the_host_leave_two_layers_on_the_device() -> None:
     assert found.host_peak_bytes == 32 * HIDDEN
 
 
+@pytest.mark.parametrize("layers", [1, 2, 13, 32, 99])
+def test_layers_beyond_those_of_the_host_keep_on_the_device(layers: int) -> None:
+    memory = {"activation_checkpoint": "full", "activation_store": "host", "host_layers": layers}
+    found, there = estimate(memory=memory), min(layers, 32)
+    assert found.host_peak_bytes == there * HIDDEN
+    assert device(found)["checkpoints"] == (32 - there + min(there, 2)) * HIDDEN
+
+
+def test_layers_on_the_host_are_no_choice_where_attention_leaves_its_results_there() -> None:
+    memory = {"activation_checkpoint": "full", "activation_store": "host", "host_layers": 3}
+    with pytest.raises(ConfigError, match=r"memory\.host_layers=3: attention leaves its results in host memory"):
+        estimate(memory=memory, attention={"preset": "fpdt"})
+
+
+def test_int8_moments_on_the_host_take_what_they_take_on_the_device() -> None:
+    changes: dict[str, Any] = {"optimizer": {"max_grad_norm": None}}
+    memory = {"optimizer_store": "host", "moments_dtype": "int8", "optimizer_in_backward": True}
+    found = dict(estimate(memory=memory, **changes).components["host"])
+    assert found["optimizer"] == pytest.approx(2 * (1 + 4 / 256) * NUMBERS / 8, rel=1e-3)
+
+
 def test_a_tile_bounds_the_mlp_whatever_the_length() -> None:
     tiled = [
         device(estimate(memory={"tile_tokens": 4096}, train={"seq_len": length}))["mlp"] for length in (2**20, 2**22)
@@ -123,24 +145,26 @@ def slots_bytes(plan: RankPlan, config: RunConfig, pins: set[str | None]) -> int
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("single", "megatron_tp", "auto")])
 @pytest.mark.parametrize("world", [Topology(1, 8), Topology(2, 8), Topology(4, 4)], ids=str)
-def test_attention_takes_what_its_plans_allocate(preset: PresetName, world: Topology) -> None:
-    for model in (SEVEN_B, EIGHT_B):
-        config = replace(seven_b(attention={"preset": preset}), model=model)
-        method = method_on(config, world)
-        (layer,) = attention_layers(config, method)
-        blocks = divide_sequence(method, padded_length(config.train.seq_len, world.size), [layer.mask])
-        forward, backward = [], []
-        for rank in (0, 3, world.size - 1):  # the largest of them: rows that a rank uses differ by its place
-            plans = plan_method(method, layer.mask, blocks, rank=rank)
-            forward.append(plans.forward.ranks[rank])
-            backward.append(plans.backward.ranks[rank])
-        found = attention_bytes(rank_shape(config, method), method)
-        working = max(slots_bytes(plan, config, {None}) for plan in (*forward, *backward))
-        assert found.working == pytest.approx(working, rel=0.1)
-        assert found.accumulated == slots_bytes(forward[0], config, {"acc"})
-        if not found.on_host:
-            whole = slots_bytes(backward[0], config, set(backward[0].pins) - {"saved"})
-            assert found.inputs + found.gradients == pytest.approx(whole, rel=0.1)
+@pytest.mark.parametrize(
+    "model", [pytest.param(SEVEN_B, marks=pytest.mark.thorough), EIGHT_B], ids=lambda model: model.name
+)
+def test_attention_takes_what_its_plans_allocate(model: ModelConfig, world: Topology, preset: PresetName) -> None:
+    config = replace(seven_b(attention={"preset": preset}), model=model)
+    method = method_on(config, world)
+    (layer,) = attention_layers(config, method)
+    blocks = divide_sequence(method, padded_length(config.train.seq_len, world.size), [layer.mask])
+    forward, backward = [], []
+    for rank in (0, 3, world.size - 1):  # the largest of them: rows that a rank uses differ by its place
+        plans = plan_method(method, layer.mask, blocks, rank=rank)
+        forward.append(plans.forward.ranks[rank])
+        backward.append(plans.backward.ranks[rank])
+    found = attention_bytes(rank_shape(config, method), method)
+    working = max(slots_bytes(plan, config, {None}) for plan in (*forward, *backward))
+    assert found.working == pytest.approx(working, rel=0.1)
+    assert found.accumulated == slots_bytes(forward[0], config, {"acc"})
+    if not found.on_host:
+        whole = slots_bytes(backward[0], config, set(backward[0].pins) - {"saved"})
+        assert found.inputs + found.gradients == pytest.approx(whole, rel=0.1)
 
 
 PUBLISHED = [

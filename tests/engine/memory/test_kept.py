@@ -86,6 +86,11 @@ def test_what_lies_on_the_host_is_moved_there_and_back() -> None:
     assert cost_of(seven_b(memory={"activation_checkpoint": "full"})).moved_bytes == 0
 
 
+def test_only_what_lies_on_the_host_is_moved() -> None:
+    memory = {"activation_checkpoint": "full", "activation_store": "host", "host_layers": 5}
+    assert cost_of(seven_b(memory=memory)).moved_bytes == 2 * 5 * 2 * T * D
+
+
 def test_the_busiest_rank_of_contiguous_blocks_has_most_of_the_work() -> None:
     contiguous = cost_of(seven_b(attention={"preset": "ring", "layout": "contiguous"})).layers[0].busiest_share
     striped = cost_of(seven_b(attention={"preset": "striped"})).layers[0].busiest_share

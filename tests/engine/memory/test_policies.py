@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
 LAYOUTS = ("contiguous", "zigzag", "striped", "split_zigzag", "balanced")
 MODEL = {"num_layers": 3}
 SPLIT = "burst and tensor parallel"
+CORE = ("burst", "megatron_allgather", "fpdt")  # under other masks and number formats the others are `thorough`
 EVERY_KIND_OF_PLAN = ("single", "burst", "loongtrain", "megatron_hierarchical", "megatron_allgather", "fpdt", SPLIT)
 # What is computed again by the same operations as before: every bit is the same.
 EXACT: dict[str, dict[str, Any]] = {
@@ -44,6 +46,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "every 3 on host": {"activation_checkpoint": "attn_out_every", "every_layers": 3, "activation_store": "host"},
     "full on host": {"activation_checkpoint": "full", "activation_store": "host"},
     "none on host": {"activation_checkpoint": "none", "activation_store": "host"},
+    "full, two layers on host": {"activation_checkpoint": "full", "activation_store": "host", "host_layers": 2},
     "layers": {"checkpoint_layers": ("none", "attn_out_every", "attn_out_every")},
 }
 # Tiles of attention or of the MLP are cut otherwise: sums may round otherwise.
@@ -82,7 +85,8 @@ def config_of(preset: str, settings: dict[str, Any], memory: dict[str, Any]) -> 
     name = "burst" if preset == SPLIT else preset
     extra: dict[str, Any] = {"chunk_tokens": 3} if PRESETS[name].chunked else {}  # type: ignore[index]
     nodes = 1 if preset in ("single", "megatron_allgather", "megatron_tp") else 2
-    memory = {key: value for key, value in memory.items() if tp_size == 1 or key != "tile_tokens"}
+    illegal = {"tile_tokens"} if tp_size > 1 else {"host_layers"} if PRESETS[name].chunked else set()  # type: ignore[index]
+    memory = {key: value for key, value in memory.items() if key not in illegal}
     return tiny_config(
         model=MODEL,
         attention={"preset": name, **settings, **extra},
@@ -155,6 +159,11 @@ def differences(preset: str, settings: dict[str, Any], names: tuple[str, ...], d
     return found
 
 
+def thorough(presets: Iterable[str]) -> list[Any]:
+    """Parameters that `make thorough` runs."""
+    return [pytest.param(preset, marks=pytest.mark.thorough) for preset in sorted(presets)]
+
+
 def check(ranks: Pools, preset: str, settings: dict[str, Any], names: tuple[str, ...], dtype: torch.dtype) -> None:
     """Every rank finds the same loss and gradients under these policies as without any."""
     loss, gradient = (1e-12, 1e-12) if dtype == torch.float64 else (1e-6, 1e-5)
@@ -171,25 +180,26 @@ def test_every_policy_has_the_gradients_of_keeping_everything(ranks: Pools, pres
     check(ranks, preset, MASKS["causal"], tuple(POLICIES), torch.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in EVERY_KIND_OF_PLAN])
 def test_under_every_preset(ranks: Pools, preset: str) -> None:
     names = ("full", "attn_out", "rho 0.25", "every 2", "attn_out in tiles", "none on host")
     check(ranks, preset, MASKS["causal"], names, torch.float32)
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, SPLIT])
+@pytest.mark.parametrize("preset", [*CORE, *thorough({*PRESETS, SPLIT} - {*CORE})])
 def test_with_packed_documents_too(ranks: Pools, preset: str) -> None:
     check(ranks, preset, MASKS["packed"], ("full", "rho 0.25", "every 2 in tiles on host"), torch.float32)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "megatron_tp"])
+@pytest.mark.parametrize("preset", [*CORE, *thorough(set(PRESETS) - {*CORE, "megatron_tp"})])
 def test_in_float64_they_are_the_same(ranks: Pools, preset: str) -> None:
     names = ("full", "attn_out in tiles", "rho 0.25", "rho 0.5 on host", "every 2")
     check(ranks, preset, MASKS["mixed"], names, torch.float64)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("preset", ["burst", "loongtrain", "megatron_cp", "megatron_allgather"])
+@pytest.mark.parametrize("preset", ["burst", *thorough(["loongtrain", "megatron_cp", "megatron_allgather"])])
 def test_in_every_layout(ranks: Pools, preset: str, layout: str) -> None:
     settings = {**MASKS["mixed"], "layout": layout}
     check(ranks, preset, settings, ("attn_out", "every 2", "rho 0.25"), torch.float64)

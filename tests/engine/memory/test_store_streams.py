@@ -257,3 +257,26 @@ def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> N
     assert [round(value.item()) for value in sums] == [6, 5, 4, 3, 2, 1, 106, 105, 104, 103, 102, 101]
     assert torch.cuda.max_memory_allocated() - before < 5.5 * 4 * elements
     assert store.in_use_bytes == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_copy_behind_long_compute_is_hidden_and_one_that_is_waited_for_is_not() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = host_store(device)
+    tensor = torch.zeros(1 << 26, device=device)  # 256 MiB: some milliseconds
+    store.keep([tensor]).release()  # pins the memory
+    torch.cuda.synchronize()
+    store.times.start()
+    kept = store.keep([tensor])
+    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    store.settle()
+    torch.cuda.synchronize()
+    hidden = store.times.read()
+    store.times.start()
+    kept.fetch()
+    torch.cuda.synchronize()
+    exposed = store.times.read()
+    assert hidden.overlap is not None
+    assert exposed.overlap is not None
+    assert hidden.overlap > 0.95
+    assert exposed.overlap < 0.2

@@ -27,6 +27,8 @@ SHAPES = {
     "gqa": replace(SMALL, num_kv_heads=2),
     "tied": replace(SMALL, num_kv_heads=3, tie_embeddings=True),
     "wide_heads": replace(SMALL, head_dim=16, rope_theta=500000.0),
+    "biases": replace(SMALL, num_kv_heads=2, qkv_bias=True),
+    "head_norms": replace(SMALL, num_kv_heads=2, head_dim=16, qk_norm=True),
 }
 
 
@@ -54,7 +56,19 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0
     model.to_empty(device="cpu")
     model = model.to(dtype)
     init_weights(model, seed)
+    randomise_vectors(model)
     return model
+
+
+@torch.no_grad()
+def randomise_vectors(model: LlamaModel) -> None:
+    """Gives biases and norms of heads, which begin alike, values that a comparison sees."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype) / 3
+            )
 
 
 def make_tokens(config: ModelConfig, batch: int, tokens: int) -> Tensor:

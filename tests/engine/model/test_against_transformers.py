@@ -1,12 +1,21 @@
-"""The same weights in transformers' LlamaForCausalLM give the same logits, loss and gradients."""
+"""The same weights in transformers' models of Llama, Qwen 2 and Qwen 3 give the same logits, loss and gradients."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from model_helpers import SHAPES, build, causal_attention, make_tokens
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engine.config import ModelConfig
 from engine.model.llama import LlamaModel
@@ -25,10 +34,16 @@ def hugging_face_name(name: str) -> str:
     return f"model.{name}"
 
 
-def build_peer(config: ModelConfig, ours: LlamaModel) -> nn.Module:
+def build_peer(config: ModelConfig, ours: LlamaModel) -> Any:
     """transformers' model of the same shape with the weights of `ours`."""
-    peer = LlamaForCausalLM(
-        LlamaConfig(
+    kind: Any = LlamaForCausalLM
+    settings: Any = LlamaConfig
+    if config.qkv_bias:
+        kind, settings = Qwen2ForCausalLM, Qwen2Config
+    if config.qk_norm:
+        kind, settings = Qwen3ForCausalLM, Qwen3Config
+    peer = kind(
+        settings(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.ffn_hidden_size,

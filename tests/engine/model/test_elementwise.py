@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.elementwise import rms_norm, swiglu
+from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope, rope_table
 from engine.row_blocks import CPU_BLOCK_ELEMENTS, accumulate_dtype, row_blocks, scaled
 
@@ -42,6 +42,21 @@ def tables(tokens: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
 def test_gradcheck_rms_norm() -> None:
     x, weight = draw(2, 3, 5).requires_grad_(), draw(5).requires_grad_()
     assert torch.autograd.gradcheck(lambda *args: rms_norm(*args, 1e-5), (x, weight))
+
+
+def test_gradcheck_of_a_sum_and_its_norm() -> None:
+    """The branch is no leaf: the sum takes its place."""
+    inputs = [draw(2, 3, 5).requires_grad_(), draw(2, 5, 3).mT.requires_grad_(), draw(5).requires_grad_()]
+    assert torch.autograd.gradcheck(lambda branch, *others: add_rms_norm(branch * 1, *others, 1e-5), inputs)
+
+
+def test_a_sum_and_its_norm_are_those_of_two_steps() -> None:
+    branch, residual, weight = draw(2, 3, 8).bfloat16(), draw(2, 3, 8).bfloat16() * 2, draw(8).bfloat16()
+    separate = branch + residual
+    total, normed = add_rms_norm(branch, residual, weight, 1e-5)
+    assert total.data_ptr() == branch.data_ptr()
+    assert torch.equal(total, separate)
+    assert torch.equal(normed, rms_norm(separate, weight, 1e-5))
 
 
 def test_gradcheck_swiglu() -> None:

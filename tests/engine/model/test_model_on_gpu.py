@@ -52,9 +52,8 @@ def test_long_loss_fits_where_the_plain_one_cannot() -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, weight, labels, options=LossOptions()).backward()
     chunk_bytes, weight_bytes = 2048 * vocab * 2, vocab * size * 4
-    blocks = 4 * 2**26 * 4
     extra = torch.cuda.max_memory_allocated() - before - 2 * hidden.nbytes
-    assert extra <= chunk_bytes + 2 * weight_bytes + blocks
+    assert extra <= chunk_bytes + 2 * weight_bytes + 2**26  # no copy of a block, no product beside its sum
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gqa": GQA,
     "mha": {"num_heads": 4, "num_kv_heads": 4},
     "tied": {**GQA, "tie_embeddings": True},
+    "biases and norms of heads": {**GQA, "qkv_bias": True, "qk_norm": True},
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, sections of the configuration)
     "2 tp": (2, {"parallel": {"tp_size": 2}}),
@@ -50,7 +51,13 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, sections of the con
     "2 replicas x 2 tp": (4, {"parallel": {"tp_size": 2, "dp_replicate_size": 2}}),
 }
 # Every mesh, and every shape on the mesh that has the most to get wrong with it.
-CASES = [*((name, "gqa") for name in MESHES), ("4 tp", "mha"), ("2 cp x 2 tp", "tied"), ("2 dp x 2 tp", "tied")]
+CASES = [
+    *((name, "gqa") for name in MESHES),
+    ("4 tp", "mha"),
+    ("2 cp x 2 tp", "tied"),
+    ("2 dp x 2 tp", "tied"),
+    ("2 cp x 2 tp", "biases and norms of heads"),
+]
 
 
 def config_of(shape: str, **sections: Any) -> RunConfig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -99,3 +101,22 @@ def test_compiling_without_a_compiler_is_a_config_error(tmp_path: Path, monkeypa
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match="neither g\\+\\+ nor clang\\+\\+"):
         compile_layers(LlamaModel(TINY_MODEL, LossConfig()), CPU)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it imports its compiler
+@pytest.mark.parametrize(
+    ("given", "is_kept"), [(None, False), ("/tmp/torchinductor_me", False), ("/given/by/a/person", True)]
+)
+def test_compiling_on_a_cpu_keeps_out_of_the_folder_that_a_killed_run_may_have_spoilt(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, is_kept: bool
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    with mock.patch.dict(os.environ):
+        compile_layers(LlamaModel(TINY_MODEL, TINY.loss), CPU)
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert (str(folder) == given) == is_kept
+    if not is_kept:
+        assert folder.name.startswith("burst-compiled-")
+        assert folder.stat().st_mode & 0o777 == 0o700

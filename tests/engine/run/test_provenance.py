@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from engine.run.provenance import MAX_DIFF_CHARACTERS, collect_provenance, git_f
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # whoever runs the tests may sign all commits
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)

@@ -55,3 +55,17 @@ def test_appended_lines_hold_one_object_each(tmp_path: Path) -> None:
 
 def test_finite_reaches_every_depth() -> None:
     assert finite({"a": [1.0, float("nan"), {"b": float("-inf")}]}) == {"a": [1.0, None, {"b": None}]}
+
+
+def test_lines_that_no_reader_could_bear_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    digits = "9" * 400
+    path.write_text("[" * 100_000 + f'\n{{"step": {digits}, "loss": 1.5}}\n' + "x" * (40 << 20) + '\n{"a": 1}\n')
+    assert JsonLinesTail(path).poll() == [{"step": None, "loss": 1.5}, {"a": 1}]
+
+
+def test_endless_nesting_is_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json_object(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from ranks import Pools
 from tiny_training import TINY, own_part, random_batches, start_run, tiny_config
 
 from engine.config import ParallelConfig, RunConfig
-from engine.evaluate import Evaluation, bits_per_byte, evaluate
+from engine.evaluate import Evaluation, bits_per_byte, evaluate, position_edges
 
 TOKEN_BYTES = np.arange(64) % 5
 RELATIVE = 1e-6  # the same fp32 sums in another order
@@ -63,6 +64,54 @@ def test_figures_do_not_depend_on_the_ranks(ranks: Pools, parallel: ParallelConf
         assert found.loss == pytest.approx(expected.loss, rel=RELATIVE)
         assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=RELATIVE)
         assert found.label_tokens == expected.label_tokens
+
+
+def by_position(config: RunConfig, buckets: int) -> Evaluation | None:
+    """As `evaluation`, in buckets; weights are large, so that positions differ."""
+    run = start_run(config)
+    batches = [random_batches(step, sequences=4, ignored=(29, 3)) for step in range(2)]
+    parts = [part for batch in batches for part in own_part(batch, run.mesh)]
+    return evaluate(run.train_step, parts, TOKEN_BYTES, buckets)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "buckets", "expected"),
+    [(1024, 1, (0, 1024)), (1024, 3, (0, 256, 512, 1024)), (30, 3, (0, 7, 15, 30)), (3, 9, (0, 1, 3)), (1, 2, (0, 1))],
+)
+def test_buckets_double(seq_len: int, buckets: int, expected: tuple[int, ...]) -> None:
+    assert position_edges(seq_len, buckets) == expected
+
+
+LARGE_WEIGHTS = {"init_std": 0.5}
+
+
+def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None:
+    config = tiny_config(model=LARGE_WEIGHTS)
+    whole, found = (ranks(1).run(by_position, config, buckets)[0] for buckets in (1, 3))
+    assert whole.by_position == ()
+    assert [(bucket.first, bucket.last) for bucket in found.by_position] == [(0, 6), (7, 14), (15, 29)]
+    counts = np.array([2 * (7 + 7 + 4), 2 * (8 * 3), 2 * (15 * 3 + 1)])  # of four rows; the first two lack some labels
+    assert found.label_tokens == whole.label_tokens == counts.sum()
+    losses = np.array([bucket.loss for bucket in found.by_position])
+    assert (losses * counts).sum() / counts.sum() == pytest.approx(whole.loss, rel=RELATIVE)
+    assert found.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=RELATIVE)
+    assert len({f"{loss:.3f}" for loss in losses}) == 3
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"attention": {"preset": "burst"}},
+        {"parallel": {"tp_size": 2}},
+        {"attention": {"preset": "ring"}, "loss": {"kind": "plain"}},
+    ],
+    ids=str,
+)
+def test_the_loss_by_position_does_not_depend_on_the_ranks(ranks: Pools, sections: dict[str, Any]) -> None:
+    expected = ranks(1).run(by_position, tiny_config(model=LARGE_WEIGHTS), 3)[0]
+    for found in ranks(2).run(by_position, tiny_config(model=LARGE_WEIGHTS, **sections), 3):
+        for bucket, other in zip(found.by_position, expected.by_position, strict=True):
+            assert bucket.loss == pytest.approx(other.loss, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -11,11 +11,12 @@ from ranks import Pools
 from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from engine.config import RunConfig
 from engine.flops import Flops
 from engine.memory.oom import peak_resident_bytes
 from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_pinned_bytes
 from engine.parallel.reduce import max_over_ranks
-from engine.peak import Peak
+from engine.peak_table import Peak
 from engine.train_step import StepResult
 
 COST = StepCost(tokens=1000, flops=Flops(4 * 10**12, 6 * 10**12, 5 * 10**12), peak=Peak(2e12, "test"))
@@ -149,3 +150,26 @@ def single_rank_row() -> dict[str, Any]:
     meter = StepMeter(run.mesh, run.attention, COST)
     meter.start()
     return meter.finish(1, StepResult(1.0, 1.0, 1e-3, 30))[0]
+
+
+def offloaded(config: RunConfig) -> dict[str, Any]:
+    """A row of metrics of the second step of a run on this rank."""
+    run = start_run(config)
+    meter = StepMeter(run.mesh, run.train_step.attention, COST, store=run.model.activation_store)
+    batch = random_batches(0, sequences=1, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size)
+    for step in range(2):
+        meter.start()
+        result = run.train_step(step, own_part(batch, run.mesh))
+        row, _ = meter.finish(step + 1, result)
+    return row
+
+
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_bytes_of_the_offload_are_counted_and_its_seconds_are_of_a_gpu_only(ranks: Pools, store: str) -> None:
+    config = tiny_config(
+        attention={"preset": "burst"}, memory={"activation_checkpoint": "full", "activation_store": store}
+    )
+    row = ranks(2).run(offloaded, config)[0]
+    inputs = config.model.num_layers * 16 * config.model.hidden_size * 4  # 30 tokens in blocks of 16, fp32
+    assert row["offload_bytes"] == (2 * inputs if store == "host" else None)  # there and back
+    assert (row["offload_copy_s"], row["offload_exposed_s"], row["comm_exposed_s"]) == (None, None, None)

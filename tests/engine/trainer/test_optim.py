@@ -79,12 +79,13 @@ def test_int8_moments_follow_the_learning_rate() -> None:
     torch.testing.assert_close(before - layer.weight.detach(), torch.full((64, 64), 0.25), rtol=1e-5, atol=0)
 
 
-def test_without_torchao_int8_moments_are_refused_with_what_to_install() -> None:
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_without_torchao_int8_moments_are_refused_with_what_to_install(is_on_host: bool) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
     with pytest.raises(ConfigError, match=r"torchao\.optim.*pip install 'burst-train\[int8\]'"):
-        load_adamw_8bit(missing)
+        load_adamw_8bit(missing, is_on_host=is_on_host)
 
 
 def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned() -> None:

@@ -72,7 +72,7 @@ def test_masks_change_the_losses(alone) -> None:
     assert alone["causal"][0] != pytest.approx(alone["mixed"][0], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["causal", "windowed"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("windowed", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("preset", DISTRIBUTED)
 def test_twenty_steps_of_every_preset_give_the_losses_of_one_rank(ranks: Pools, alone, preset: str, name: str) -> None:
     config = config_of(preset, {"causal": CAUSAL, "windowed": WINDOWED}[name])
@@ -80,7 +80,7 @@ def test_twenty_steps_of_every_preset_give_the_losses_of_one_rank(ranks: Pools, 
         assert found == pytest.approx(alone[name][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("causal", marks=pytest.mark.thorough), "mixed"])
 @pytest.mark.parametrize("preset", DISTRIBUTED)
 def test_gradients_of_every_preset_are_those_of_one_rank(ranks: Pools, alone, preset: str, name: str) -> None:
     config = config_of(preset, {"causal": CAUSAL, "mixed": MIXED}[name])

@@ -43,6 +43,12 @@ CONTRACT = [
     "comm_intra_bytes",
     "comm_inter_bytes",
     "comm_exposed_s",
+    "offload_bytes",
+    "offload_copy_s",
+    "offload_exposed_s",
+    "straggler_rank",
+    "rank_wait_s_min",
+    "rank_wait_s_max",
 ]
 
 
@@ -100,6 +106,8 @@ def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfi
     assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
     assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
     phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
+    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
+    assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
     assert phases[:5] == ["prepare data", "build model", "measure peak", "train", "evaluate"]
 
 
@@ -116,6 +124,8 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
         "seq_len": 30,
         "attention_preset": "burst",
         "attention_kernel": "cpu_flash",
+        "attention_kernel_reason": "auto: the first that can of cpu_flash on cpu",
+        "deterministic": False,
         "memory_policy": "full",
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
@@ -123,6 +133,7 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
         "final_validation_loss": rows[-1]["validation_loss"],
         "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
         "tokens_total": 6 * 30,
+        "dropped_steps": 0,
     }
     assert {key: summary[key] for key in expected} == expected
     assert summary["attention"]["layout"] == "zigzag"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from supervise_rig import PYTHON_PATH, Rig, wait_for
 
-from cluster.control_group import memory_groups, memory_limit_bytes, oom_counter
-from cluster.memory_watch import HostMemory, MemoryWatch
+from cluster.supervise.node.control_group import memory_groups, memory_limit_bytes, oom_counter
+from cluster.supervise.node.memory import MemoryWatch
+from cluster.supervise.node.processes import resident_bytes
+from cluster.supervise.node.spec import Spec, parse_spec
+from cluster.supervise.node.supervisor import Supervisor
 
 GIB = 2**30
 FIRST_NAMESPACE = "pid:[4026531836]"
@@ -49,30 +54,30 @@ class Machine:
         self.write(self.groups / group.strip("/") / name, text)
 
     def watch(self, log: Path = Path("/nowhere")) -> MemoryWatch:
-        return MemoryWatch(proc=self.proc, kernel_log=log)
+        return MemoryWatch(proc=str(self.proc), kernel_log=str(log))
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_groups_are_listed_from_the_inside_out(tmp_path: Path, version: int) -> None:
     machine = Machine(tmp_path, version=version)
     machine.place("self", "/user.slice/job.scope")
-    folders = (machine.groups / "user.slice" / "job.scope", machine.groups / "user.slice", machine.groups)
-    assert memory_groups("self", machine.proc) == folders
+    folders = tuple(str(machine.groups / place) for place in ("user.slice/job.scope", "user.slice", ""))
+    assert memory_groups("self", str(machine.proc)) == folders
 
 
 def test_container_without_a_namespace_sees_its_part_of_the_hierarchy(tmp_path: Path) -> None:
     machine = Machine(tmp_path, root="/docker/abc")
     machine.place("self", "/docker/abc/job")
-    assert memory_groups("self", machine.proc) == (machine.groups / "job", machine.groups)
+    assert memory_groups("self", str(machine.proc)) == (str(machine.groups / "job"), str(machine.groups))
 
 
 def test_machine_without_control_groups_has_the_limit_and_the_counter_of_the_machine(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    assert memory_groups("self", machine.proc) == ()
-    counter = oom_counter("self", machine.proc)
+    assert memory_groups("self", str(machine.proc)) == ()
+    counter = oom_counter("self", str(machine.proc))
     assert counter is not None
     assert (counter.read(), counter.of_group) == (7, False)
-    assert memory_limit_bytes("self", machine.proc) == 32 * GIB
+    assert memory_limit_bytes("self", str(machine.proc)) == 32 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -81,7 +86,7 @@ def test_limit_is_the_least_of_all_groups_around(tmp_path: Path, version: int) -
     machine.place("self", "/a/b")
     machine.limit("/a/b", "max\n" if version == 2 else "9223372036854771712\n")
     machine.limit("/a", f"{3 * GIB}\n")
-    assert memory_limit_bytes("self", machine.proc) == 3 * GIB
+    assert memory_limit_bytes("self", str(machine.proc)) == 3 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -115,8 +120,8 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         machine.place(child.pid, "/ranks")
-        watch.root_pid = child.pid
-        watch.sample()
+        wait_for(lambda: (resident_bytes(child.pid) or 0) > 4 * 2**20, "the child's memory")
+        watch.sample([child.pid])
     finally:
         child.kill()
         child.wait()
@@ -124,10 +129,9 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path) -> None:
     assert watch.oom_evidence(child.pid) is None
     machine.kills("/ranks", 3)
     assert "ranks" in str(watch.oom_evidence(child.pid))
-    facts = watch.kill_facts(child.pid)
-    assert facts.memory is not None
-    assert 2**20 < facts.memory["peak_bytes"] <= watch.host_memory().held_bytes
-    assert "ranks" in str(facts.evidence)
+    facts = watch.facts(child.pid)
+    assert 2**20 < facts["memory"]["peak_bytes"] <= watch.held_bytes()
+    assert "ranks" in str(facts["evidence"])
 
 
 def kernel_log(path: Path, pid: int, *, age_s: float = 0.0) -> Path:
@@ -157,10 +161,15 @@ def test_kernel_log_is_evidence_when_it_names_the_process(
     assert (watch.oom_evidence(55) is not None) == certain
 
 
-def test_a_run_is_nearly_out_of_memory_above_nine_tenths() -> None:
-    assert HostMemory(91, 100).nearly_full
-    assert not HostMemory(90, 100).nearly_full
-    assert not HostMemory(10**15, None).nearly_full
+def test_count_of_a_group_that_is_gone_is_remembered(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.place("self", "/job")
+    machine.kills("/job", 4)
+    watch = machine.watch()
+    machine.kills("/job", 5)
+    watch.sample([])
+    (machine.groups / "job" / "memory.events").unlink()
+    assert "rose from 4 to 5" in str(watch.oom_evidence(None))
 
 
 def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp_path: Path) -> None:
@@ -169,13 +178,37 @@ def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp
     watch = machine.watch()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        watch.root_pid = child.pid
-        watch.sample()
+        wait_for(lambda: (resident_bytes(child.pid) or 0) > 4 * 2**20, "the child's memory")
+        watch.sample([child.pid])
     finally:
         child.kill()
         child.wait()
-    facts = watch.kill_facts(child.pid)
-    assert facts.evidence is None
-    assert facts.hint is not None
-    assert "Lack of memory may be the reason" in facts.hint
-    assert machine.watch().kill_facts(child.pid).hint is None  # nothing was seen
+    facts = watch.facts(child.pid)
+    assert facts["evidence"] is None
+    assert "Lack of memory may be the reason" in str(facts["hint"])
+    assert machine.watch().facts(child.pid)["hint"] is None  # nothing was seen
+
+
+def test_killed_rank_that_was_counted_is_in_the_outcome(tmp_path: Path) -> None:
+    """No kernel: the rank counts its own death, in the procfs of a machine without control groups."""
+    machine, rig = Machine(tmp_path), Rig(tmp_path)
+    spec = parse_spec(
+        rig.spec("counted", environment={"PYTHONPATH": PYTHON_PATH, "FAKE_VMSTAT": str(machine.proc / "vmstat")})
+    )
+    for folder in (rig.files().state_dir, rig.files().log_dir):
+        Path(folder).mkdir(parents=True)
+    process = multiprocessing.get_context("spawn").Process(target=supervise, args=(spec, str(machine.proc)))
+    process.start()
+    process.join(60)
+    outcome = rig.outcome()
+    assert outcome["deaths"][0]["rank"] == 1
+    for facts in (outcome["memory"], outcome["deaths"][0]["memory"]):
+        assert f"oom_kill of the whole machine in {machine.proc / 'vmstat'} rose from 7 to 8" == facts["evidence"]
+        assert facts["memory"]["peak_bytes"] > 50 * 2**20
+        assert facts["memory"]["capacity_bytes"] == 32 * GIB
+    assert rig.processes() == []
+
+
+def supervise(spec: Spec, proc: str) -> None:
+    """A supervisor in a process of its own, on a machine that is a folder."""
+    Supervisor(spec, MemoryWatch(proc=proc, kernel_log="/nowhere")).run()

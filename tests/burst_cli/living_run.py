@@ -1,0 +1,102 @@
+"""A run of fake ranks on this machine, led by a process of its own, as `burst launch` would lead it.
+
+python living_run.py RUNS_DIR MODE [--lease S] [--detached]: creates the run and leads it to its end; nothing is shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.control.controller import Manner, control
+from cluster.control.open import open_links
+from cluster.control.outcome import SilentObserver
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.facts import probe_local_node
+from cluster.plan import build_launch_plan, with_files
+from engine.config import RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
+from engine.runs import RunFolder, create_run, list_runs, new_run_path
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = ROOT / "tests" / "cluster"
+WAIT_S = 60.0
+TIMING = LaunchTiming(poll_s=0.05, stop_grace_s=2.0, failure_grace_s=1.0)
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Returns once `condition` holds; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+
+
+class LivingRun:
+    """One such run; `kill` ends its controller without a word, `clear` whatever is left."""
+
+    def __init__(self, runs_dir: Path, mode: str = "wait", *flags: str) -> None:
+        before = set(list_runs(runs_dir))
+        environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, __file__, str(runs_dir), mode, *flags]
+        self.controller = subprocess.Popen(command, env=environment, start_new_session=True)
+        wait_for(lambda: bool(set(list_runs(runs_dir)) - before), "the run folder")
+        (self.run,) = set(list_runs(runs_dir)) - before
+
+    def wait_steps(self, count: int = 5) -> None:
+        """Returns once so many steps are recorded."""
+        wait_for(lambda: len(self.run.read_metrics()) >= count, f"{count} steps")
+
+    def wait_state(self, *states: str) -> None:
+        """Returns once run.json says one of these."""
+        wait_for(lambda: self.run.read_state()["state"] in states, f"state {' or '.join(states)}")
+
+    def kill(self) -> None:
+        """SIGKILL for the controller; its ranks go on until their lease ends."""
+        self.controller.kill()
+        self.controller.wait()
+
+    def clear(self) -> None:
+        """Nothing of the run is left."""
+        if self.controller.poll() is None:
+            self.controller.send_signal(signal.SIGINT)
+            try:
+                self.controller.wait(WAIT_S / 2)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for link in open_links(_plan(self.run.path), self.run):
+            link.stop("test", 0.0)
+            link.sweep(5.0)
+            link.close()
+
+
+def _plan(path: Path, lease_s: float = 60.0):
+    config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2, lease_s=lease_s))
+    facts = probe_local_node()
+    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{FAKES}")
+    plan = build_launch_plan(config, facts, path, module="fake_trainer")
+    argv = (sys.executable, str(FAKES / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
+    return with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
+
+
+def main() -> int:
+    flags = sys.argv[3:]
+    lease_s = float(flags[flags.index("--lease") + 1]) if "--lease" in flags else 60.0
+    path = new_run_path(Path(sys.argv[1]), "tiny")
+    plan = _plan(path, lease_s)
+    stop = StopRequests()
+    with stop.listening():
+        run: RunFolder = create_run(path, dict(plan.files), world_size=plan.world_size)
+        manner = Manner(detached="--detached" in flags, timing=TIMING)
+        return control(plan, run, open_links(plan, run), SilentObserver(), stop, manner).exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

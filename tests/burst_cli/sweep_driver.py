@@ -1,0 +1,54 @@
+"""A sweep of fake launches in a process of its own: python sweep_driver.py RUNS_DIR CELLS [MODE:INDEX ...]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from burst_cli.sweep.plan import Cell, SweepPlan
+from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
+from burst_cli.sweep.store import open_sweep
+from cluster.control.stopping import StopRequests
+from engine.config import RunConfig
+
+FAKE = (sys.executable, str(Path(__file__).parent / "fake_sweep_launch.py"))
+
+
+class Quiet:
+    """Tells nobody."""
+
+    def tick(self, cells: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+def plan_of(count: int, modes: Mapping[int, str] = {}) -> SweepPlan:
+    """`count` cells; cell number k behaves as `modes` says."""
+    cells = tuple(
+        Cell(f"cell{k:02d}", (f"number={k}", f"mode={modes.get(k, 'ok')}"), {"number": str(k)}, RunConfig(exp="fake"))
+        for k in range(count)
+    )
+    return SweepPlan("fake-0", (), (), cells)
+
+
+def manner_of(runs_dir: Path, lanes: int = 1, **settings: Any) -> SweepManner:
+    """How cells are launched: by the stand-in."""
+    return SweepManner(runs_dir, tuple(Lane(f"lane {k}") for k in range(lanes)), command=FAKE, **settings)
+
+
+def main() -> int:
+    runs_dir, count = Path(sys.argv[1]), int(sys.argv[2])
+    modes = {int(index): mode for mode, _, index in (word.partition(":") for word in sys.argv[3:])}
+    folder, _ = open_sweep(runs_dir, plan_of(count, modes))
+    stop = StopRequests()
+    with stop.listening():
+        cells = SweepRunner(folder, manner_of(runs_dir, lanes=2), Quiet(), stop).run()
+    return 0 if all(cell["state"] == "completed" for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`burst launch` for nodes: what is refused before anybody is asked, what nodes answer, a dry run without trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burst_cli.app import main
+from cluster.testbed.build import Testbed
+
+SHORT = ("exp=tiny", "train.steps=5", "optimizer.warmup_steps=1")
+
+
+def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `burst launch WORDS`."""
+    code = main(["launch", *SHORT, *words])
+    said = capsys.readouterr()
+    return code, said.out, " ".join(said.err.split())
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs would go, were there any."""
+    monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["cluster.launcher=ssh"], "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4]"),
+        (["cluster.num_nodes=4"], "cluster.num_nodes=4, but no nodes are named: give --hosts node[1-4]"),
+        (["cluster.launcher=local", "--hosts", "n[1-2]"], "but cluster.nodes=n[1-2] names others"),
+        (["cluster.launcher=local", "cluster.num_nodes=2"], "but cluster.num_nodes=2; leave it null"),
+        (["cluster.nodes='n[1-4]'", "cluster.num_nodes=3"], "got 3, but cluster.nodes=n[1-4] names 4"),
+        (["--hosts", "n1", "--hostfile", "x"], "--hosts and --hostfile both name nodes"),
+        (["--hosts", "-oProxyCommand=x"], "is no host name"),
+        (["cluster.nodes=@all"], "groups (@NAME) are not known here"),
+        (["cluster.container.runtime=docker", "cluster.container.image=b:1"], "name this machine with --hosts"),
+        (["--hosts", "n1", "cluster.environment=['RANK=1']"], "RANK is set by torchrun for every rank"),
+        (["--hosts", "n1", "cluster.python=python3"], "cluster.python: got 'python3', expected an absolute path"),
+        (["--hosts", "n[1-2]", "parallel.cp_size=3", "cluster.ranks_per_node=1"], "cp_size 3 = 3, but"),
+    ],
+)
+def test_contradictions_are_refused_before_any_node_is_asked(
+    runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    code, out, err = launch(capsys, *words)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert not runs.exists()
+
+
+def test_nodes_that_cannot_be_reached_are_all_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = launch(capsys, "--hosts", "127.0.0.[1-3]", "cluster.ssh.port=1")
+    assert (code, out) == (1, "")
+    assert "127.0.0.[1-3]: " in err
+    assert "refuses connections" in err
+    assert not runs.exists()
+
+
+def test_errors_of_nodes_are_one_document_with_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = launch(capsys, "--hosts", "127.0.0.1", "cluster.ssh.port=1", "--json")
+    assert code == 1
+    assert "127.0.0.1" in json.dumps(json.loads(out))
+
+
+@pytest.fixture
+def testbed(testbed4: Testbed, monkeypatch: pytest.MonkeyPatch) -> Testbed:
+    """The shared testbed, by the name that `cluster=NAME` knows."""
+    assert testbed4.state.config_file is not None
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.state.config_file).parents[3]))
+    return testbed4
+
+
+def traces(testbed: Testbed) -> set[Path]:
+    """Every file of burst on the nodes."""
+    homes = [node.folder.home for node in testbed.nodes]
+    return {path for home in (*homes, testbed.folder.shared) for path in home.rglob("*") if ".ssh" not in path.parts}
+
+
+def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
+    testbed: Testbed, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+    before = traces(testbed)
+    code, out, err = launch(capsys, f"cluster={testbed.name}", "--dry-run", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert (document["launcher"], document["world_size"], document["backend"]) == ("ssh", 4, "gloo")
+    assert [node["name"] for node in document["nodes"]] == list(testbed.node_names)
+    assert document["nodes"][0]["command"][-1] == f"{document['nodes'][0]['folder']}/config.yaml"
+    assert document["memory"]["capacity"]["host_source"].startswith("memory of ")
+    assert traces(testbed) == before
+    assert not runs.exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_ranks_follow_the_order_of_a_hostfile(
+    testbed: Testbed, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [testbed.node_names[2], testbed.node_names[0]]
+    (tmp_path / "hosts").write_text("\n".join(names))
+    words = (f"cluster={testbed.name}", "--hostfile", str(tmp_path / "hosts"), "--run-path", str(tmp_path / "mine"))
+    code, out, err = launch(capsys, *words, "--dry-run", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert [(node["name"], node["first_rank"]) for node in document["nodes"]] == [(names[0], 0), (names[1], 1)]
+    assert document["config"]["cluster"]["num_nodes"] == 2
+    assert document["path"] == str(tmp_path / "mine")
+
+
+def test_people_see_the_plan_and_what_is_odd(testbed: Testbed, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = launch(capsys, f"cluster={testbed.name}", "--dry-run", "cluster.master_port=29500")
+    assert code == 0, err
+    assert "4 ranks on 4 nodes" in out
+    assert "--master-port=29500" in out
+    assert "2 more files like env/" in out
+
+
+def test_every_problem_of_real_nodes_is_told_at_once(
+    testbed: Testbed, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("cluster.python=/opt/none", "cluster.interface=ib7", "data=text", "data.paths=[/none/corpus.txt]")
+    code, _, err = launch(capsys, f"cluster={testbed.name}", *settings)
+    assert code == 1
+    for text in ("no Python for the ranks", "there is no interface ib7", "data /none/corpus.txt: no such file"):
+        assert text in err
+    assert not runs.exists()

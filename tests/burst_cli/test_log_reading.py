@@ -1,0 +1,225 @@
+"""Lines of logs, read from the end, followed as they grow, and folded over ranks: properties, and bounds of memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tracemalloc
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_cli.log_merge import WINDOW_LINES, merge_folded
+from burst_cli.log_read import (
+    BLOCK_BYTES,
+    KEEP_BYTES,
+    Budget,
+    Line,
+    LineCutter,
+    LogFollower,
+    complete_end,
+    match_offset,
+    read_lines,
+    tail_offset,
+)
+
+AMPLE = Budget(2**30, 10**6)
+LINES = st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line), max_size=30)
+MIB = 2**20
+
+
+def write(folder: Path, content: bytes, name: str = "rank0000.log") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def texts(path: Path, offset: int = 0) -> list[bytes]:
+    return [line.text for line in read_lines(path, offset)]
+
+
+# --- cutting and reading from the end ---------------------------------------------------------------------------------
+
+
+@given(content=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=8))
+def test_lines_do_not_depend_on_how_bytes_arrive(content: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+    cutter = LineCutter()
+    found = [line for a, b in itertools.pairwise(edges) for line in cutter.feed(content[a:b])]
+    found += cutter.flush()
+    wanted = content.split(b"\n")
+    assert [line.text for line in found] == (wanted if wanted[-1] else wanted[:-1])
+
+
+@settings(max_examples=60)
+@given(lines=LINES, count=st.integers(0, 40), ended=st.booleans())
+def test_tail_is_the_last_lines(tmp_path_factory, lines: list[bytes], count: int, ended: bool) -> None:
+    content = b"\n".join(lines) + (b"\n" if ended and lines else b"")
+    path = write(tmp_path_factory.mktemp("tail"), content)
+    whole = texts(path)
+    assert texts(path, tail_offset(path, count)) == (whole[-count:] if count else [])
+
+
+def test_tail_spans_blocks(tmp_path: Path) -> None:
+    lines = [b"%d " % number + b"x" * 999 for number in range(3 * BLOCK_BYTES // 1000)]
+    path = write(tmp_path, b"\n".join(lines) + b"\n")
+    for count in (1, 250, 263, 300, len(lines) - 1, len(lines), len(lines) + 1):
+        assert texts(path, tail_offset(path, count)) == lines[-count:]
+
+
+def test_tail_of_what_is_not_there_is_nothing(tmp_path: Path) -> None:
+    assert tail_offset(tmp_path / "no.log", 5) == 0
+    assert texts(tmp_path / "no.log") == []
+    assert complete_end(tmp_path / "no.log") == 0
+
+
+def test_last_matches_are_found_wherever_they_lie(tmp_path: Path) -> None:
+    path = write(tmp_path, b"".join(b"error %d\n" % i if i % 10 == 3 else b"step\n" for i in range(100)))
+    offset = match_offset(path, 2, lambda line: line.text.startswith(b"error"))
+    assert [text for text in texts(path, offset) if b"error" in text] == [b"error 83", b"error 93"]
+    assert match_offset(path, 2, lambda line: False) == path.stat().st_size
+
+
+def test_long_line_is_kept_in_part_and_the_rest_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, b"x" * (KEEP_BYTES + 1000) + b"\nnext\n")
+    assert list(read_lines(path)) == [Line(b"x" * KEEP_BYTES, 1000), Line(b"next")]
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+def test_follower_gives_each_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, b"old\none\ntw")
+    follower = LogFollower(path, 4)
+    assert [line.text for line in follower.poll(AMPLE).lines] == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"o\n")
+    assert [line.text for line in follower.poll(AMPLE).lines] == [b"two"]
+    assert follower.poll(AMPLE).lines == ()
+    with path.open("ab") as file:
+        file.write(b"torn")
+    assert follower.poll(AMPLE).lines == ()
+    assert [line.text for line in follower.flush()] == [b"torn"]
+
+
+def test_follower_begins_anew_when_the_file_is_replaced_or_shrinks(tmp_path: Path) -> None:
+    path = write(tmp_path, b"first attempt\nand more of it\n")
+    follower = LogFollower(path)
+    follower.poll(AMPLE)
+    write(tmp_path, b"short\n")
+    assert [line.text for line in follower.poll(AMPLE).lines] == [b"short"]
+    path.rename(tmp_path / "rank0000.log.1")
+    assert follower.poll(AMPLE).lines == ()
+    write(tmp_path, b"a new file\n")
+    assert [line.text for line in follower.poll(AMPLE).lines] == [b"a new file"]
+
+
+def test_flood_is_passed_over_and_counted_exactly(tmp_path: Path) -> None:
+    path = write(tmp_path, b"")
+    follower = LogFollower(path)
+    path.write_bytes(b"".join(b"line %06d\n" % number for number in range(100_000)))
+    arrived = follower.poll(Budget(64 * 1024, 10))
+    assert [line.text for line in arrived.lines] == [b"line %06d" % number for number in range(99_990, 100_000)]
+    assert arrived.skipped_lines == 99_990
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), room=st.integers(1, 50), most=st.integers(1, 5))
+def test_shown_and_skipped_lines_add_up(tmp_path_factory, sizes: list[int], room: int, most: int) -> None:
+    path = write(tmp_path_factory.mktemp("sum"), b"")
+    follower, shown, skipped = LogFollower(path), 0, 0
+    for size in sizes:
+        with path.open("ab") as file:
+            file.write(b"y" * size + b"\n" + b"z" * (size // 2))
+        arrived = follower.poll(Budget(room, most))
+        shown, skipped = shown + len(arrived.lines), skipped + (arrived.skipped_lines or 0)
+    assert shown + skipped + len(follower.flush()) >= len(sizes)
+    assert shown + skipped <= len(sizes)
+
+
+def test_line_whose_beginning_was_passed_over_is_not_shown_as_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path, b"")
+    follower = LogFollower(path)
+    path.write_bytes(b"x" * 100_000)
+    assert follower.poll(Budget(1000, 10)).lines == ()
+    with path.open("ab") as file:
+        file.write(b"the end of it\nwhole\n")
+    arrived = follower.poll(Budget(1000, 10))
+    assert [line.text for line in arrived.lines] == [b"whole"]
+    assert arrived.skipped_lines == 1
+
+
+# --- folding ----------------------------------------------------------------------------------------------------------
+
+FEW_WORDS = st.lists(st.sampled_from([b"a", b"b", b"c", b"", b"step"]), max_size=12)
+
+
+@settings(max_examples=300)
+@given(logs=st.lists(FEW_WORDS, max_size=6))
+def test_every_log_keeps_all_its_lines_in_its_order(logs: list[list[bytes]]) -> None:
+    merged = list(merge_folded([[Line(text) for text in log] for log in logs]))
+    for index, log in enumerate(logs):
+        assert [line.text for line, group in merged if index in group] == log
+    assert all(group == tuple(sorted(set(group))) and group for _, group in merged)
+
+
+@given(log=FEW_WORDS, count=st.integers(1, 6))
+def test_ranks_that_say_the_same_are_one(log: list[bytes], count: int) -> None:
+    merged = list(merge_folded([[Line(text) for text in log]] * count))
+    assert [(line.text, group) for line, group in merged] == [(text, tuple(range(count))) for text in log]
+
+
+def test_a_line_waits_for_ranks_that_say_it_later() -> None:
+    first = [b"start", b"step 1", b"step 2"]
+    second = [b"start", b"warning", b"step 1", b"trace", b"back", b"step 2"]
+    merged = merge_folded([[Line(text) for text in log] for log in (first, second)])
+    assert [(line.text, group) for line, group in merged] == [
+        (b"start", (0, 1)),
+        (b"warning", (1,)),
+        (b"step 1", (0, 1)),
+        (b"trace", (1,)),
+        (b"back", (1,)),
+        (b"step 2", (0, 1)),
+    ]
+
+
+def test_lines_of_one_rank_stay_together() -> None:
+    logs = [[Line(b"rank %d line %d" % (rank, number)) for number in range(5)] for rank in range(3)]
+    assert [group[0] for _, group in merge_folded(logs)] == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_only_a_window_of_each_log_is_read_ahead() -> None:
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Line(b"%d" % taken)
+
+    merged = merge_folded([endless()])
+    for _ in range(10):
+        next(merged)
+    assert taken <= 2 * WINDOW_LINES
+
+
+def test_memory_is_bounded_whatever_the_size_of_files_and_lines(tmp_path: Path) -> None:
+    """64 files of 1 GiB that begin with a line of this size (sparse), and lines of 16 MiB at the end of four."""
+    paths = []
+    for rank in range(64):
+        path = tmp_path / f"rank{rank:04d}.log"
+        with path.open("wb") as file:
+            os.ftruncate(file.fileno(), 1024 * MIB)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n" + b"a line of this rank\n" * 500)
+            if rank < 4:
+                file.seek(16 * MIB, os.SEEK_CUR)
+                file.write(b"\nlast\n")
+        paths.append(path)
+    tracemalloc.start()
+    merged = merge_folded([read_lines(path, tail_offset(path, 50)) for path in paths])
+    count = sum(len(group) for _, group in merged)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 64 * 50
+    assert peak < 16 * MIB

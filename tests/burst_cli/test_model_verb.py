@@ -1,0 +1,130 @@
+"""`burst model` and `burst checkpoint export` as a person types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from burst_cli.app import app
+from engine.checkpoint.commit import commit, hash_file, new_folder
+from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
+from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
+from engine.pretrained.shape import config_json
+from engine.runs import create_run
+
+MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of Hugging Face, its weights not needed."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "model.safetensors").write_text("")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def burst(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_a_model_is_shown_as_a_configuration_that_can_be_written(folder: Path, tmp_path: Path) -> None:
+    done = burst("model", str(folder), "--write", str(tmp_path / "conf" / "mine.yaml"))
+    assert done.exit_code == 0
+    settings = yaml.safe_load(done.stdout)
+    assert settings == yaml.safe_load((tmp_path / "conf" / "mine.yaml").read_text())
+    assert ModelConfig(**settings | {"init_from": None}) == MODEL
+    assert settings["init_from"] == str(folder)
+    assert "data.tokenizer=" in done.stderr
+    assert "rope_scaling.original_seq_len=4096" in done.stderr
+
+
+def test_json_says_the_same(folder: Path) -> None:
+    found = json.loads(burst("model", str(folder), "--json").stdout)
+    assert (found["model"]["qkv_bias"], found["seq_len"], found["window_tokens"]) == (True, 4096, None)
+
+
+def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+    for words, text in (
+        (["model", str(tmp_path)], "expected the folder of a Hugging Face model"),
+        (["model", str(folder), "--write", str(folder / "config.json")], "exists; name another file"),
+    ):
+        done = burst(*words)
+        assert done.exit_code != 0
+        assert text in done.output + str(done.exception)
+    (folder / "model.safetensors").unlink()
+    assert "pickled weights are not read" in str(burst("model", str(folder)).exception)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with one checkpoint, of a model of one weight."""
+    run = create_run(
+        tmp_path / "runs" / "mine" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig(model=MODEL))}
+    )
+    part = new_folder(run.path / "checkpoints", 7, "ab")
+    weight = np.arange(24, dtype=np.float32).reshape(6, 4)
+    save_file({"a": weight[:3], "b": weight[3:]}, part / "rank00000.safetensors")
+    chunks = (
+        Chunk((0, 0), (3, 4), "rank00000.safetensors", "a"),
+        Chunk((3, 0), (3, 4), "rank00000.safetensors", "b"),
+    )
+    files = {"rank00000.safetensors": FileFacts(*hash_file(part / "rank00000.safetensors"), "disk")}
+    tensors = {"model.embedding.weight": TensorFacts("float32", (6, 4), chunks)}
+    commit(part, Manifest(7, "ab", "now", files, tensors, {"updates": 7}, {}))
+    return run.path
+
+
+def test_weights_are_exported(run: Path, tmp_path: Path) -> None:
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"), "--dtype", "float32", "--json")
+    assert done.exit_code == 0, done.output
+    assert (json.loads(done.stdout)["step"], json.loads(done.stdout)["files"]) == (7, 1)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"], np.arange(24, dtype=np.float32).reshape(6, 4))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_an_exported_model_of_conversations_has_its_chat_template(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": "{{ bos_token }}..."}')
+    data = DataConfig(format="jsonl", messages_field="messages", tokenizer=str(tmp_path / "tokenizer.json"))
+    (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
+    assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ bos_token }}..."
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    (tmp_path / "tokenizer_config.json").unlink()
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
+    assert done.exit_code == 0
+    assert "the folder gets no chat template" in done.stderr
+    assert not (tmp_path / "other" / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--step", "8"], "has no checkpoint of step 8; it has 7"),
+        (["--dtype", "float16"], "--dtype: got 'float16', expected one of bfloat16, float32"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(run: Path, tmp_path: Path, words: list[str], text: str) -> None:
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"), *words)
+    assert done.exit_code != 0
+    assert text in done.output + str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_an_undamaged_checkpoint_nothing_is_written(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "step-00000007" / "rank00000.safetensors").write_bytes(b"")
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"))
+    assert "has no undamaged checkpoint" in done.output + str(done.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]

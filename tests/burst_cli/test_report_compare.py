@@ -1,0 +1,250 @@
+"""Two runs or two groups: what differs, by how much, and whether it is more than chance."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_samples import PROVENANCE, make_run, metrics, report, variant
+
+from burst_cli.report.bootstrap import block_length, compare_paired, compare_runs, compare_steps, smallest_p
+from burst_cli.report.build import Request, build_report
+from burst_cli.report.compare import Comparison, Difference
+from burst_cli.report.config_diff import config_differences
+from burst_cli.report.provenance import provenance_facts
+from engine.errors import ConfigError
+
+
+def correlated(n: int, phi: float, generator: np.random.Generator) -> list[float]:
+    """An AR(1) series around 100: every step remembers the one before it."""
+    value, found = 0.0, []
+    for _ in range(n):
+        value = phi * value + generator.normal()
+        found.append(100 + value)
+    return found
+
+
+# --- the tests themselves ---------------------------------------------------------------------------------------------
+
+
+def test_independent_steps_need_no_blocks_and_correlated_ones_do() -> None:
+    generator = np.random.default_rng(1)
+    lengths = [block_length(np.asarray(correlated(400, phi, generator))) for phi in (0.0, 0.9)]
+    assert lengths[0] <= 3
+    assert lengths[1] >= 10
+
+
+@pytest.mark.parametrize("values", [[1.0] * 50, [1.0, 2.0], list(range(100)), [0.0, 1.0] * 40])
+def test_block_length_of_odd_series_is_a_legal_one(values: list[float]) -> None:
+    assert 1 <= block_length(np.asarray(values, dtype=np.float64)) <= len(values)
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.7])
+def test_equal_series_rarely_seem_different_even_when_steps_resemble_their_neighbours(phi: float) -> None:
+    generator = np.random.default_rng(2)
+    trials = 40
+    found = [compare_steps(correlated(120, phi, generator), correlated(120, phi, generator)) for _ in range(trials)]
+    false_alarms = sum(one is not None and one.p < 0.05 for one in found)
+    assert false_alarms / trials < 0.2  # 0.05 by right; drawing single steps gives far more than that for phi = 0.7
+
+
+def test_real_difference_is_found_with_an_interval_around_it() -> None:
+    generator = np.random.default_rng(3)
+    a, b = correlated(200, 0.5, generator), [value + 3 for value in correlated(200, 0.5, generator)]
+    found = compare_steps(a, b)
+    assert found is not None
+    assert found.p < 0.01
+    assert found.low < 3 < found.high
+    assert found.low > 1.5
+
+
+def test_same_input_gives_the_same_answer() -> None:
+    values = correlated(50, 0.5, np.random.default_rng(4))
+    assert compare_steps(values, values[::-1]) == compare_steps(values, values[::-1])
+
+
+def test_few_steps_are_no_ground_for_a_verdict() -> None:
+    assert compare_steps([1.0] * 9, [2.0] * 100) is None
+    assert compare_paired([1.0] * 9, [2.0] * 9) is None
+    assert compare_runs([1.0], [2.0, 3.0]) is None
+
+
+def test_paired_losses_show_what_their_common_noise_hides() -> None:
+    chance = random.Random(5)
+    noise = [chance.gauss(0, 1) for _ in range(60)]
+    a = [5 + value for value in noise]
+    b = [5.05 + value + chance.gauss(0, 0.01) for value in noise]
+    paired, apart = compare_paired(a, b), compare_steps(a, b)
+    assert paired is not None
+    assert apart is not None
+    assert paired.p < 0.01 < 0.05 < apart.p
+
+
+def test_permutation_test_counts_every_split_of_few_runs() -> None:
+    found = compare_runs([1.0, 2.0, 3.0, 4.0], [11.0, 12.0, 13.0, 14.0])
+    assert found is not None
+    assert found.p == pytest.approx(2 / 70) == pytest.approx(smallest_p(4, 4))
+    assert "all permutations" in found.method
+
+
+def test_permutation_test_samples_the_splits_of_many_runs() -> None:
+    generator = np.random.default_rng(6)
+    a, b = generator.normal(0, 1, 15).tolist(), generator.normal(0, 1, 15).tolist()
+    found = compare_runs(a, b)
+    assert found is not None
+    assert found.p > 0.05
+    assert smallest_p(2, 3) == 0.1
+
+
+# --- of runs ----------------------------------------------------------------------------------------------------------
+
+
+def noisy(speed: float, seed: int) -> Callable[[int], dict[str, Any]]:
+    """Rows of a run that makes about `speed` tokens/s per device."""
+    chance = random.Random(seed)
+
+    def row(step: int) -> dict[str, Any]:
+        now = speed * (1 + chance.gauss(0, 0.01))
+        loss = 4 / step**0.3 + random.Random(step).gauss(0, 0.1)  # the same data, so the same noise
+        return {**metrics(step), "tokens_per_s_per_device": now, "step_time_s": 1e3 / now, "loss": loss}
+
+    return row
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1100, 2), config=variant("burst"))
+    return tmp_path
+
+
+def compared(runs_dir: Path, a: str, b: str, **request: Any) -> Comparison:
+    found = build_report(Request(runs_dir, compare=(a, b), **request)).comparison
+    assert found is not None
+    return found
+
+
+def figure(comparison: Comparison, metric: str) -> Difference:
+    return next(one for one in comparison.differences if one.metric == metric)
+
+
+def test_faster_run_is_called_better_in_both_of_its_figures(two_runs: Path) -> None:
+    found = compared(two_runs, "aaaaaa", "bbbbbb")
+    speed, seconds = figure(found, "tokens_per_s_per_device"), figure(found, "step_time_s")
+    assert (speed.verdict, seconds.verdict) == ("B is better", "B is better")
+    assert speed.low is not None
+    assert speed.high is not None
+    assert speed.change is not None
+    assert speed.change == pytest.approx(0.1, abs=0.01)
+    assert speed.low < speed.change < speed.high < speed.low + 0.02
+    assert "blocks of" in (speed.method or "")
+
+
+def test_equal_losses_and_figures_of_one_value_claim_nothing(two_runs: Path) -> None:
+    found = compared(two_runs, "aaaaaa", "bbbbbb")
+    assert figure(found, "loss, last quarter").verdict == "equal"
+    assert figure(found, "peak_memory_bytes").verdict == "one value per side: not tested"
+
+
+def test_same_speed_shows_no_difference(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1000, 7))
+    assert figure(compared(tmp_path, "aaaaaa", "bbbbbb"), "step_time_s").verdict == "no difference shown"
+
+
+def test_settings_that_differ_are_named_and_those_that_matter_warned_of(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", config=variant("burst", log_interval_steps=7))
+    found = compared(tmp_path, "aaaaaa", "bbbbbb")
+    assert {(one.key, one.matters) for one in found.config} == {
+        ("attention.preset", True),
+        ("train.log_interval_steps", False),
+    }
+    warning = next(line for line in found.warnings if "configurations differ" in line)
+    assert "attention.preset" in warning
+    assert "log_interval" not in warning
+
+
+def test_what_weakens_a_comparison_is_said(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", peak_flops_per_device=2e12, device="H100")
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb")
+    (tmp_path / "tiny/20260102-000000-bbbbbb/config.yaml").write_text("damaged: [")
+    words = " ".join(compared(tmp_path, "aaaaaa", "bbbbbb").warnings)
+    assert "different hardware: H100 against cpu" in words
+    assert "MFU is against different peaks" in words
+    assert "one run on a side" in words
+    assert "not readable as YAML" in words
+
+
+def groups(runs_dir: Path, each: int) -> None:
+    """`each` runs of two commits; the second is a tenth faster."""
+    for commit, speed in (("a", 1000), ("b", 1100)):
+        provenance = {**PROVENANCE, "git": {"sha": commit * 40, "dirty": False}}
+        for index in range(each):
+            row = noisy(speed * (1 + 0.002 * index), index)
+            name = f"tiny/20260101-0000{index:02}-{commit * 6}"
+            make_run(runs_dir, name, steps=12, row=row, provenance=provenance)
+
+
+def test_two_commits_are_compared_over_their_runs(tmp_path: Path) -> None:
+    groups(tmp_path, 4)
+    found = compared(tmp_path, "aaaa", "bbbb", by="git_sha")
+    assert (len(found.runs_a), len(found.runs_b)) == (4, 4)
+    speed = figure(found, "tokens_per_s_per_device")
+    assert speed.verdict == "B is better"
+    assert "permutation test over 4 and 4 runs" in (speed.method or "")
+    assert not any("one run on a side" in warning for warning in found.warnings)
+
+
+def test_too_few_runs_are_told_so_instead_of_a_verdict(tmp_path: Path) -> None:
+    groups(tmp_path, 3)
+    verdict = figure(compared(tmp_path, "a", "b", by="commit"), "tokens_per_s_per_device").verdict
+    assert verdict == "too few runs to tell: even the clearest difference has p = 0.1"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"compare": ("tiny", "tiny")}, "both mean"),
+        ({"compare": ("aaaaaa", "nobody")}, "no such run"),
+        ({"compare": ("a", "zzz"), "by": "git_sha"}, "there are: abcabc"),
+        ({"compare": ("a", "b"), "by": "git_shaa"}, "did you mean git_sha?"),
+        ({"by": "git_sha"}, "--compare A B"),
+    ],
+)
+def test_comparisons_that_cannot_be_are_refused(two_runs: Path, request_: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_report(Request(two_runs, **request_))
+
+
+@pytest.mark.parametrize("format", ["table", "md", "json", "html"])
+def test_comparison_is_in_every_format(
+    two_runs: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ("--output", str(tmp_path / "r.html")) if format == "html" else ()
+    assert report(two_runs, "--compare", "aaaaaa", "bbbbbb", "--format", format, *output) == 0
+    text = (tmp_path / "r.html").read_text(encoding="utf-8") if format == "html" else capsys.readouterr().out
+    assert "B is better" in text
+    assert "attention.preset" in text
+    if format == "json":
+        assert json.loads(text)["comparison"]["a"] == "aaaaaa"
+    if format == "html":
+        assert "Training loss of both sides" in text
+
+
+def test_values_of_the_environment_stay_out_of_reports(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("exp: tiny\ncluster:\n  environment: [TOKEN=canary]\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("exp: tiny\n")
+    command = ["burst", "launch", "cluster.environment=[TOKEN=canary]", "+cluster.environment.0=TOKEN=canary"]
+    (tmp_path / "provenance.json").write_text(json.dumps({"command": command}))
+    found, _ = config_differences([tmp_path], [tmp_path / "other"])
+    assert [(one.key, one.a) for one in found] == [("cluster.environment", '["TOKEN"]')]
+    told = provenance_facts(tmp_path)["command"]
+    assert told == "burst launch cluster.environment=... +cluster.environment.0=..."

@@ -1,0 +1,162 @@
+"""Effective training time: every second of the wall clock has one place, and what is unknown is null."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_samples import make_run, report
+
+from burst_cli.report.effective import effective_time
+from burst_cli.report.metrics_file import metric_rows, run_rows, series, thinned
+from engine.runs import RunFolder
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def at(seconds: float) -> str:
+    return (START + timedelta(seconds=seconds)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def write(run: Path, history: list[tuple[str, float]], **facts: Any) -> RunFolder:
+    run.mkdir(parents=True, exist_ok=True)
+    entries = [{"state": state, "at": at(seconds)} for state, seconds in history]
+    document = {"state": history[-1][0], "history": entries, "attempt": 1, **facts}
+    (run / "run.json").write_text(json.dumps(document))
+    return RunFolder(run)
+
+
+def record(folder: Path, steps: range, events: list[tuple[float, dict[str, Any]]], step_s: float = 1.0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": step, "step_time_s": step_s, "loss": 1.0} for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = [{"at": at(seconds), "kind": "phase", **event} for seconds, event in events]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_one_attempt_is_start_up_steps_and_evaluation(tmp_path: Path) -> None:
+    run = write(tmp_path / "r", [("planned", 0), ("starting", 5), ("running", 10), ("completed", 40)])
+    phases = [(10, "build model"), (15, "train"), (30, "evaluate"), (36, "train")]
+    record(run.path, range(1, 13), [(seconds, {"phase": phase}) for seconds, phase in phases])
+    assert effective_time(run) == {
+        "attempts": 1,
+        "effective_fraction": pytest.approx(12 / 35),
+        "wall_s": 35.0,
+        "productive_s": 12.0,
+        "start_up_s": 10.0,
+        "evaluation_s": 6.0,
+        "checkpoint_stall_s": 0.0,
+        "lost_work_s": 0.0,
+        "restart_s": 0.0,
+        "other_s": 7.0,
+    }
+
+
+def test_steps_made_twice_are_lost_and_the_way_back_is_restart(tmp_path: Path) -> None:
+    history = [("planned", 0), ("starting", 0), ("failed", 30), ("starting", 50), ("completed", 100)]
+    run = write(tmp_path / "r", history, attempt=2)
+    record(run.path / "attempts/1", range(1, 21), [(5, {"phase": "train"})])
+    record(run.path, range(16, 51), [(60, {"phase": "train"})])
+    found = effective_time(run)
+    assert (found["productive_s"], found["lost_work_s"], found["restart_s"]) == (50.0, 5.0, 30.0)
+    assert (found["attempts"], found["start_up_s"], found["wall_s"]) == (2, 5.0, 100.0)
+
+
+def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path: Path) -> None:
+    run = write(tmp_path / "r", [("starting", 0), ("starting", 100), ("completed", 130)])
+    record(run.path / "attempts/1", range(1, 4), [(2, {"phase": "train"}), (20, {"phase": "evaluate"})])
+    moment = (START + timedelta(seconds=40)).timestamp()
+    os.utime(run.path / "attempts/1/metrics.jsonl", (moment, moment))
+    record(run.path, range(1, 6), [(110, {"phase": "train"})])
+    assert effective_time(run)["restart_s"] == 110 - 40
+
+
+def test_checkpoint_stall_is_counted_where_the_run_tells_it_and_unknown_where_not(tmp_path: Path) -> None:
+    run = write(tmp_path / "r", [("starting", 0), ("completed", 30)])
+    (run.path / "checkpoints/step-00000010").mkdir(parents=True)
+    record(run.path, range(1, 11), [(5, {"phase": "train"})])
+    assert effective_time(run)["checkpoint_stall_s"] is None
+    saved = (20, {"kind": "checkpoint", "stall_s": 0.5})
+    phases = [(5, "train"), (9, "checkpoint"), (11, "train")]
+    record(run.path, range(1, 11), [*((seconds, {"phase": phase}) for seconds, phase in phases), saved])
+    assert effective_time(run)["checkpoint_stall_s"] == 2.5
+
+
+@pytest.mark.parametrize("document", ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}'])
+def test_damaged_history_is_unknown(tmp_path: Path, document: str) -> None:
+    (tmp_path / "run.json").write_text(document)
+    assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
+
+
+def test_run_that_never_started_has_no_time(tmp_path: Path) -> None:
+    assert effective_time(write(tmp_path / "r", [("planned", 0)]))["wall_s"] is None
+
+
+def test_it_is_read_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
+    for arguments, expected in (((), False), (("--effective",), True), (("--columns", "run,wall_s"), True)):
+        assert report(tmp_path, "--json", *arguments) == 0
+        assert ("wall_s" in json.loads(capsys.readouterr().out)["runs"][0]) is expected
+
+
+# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def test_huge_file_is_sampled_evenly_and_ends_with_its_last_row(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    filler = "x" * 400
+    with file.open("w") as stream:
+        stream.writelines(f'{{"step": {step}, "loss": {step}.5, "text": "{filler}"}}\n' for step in range(1, 25_001))
+    rows = metric_rows(file)
+    steps = [row["step"] for row in rows]
+    assert 1500 < len(rows) <= 2002
+    assert (steps[0], steps[-1]) == (1, 25_000)
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 30
+    assert len(metric_rows(file, all_rows=True)) == 25_000
+
+
+def test_damaged_lines_are_left_out_and_the_later_row_of_a_step_counts(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        '{"step": 2, "loss": 1}\nnope\n[1]\n{"step": "3"}\n{"step": 1, "loss": NaN}\n{"step": 2, "loss": 5}\n{"st'
+    )
+    rows = metric_rows(file)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert series(rows, "loss") == [(2, 5)]
+    assert metric_rows(tmp_path / "absent") == []
+
+
+def test_thinning_keeps_the_mean_and_the_number_of_points_small() -> None:
+    points = [(step, float(step)) for step in range(1, 1001)]
+    thin = thinned(points, 100)
+    assert len(thin) == 100
+    assert sum(y for _, y in thin) / 100 == pytest.approx(500.5)
+    assert thinned([], 100) == []
+    assert thinned(points[:50], 100) == [(float(x), y) for x, y in points[:50]]
+
+
+def test_rows_of_a_run_are_those_of_the_attempt_that_made_each_step_last(tmp_path: Path) -> None:
+    """Attempt 1 came to step 9, attempt 2 began again at 6 and came to 7, attempt 3 made no step, 10 none either."""
+    record(tmp_path / "attempts" / "1", range(1, 10), [], step_s=1.0)
+    record(tmp_path / "attempts" / "2", range(6, 8), [], step_s=2.0)
+    record(tmp_path / "attempts" / "3", range(0), [])
+    record(tmp_path / "attempts" / "10", range(0), [])
+    record(tmp_path, range(7, 9), [], step_s=3.0)
+    (tmp_path / "attempts" / "notes.txt").write_text("not an attempt")
+    rows = run_rows(tmp_path)
+    assert [(row["step"], row["step_time_s"]) for row in rows] == [
+        *((step, 1.0) for step in range(1, 6)),
+        (6, 2.0),
+        (7, 3.0),
+        (8, 3.0),
+    ]
+
+
+def test_rows_of_a_run_that_began_again_and_made_no_step_are_the_old_ones(tmp_path: Path) -> None:
+    record(tmp_path / "attempts" / "1", range(1, 4), [])
+    assert [row["step"] for row in run_rows(tmp_path)] == [1, 2, 3]

@@ -1,0 +1,341 @@
+"""The page and the picture of `burst report`: whole, self-contained, safe, and never over somebody's file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_samples import make_methods, make_run, metrics, report, variant
+
+from burst_cli.report.build import Request, build_report
+from burst_cli.report.markup import Markup, escape, tag
+from burst_cli.report.page import report_page
+from burst_cli.report.panels import Panel, group_panels, style_numbers
+from burst_cli.report.svg import panel_svg
+from engine.runs import RunFolder
+
+_VOID = {"meta", "link", "br", "use", "path"}
+_HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>$\\frac{x}{'
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Structure(HTMLParser):
+    """Tags, texts by tag, ids and links of a page; fails on a tag that is closed in the wrong order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.attributes: set[str] = set()
+        self.texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        found = dict(attrs)
+        self.attributes |= set(found)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [value for name, value in attrs if name in ("href", "src", "xlink:href") and value]
+        self.links += re.findall(r"url\(([^)]*)\)", " ".join(value or "" for value in found.values()))
+        if tag not in ("meta", "link", "br"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and data.strip():
+            self.texts.append((self._open[-1], data))
+
+    def of(self, tag: str) -> list[str]:
+        return [text for name, text in self.texts if name == tag]
+
+
+def page_of(runs_dir: Path, **request: object) -> Structure:
+    return Structure(report_page(build_report(Request(runs_dir, is_page=True, **request))).html)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def methods_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("methods")
+    make_methods(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(methods_dir: Path) -> Structure:
+    return page_of(methods_dir)
+
+
+# --- what is on the page ----------------------------------------------------------------------------------------------
+
+
+def test_page_has_every_section_once(page: Structure) -> None:
+    assert page.of("h1") == ["burst report: tiny"]
+    assert page.of("h2") == ["tiny · 2 × cpu", "How to read this"]
+    assert page.tags["figure"] == page.tags["figcaption"] == 6
+    assert page.tags["details"] == 1
+
+
+def test_titles_say_what_is_seen(page: Structure) -> None:
+    titles = page.of("figcaption")
+    assert "burst/full is fastest at 1K: 1K tokens/s, 1.99× ring/full" in titles
+    assert "MFU at 1K: 10% with burst/full, 5% with ring/full" in titles
+    assert "burst/full and ring/full need the same memory at 1K: 1 GiB" in titles
+    assert "Memory predictions are +5% to +5% off what was measured" in titles
+
+
+def test_matrix_shows_lengths_against_methods_and_what_ran_out_of_memory(page: Structure) -> None:
+    methods = ["burst/full", "ring/full", "ulysses/full"]
+    assert [text for text in page.of("th") if text in methods] == methods
+    assert "OOM" in page.of("span")
+
+
+def test_cell_that_nobody_ran_is_visible(methods_dir: Path, tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000001-aaaaaa", config=variant("ring", 512))
+    make_run(tmp_path, "tiny/20260101-000002-aaaaaa", config=variant("ring", 1024))
+    make_run(tmp_path, "tiny/20260101-000003-aaaaaa", config=variant("burst", 512))
+    assert page_of(tmp_path).of("span").count("not run") == 1
+
+
+def test_out_of_memory_is_marked_at_its_length(methods_dir: Path) -> None:
+    found = build_report(Request(methods_dir))
+    panels = group_panels(found.groups[0], style_numbers(found.records))
+    assert [panel.key for panel in panels] == ["tokens_per_s_per_device", "mfu", "peak_memory_bytes", "prediction"]
+    assert all(panel.missing == (("ulysses/full", 2, 1024),) for panel in panels[:3])
+    assert "OOM" in panel_svg(panels[0], "x-")
+
+
+def test_bars_are_the_quartiles(methods_dir: Path) -> None:
+    found = build_report(Request(methods_dir))
+    panel = group_panels(found.groups[0], style_numbers(found.records))[0]
+    (ring,) = [line for line in panel.lines if line.name == "ring/full"]
+    assert [(point.x, point.low, point.y, point.high) for point in ring.points] == [
+        (512, 1003.5, 1005, 1006.5),
+        (1024, 503.5, 505, 506.5),
+    ]
+
+
+def test_methods_within_their_spread_are_not_ranked(tmp_path: Path) -> None:
+    for place, preset in enumerate(("ring", "burst")):
+
+        def row(step: int, shift: int = place) -> dict[str, object]:
+            return {**metrics(step), "tokens_per_s_per_device": 1000 + 50 * (step % 4) + shift}
+
+        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset), steps=12, row=row)
+    title = next(text for text in page_of(tmp_path).of("figcaption") if text.startswith("Tokens"))
+    assert "lie within their spread" in title
+
+
+def test_one_length_is_drawn_as_a_row_per_method(tmp_path: Path) -> None:
+    for place, preset in enumerate(("ring", "burst")):
+        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset))
+    found = build_report(Request(tmp_path))
+    panels = group_panels(found.groups[0], style_numbers(found.records))
+    assert {panel.kind for panel in panels} == {"dots"}
+    assert "ring" in panel_svg(panels[0], "x-")
+
+
+def test_one_run_has_its_curves_and_no_comparison(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
+    assert page_of(tmp_path).of("figcaption") == ["Training loss", "Seconds per step over the run"]
+
+
+def test_figure_above_the_peak_is_flagged_and_explained(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", mfu=1.2)
+    page = page_of(tmp_path)
+    assert "120% !" in page.of("td")
+    assert any("cannot be" in text for text in page.of("p"))
+
+
+def test_failed_gates_and_warnings_come_first(methods_dir: Path, tmp_path: Path) -> None:
+    found = page_of(methods_dir, fail_below=("mfu=7%",), statuses=("completed",))
+    assert found.of("h2")[0] == "1 of 5 gate checks failed"
+    (tmp_path / "tiny/20260101-000000-aaaaaa").mkdir(parents=True)
+    (tmp_path / "tiny/20260101-000000-aaaaaa/run.json").write_text("{")
+    assert "2 warnings" in page_of(tmp_path).of("summary")
+
+
+def test_page_without_runs_is_a_page(tmp_path: Path) -> None:
+    assert page_of(tmp_path).of("h1") == ["burst report: no runs"]
+
+
+# --- self-contained and safe ------------------------------------------------------------------------------------------
+
+
+def test_page_fetches_nothing_and_runs_nothing(page: Structure) -> None:
+    assert not {"script", "iframe", "object", "link", "img"} & set(page.tags)
+    assert not [name for name in page.attributes if name.startswith("on")]
+    assert [link for link in page.links if not link.startswith("#")] == []
+
+
+def test_ids_are_unique_and_every_link_hits_one(page: Structure) -> None:
+    assert [name for name, times in Counter(page.ids).items() if times > 1] == []
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+
+
+def test_page_follows_the_colour_scheme_and_the_width(methods_dir: Path) -> None:
+    html = report_page(build_report(Request(methods_dir, is_page=True))).html
+    assert "prefers-color-scheme: dark" in html
+    assert 'content="width=device-width' in html
+    assert "var(--m0)" in html
+    assert not re.search(r"(fill|stroke): ?#(0072b2|1b1f25)", html)
+
+
+def test_hostile_names_stay_text_everywhere(tmp_path: Path) -> None:
+    for place in range(2):
+        run = make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant("ring", 512 * (place + 1)))
+        damage(run)
+    (tmp_path / "tiny").rename(tmp_path / "<script>x<")
+    (tmp_path / "<script>x</20260101-000002-aaaaaa").mkdir()
+    (tmp_path / "<script>x</20260101-000002-aaaaaa/run.json").write_text(json.dumps({"state": "<script>"}))
+    found = page_of(tmp_path, compare=("20260101-000000", "20260101-000001"), baseline=None)
+    assert found.tags["script"] == found.tags["img"] == 0
+    assert not [name for name in found.attributes if name.startswith("on")]
+    assert any("alert(1)" in text for _, text in found.texts)
+    assert (
+        report(tmp_path, "--format", "csv", "--output", str(tmp_path / "x.csv"), "--png", str(tmp_path / "x.png")) == 0
+    )
+
+
+def damage(run: RunFolder) -> None:
+    """Every text of the run becomes hostile."""
+    for name in ("summary.json", "provenance.json"):
+        document = json.loads((run.path / name).read_text())
+        (run.path / name).write_text(json.dumps(hostile(document)))
+
+
+def hostile(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: hostile(item) for key, item in value.items()} | {_HOSTILE: _HOSTILE}
+    if isinstance(value, list):
+        return [hostile(item) for item in value] or [_HOSTILE]
+    return _HOSTILE if isinstance(value, str) else value
+
+
+def test_markup_escapes_all_but_itself() -> None:
+    assert tag("p", "<b>", Markup("<i>"), title='"', class_=None) == '<p title="&quot;">&lt;b&gt;<i></p>'
+    assert escape("\udcff") == "?"
+
+
+def test_names_that_matplotlib_would_interpret_are_drawn_as_they_are() -> None:
+    from burst_cli.report.panels import Line, Point
+
+    points = (Point(512, 1.0, 0.9, 1.1), Point(1024, 2.0, 1.9, 2.1))
+    panel = Panel("mfu", "lines", "t", "x", "y", (Line("_$\\frac{$<b>", 0, points), Line("漢字", 9, points)))
+    svg = panel_svg(panel, "x-")
+    assert "_$\\frac{$&lt;b&gt;" in svg
+    assert "漢字" in svg
+
+
+def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from burst_cli.app import main; "
+        f"sys.exit(main(['report', '--runs-dir', {str(methods_dir)!r}, *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code]
+    page = [*command, "--format", "html", "--output", str(tmp_path / "r.html")]
+    result = subprocess.run(page, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    found = Structure((tmp_path / "r.html").read_text())
+    assert found.tags["figure"] == 0
+    assert any("matplotlib is not installed" in text for text in found.of("p"))
+    picture = subprocess.run(
+        [*command, "--png", str(tmp_path / "r.png")], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert picture.returncode == 2
+    assert "--png needs matplotlib" in picture.stderr
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["r.html", "r.md", "r.csv", "r.json", "r.tex", "r.txt"])
+def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind(
+    methods_dir: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    assert report(methods_dir, "--output", str(file)) == 0
+    first = file.read_text(encoding="utf-8")
+    assert report(methods_dir, "--output", str(file)) == 0
+    assert first
+    file.write_text("my thesis")
+    assert report(methods_dir, "--output", str(file)) == 2
+    assert "is no report that burst wrote" in capsys.readouterr().err
+    assert file.read_text() == "my thesis"
+    assert report(methods_dir, "--output", str(file), "--force") == 0
+    assert file.read_text(encoding="utf-8") != "my thesis"
+
+
+def test_html_goes_to_report_html_by_default(
+    methods_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert report(methods_dir, "--format", "html") == 0
+    assert "wrote report.html (6 runs, 6 plots)" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_json_beside_a_page_is_one_document(
+    methods_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.html"
+    assert report(methods_dir, "--json", "--output", str(file)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["output"], len(document["runs"])) == (str(file), 6)
+    assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("option", ["--output", "--png"])
+def test_places_that_cannot_be_written_are_refused_before_anything_is_read(
+    methods_dir: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    assert report(methods_dir, option, str(tmp_path / "folder.png")) == 2
+    assert report(methods_dir, option, str(tmp_path / "absent" / "r.png")) == 2
+    errors = capsys.readouterr().err
+    assert "is a folder" in errors
+    assert "does not exist" in errors
+
+
+def test_picture_is_a_png_that_replaces_only_its_own_kind(
+    methods_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plots.png"
+    for _ in range(2):
+        assert report(methods_dir, "--png", str(file)) == 0
+        assert file.read_bytes().startswith(b"\x89PNG")
+    file.write_bytes(b"\x89PNG of a holiday")
+    assert report(methods_dir, "--png", str(file)) == 2
+    assert report(methods_dir, "--png", str(tmp_path / "plots.svg")) == 2
+    capsys.readouterr()
+
+
+def test_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(tmp_path, "--png", str(tmp_path / "p.png")) == 2
+    assert "nothing to draw" in capsys.readouterr().err
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_latex_escapes_what_tex_would_run(
+    methods_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", attention_preset="a_b & \\input{x} 100%")
+    assert report(tmp_path, "--format", "latex") == 0
+    output = capsys.readouterr().out
+    assert r"a\_b \& \textbackslash{}input\{x\} 100\%" in output
+    assert output.count("\\begin{tabular}") == output.count("\\end{tabular}") == 1

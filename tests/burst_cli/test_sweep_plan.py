@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_cli.compose import sweep_axes
+from burst_cli.sweep.estimate import Estimate, Measured, Work, estimate, measured_runs, total
+from burst_cli.sweep.grammar import Axis, cell_overrides, cell_values, check_axes
+from burst_cli.sweep.lanes import choose_lanes, node_lanes
+from burst_cli.sweep.plan import build_sweep, refuse_illegal, skipping_illegal
+from engine.config import RunConfig, TrainConfig
+from engine.errors import ConfigError
+
+
+class Judge:
+    """Refuses odd lengths, finds lengths above 4000 too long for the memory."""
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        if config.train.seq_len % 2:
+            raise ConfigError([f"train.seq_len={config.train.seq_len} is odd"])
+        return config
+
+    def shortage(self, config: RunConfig) -> str | None:
+        return "does not fit" if config.train.seq_len > 4000 else None
+
+    def estimate(self, config: RunConfig) -> Estimate | None:
+        return Estimate(float(config.train.seq_len), 4, "a guess")
+
+
+def compose(words: Sequence[str]) -> RunConfig:
+    values = dict(word.split("=") for word in words)
+    if values.get("attention") == "nonsense":
+        raise ConfigError(["attention has no option nonsense"])
+    return RunConfig(train=TrainConfig(seq_len=int(values["train.seq_len"])), exp=values.get("attention", "one"))
+
+
+def axes_of(**values: Sequence[str]) -> list[Axis]:
+    named = {key.replace("__", "."): tuple(options) for key, options in values.items()}
+    return [Axis(key, tuple(f"{key}={one}" for one in options), options, True) for key, options in named.items()]
+
+
+def test_cells_are_nested_loops_over_the_lists_as_typed() -> None:
+    axes = sweep_axes(["exp=tiny", "train.seq_len=512,1024", "attention=burst,ring"])
+    assert cell_overrides(axes) == [
+        ("exp=tiny", "train.seq_len=512", "attention=burst"),
+        ("exp=tiny", "train.seq_len=512", "attention=ring"),
+        ("exp=tiny", "train.seq_len=1024", "attention=burst"),
+        ("exp=tiny", "train.seq_len=1024", "attention=ring"),
+    ]
+    assert cell_values(axes)[2] == {"train.seq_len": "1024", "attention": "burst"}
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("train.seq_len=range(512,1537,512)", ("512", "1024", "1536")),
+        ("attention=choice(ring,burst)", ("ring", "burst")),
+        ("train.steps=sort(5,3,4)", ("3", "4", "5")),
+        ("memory=glob(seq*)", ("seq_fraction",)),
+        ("train.profile='1:2','3:4'", ("1:2", "3:4")),
+        ("data.paths=[a,b],[c]", ("[a,b]", "[c]")),
+    ],
+)
+def test_every_list_of_the_grammar_is_an_axis(word: str, values: tuple[str, ...]) -> None:
+    (axis,) = sweep_axes([word])
+    assert (axis.values, axis.is_sweep) == (values, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train.seqlen=1,2"], "did you mean train.seq_len?"),
+        (["train.seq_len=interval(1,2)"], "interval() has no steps"),
+        (["x"], "expected KEY=VALUE"),
+        (["=1,2"], "expected KEY=VALUE"),
+        (["exp=tiny"], "this is one run: use `burst launch`"),
+        (["attention=glob(x*)"], "no value is left"),
+        (["train.steps=1,2", "train.steps=3,4"], "train.steps is given 2 times"),
+        (["train.steps=range(1,100000)"], "at most 2000"),
+    ],
+)
+def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_axes(sweep_axes(words))
+    assert text in " ".join(refused.value.problems)
+
+
+def test_plan_judges_every_cell_before_any_runs() -> None:
+    plan = build_sweep([], axes_of(train__seq_len=("512", "513", "8192")), compose, Judge())
+    legal, odd, long = plan.cells
+    assert (legal.problems, legal.short_of_memory, legal.estimate) == ((), None, Estimate(512.0, 4, "a guess"))
+    assert odd.problems == ("train.seq_len=513 is odd",)
+    assert long.short_of_memory == "does not fit"
+
+
+def test_sweep_with_illegal_cells_is_refused_with_every_reason_once() -> None:
+    plan = build_sweep([], axes_of(train__seq_len=("512", "513"), attention=("a", "nonsense", "b")), compose, Judge())
+    with pytest.raises(ConfigError) as refused:
+        refuse_illegal(plan)
+    texts = refused.value.problems
+    assert sum("has no option nonsense" in text for text in texts) == 1
+    assert "4 of 6 cells cannot run" in texts[-1]
+    assert skipping_illegal(plan) == plan
+
+
+def test_sweep_without_a_legal_cell_is_refused_also_when_illegal_ones_are_skipped() -> None:
+    plan = build_sweep([], axes_of(train__seq_len=("511", "513")), compose, Judge())
+    with pytest.raises(ConfigError):
+        skipping_illegal(plan)
+
+
+def test_cells_of_equal_configuration_are_one_cell() -> None:
+    plan = build_sweep([], axes_of(train__seq_len=("512", "0512")), compose, Judge())
+    assert len(plan.cells) == 1
+
+
+@given(st.permutations(["512", "1024", "2048"]))
+def test_ids_do_not_depend_on_the_order_of_values(values: list[str]) -> None:
+    plan = build_sweep([], axes_of(train__seq_len=values), compose, Judge())
+    sorted_plan = build_sweep([], axes_of(train__seq_len=sorted(values)), compose, Judge())
+    assert plan.sweep_id == sorted_plan.sweep_id
+    assert {cell.cell_id for cell in plan.cells} == {cell.cell_id for cell in sorted_plan.cells}
+
+
+def test_name_begins_the_id_and_other_cells_give_another_one() -> None:
+    one = build_sweep([], axes_of(train__seq_len=("2", "4")), compose, Judge(), name="lab")
+    other = build_sweep([], axes_of(train__seq_len=("2", "6")), compose, Judge(), name="lab")
+    assert one.sweep_id.startswith("lab-")
+    assert one.sweep_id != other.sweep_id
+
+
+# --- what a cell is expected to take ----------------------------------------------------------------------------------
+
+WORK = Work("7b", "burst", 4096, 8, steps=10, flops_per_step=1e15)
+RUN = Measured("r1", "7b", "burst", 2048, 8, flops_per_s=1e14, start_s=30.0)
+
+
+def test_estimate_takes_the_rate_of_the_run_most_like_the_cell() -> None:
+    near = replace(RUN, run_id="near", seq_len=4096, flops_per_s=2e14)
+    other_method = replace(RUN, run_id="ring", preset="ring", seq_len=4096, flops_per_s=9e14)
+    found = estimate(WORK, [RUN, other_method, near], None)
+    assert found is not None
+    assert found.seconds == 30.0 + 10 * 1e15 / 2e14
+    assert "run near" in found.source
+
+
+def test_estimate_without_a_run_like_it_rests_on_the_peak_and_says_so() -> None:
+    found = estimate(WORK, [replace(RUN, world_size=4), replace(RUN, model="14b")], 1e15)
+    assert found is not None
+    assert found.seconds == 60.0 + 10 * 1e15 / (0.4 * 1e15 * 8)
+    assert "assumed" in found.source
+
+
+def test_estimate_of_an_unknown_device_is_none() -> None:
+    assert estimate(WORK, [], None) is None
+
+
+def test_measured_runs_are_completed_ones_that_say_enough() -> None:
+    whole = {
+        "run_id": "r", "status": "completed", "model": "7b", "attention_preset": "ring", "seq_len": 8, "world_size": 2,
+        "flops_per_step": {"hardware": 100.0}, "step_time_s": 2.0, "steps": 5,
+        "started_at": "2026-01-01T00:00:00.000Z", "ended_at": "2026-01-01T00:00:30.000Z",
+    }  # fmt: skip
+    damaged = [{**whole, "status": "failed"}, {**whole, "step_time_s": None}, {**whole, "flops_per_step": None}, {}]
+    assert measured_runs([whole, *damaged]) == [Measured("r", "7b", "ring", 8, 2, 50.0, 20.0)]
+
+
+def test_total_packs_cells_into_lanes_and_needs_every_estimate() -> None:
+    seconds = [Estimate(float(s), 4, "") for s in (30, 10, 10, 10)]
+    assert total(seconds, 1) == (60.0, 60 * 4 / 3600)
+    assert total(seconds, 2) == (30.0, 60 * 4 / 3600)
+    assert total([*seconds, None], 1) is None
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_lanes_are_disjoint_equal_and_cover_all_nodes(size: int, parallel: int) -> None:
+    names = [f"n{k}" for k in range(size * parallel)]
+    lanes = node_lanes(names, parallel)
+    assert [name for lane in lanes for name in lane] == names
+    assert {len(lane) for lane in lanes} == {size}
+
+
+def test_nodes_that_cannot_be_divided_are_refused_with_what_can() -> None:
+    with pytest.raises(ConfigError, match="legal values: 1, 2, 3, 6"):
+        node_lanes([f"n{k}" for k in range(6)], 4)
+
+
+def test_cells_must_not_share_the_gpus_of_one_machine() -> None:
+    with pytest.raises(ConfigError, match="would share the 8 GPUs"):
+        choose_lanes([], 2, gpus=8)
+    assert len(choose_lanes([], 2)) == 2
+    assert len(choose_lanes([], 2, gpus=8, is_slurm=True)) == 2

@@ -1,0 +1,114 @@
+"""A sweep of the demo model, killed three times: lengths x methods, and a rank that runs out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.runs import RunFolder, list_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parent.parent.parent
+LENGTHS = (128, 256, 512, 1024)
+METHODS = ("burst", "ring", "striped", "megatron_cp", "loongtrain", "megatron_allgather")
+WORDS = (
+    "exp=tiny",
+    "train.steps=3",
+    "train.eval_batches=1",
+    "train.warmup_metric_steps=1",
+    "optimizer.warmup_steps=0",
+    "data=text",
+    "data.tokenizer=bytes",
+    "data.validation_fraction=0.2",
+    "model.num_layers=1",
+    "cluster.ranks_per_node=2",
+    "cluster.threads_per_rank=1",
+    "train.peak_flops_per_device=1e11",  # else every rank measures it for a second
+    f"attention={','.join(METHODS)}",
+)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "corpus.txt").write_text("to be or not to be that is the question\n" * 2000)
+    return {
+        **os.environ,
+        "BURST_RUNS_DIR": str(tmp_path / "runs"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "COLUMNS": "200",
+    }
+
+
+def command(tmp_path: Path) -> list[str]:
+    data, grid = f"data.paths=[{tmp_path / 'corpus.txt'}]", f"train.seq_len={','.join(map(str, LENGTHS))}"
+    return [sys.executable, "-m", "burst_cli", "sweep", *WORDS, grid, data]
+
+
+def test_sweep_killed_three_times_runs_each_cell_exactly_once(tmp_path: Path, environment: dict[str, str]) -> None:
+    begun, runs_dir, count = command(tmp_path), tmp_path / "runs", len(LENGTHS) * len(METHODS)
+    # Of the first cell a rank runs out of memory: what a fault in this environment makes it do.
+    for ended, fault in ((1, {"BURST_FAULT": "oom_device;1;2"}), (count // 3, {}), (count * 2 // 3, {})):
+        process = subprocess.Popen(begun, cwd=ROOT, env={**environment, **fault}, stderr=subprocess.DEVNULL)
+        _wait_for_ended(runs_dir, ended, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run([*begun, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = json.loads(done.stdout)["cells"]
+    states = [cell["state"] for cell in cells]
+    assert states == ["oom"] + ["completed"] * (count - 1)
+    paths = [cell["run_path"] for cell in cells]
+    assert len(set(paths)) == count == len(list_runs(runs_dir))
+    for path in paths[1:]:
+        run = RunFolder(Path(path))
+        assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+        assert [move["state"] for move in run.read_state()["history"]].count("completed") == 1
+    deadline = time.monotonic() + 30
+    while (strays := _strays(runs_dir)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the launch of a killed sweep ends a moment after its run
+    assert not strays
+    _report_has_every_cell(tmp_path, environment, json.loads(done.stdout)["sweep_id"])
+
+
+def _report_has_every_cell(tmp_path: Path, environment: dict[str, str], sweep_id: str) -> None:
+    target = tmp_path / "report.html"
+    words = ["report", "--sweep", sweep_id, "--format", "html", "--output", str(target)]
+    made = [sys.executable, "-m", "burst_cli", *words]
+    subprocess.run(made, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    text = target.read_text()
+    assert "<svg" in text
+    assert "oom" in text.lower()
+    for method in METHODS:
+        assert method in text
+
+
+def _wait_for_ended(runs_dir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and process.poll() is None:
+        states = [run.read_state()["state"] for run in list_runs(runs_dir)]
+        if states.count("completed") + states.count("oom") >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{count} cells did not end in time; the sweep's exit code is {process.poll()}")
+
+
+def _strays(runs_dir: Path) -> list[int]:
+    """Processes of this sweep's runs."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(runs_dir) in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

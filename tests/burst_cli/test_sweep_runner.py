@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sweep_driver import Quiet, manner_of, plan_of
+
+from burst_cli.sweep.runner import SweepRunner, last_words
+from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
+from engine.errors import ConfigError
+from engine.runs import RunFolder, create_run, list_runs
+
+DRIVER = Path(__file__).parent / "sweep_driver.py"
+
+
+class Stops:
+    """Requests to stop, as a test makes them."""
+
+    count = 0
+    cause = ""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FAKE_LEDGER", str(tmp_path / "ledger"))
+    monkeypatch.setenv("FAKE_CELL_S", "0.05")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    return tmp_path / "ledger"
+
+
+def run_sweep(runs_dir: Path, count: int, modes: Mapping[int, str] = {}, **settings: Any) -> list[dict[str, Any]]:
+    folder, _ = open_sweep(runs_dir, plan_of(count, modes))
+    return SweepRunner(folder, manner_of(runs_dir, **settings), Quiet(), Stops()).run()
+
+
+def starts(ledger: Path) -> int:
+    return ledger.read_text().count("start")
+
+
+def states(cells: list[dict[str, Any]]) -> list[str]:
+    return [cell["state"] for cell in cells]
+
+
+def test_every_cell_runs_once_and_a_second_command_runs_nothing(tmp_path: Path, ledger: Path) -> None:
+    cells = run_sweep(tmp_path, 3)
+    assert states(cells) == ["completed"] * 3
+    assert [cell["result"]["tokens_per_s_per_device"] for cell in cells] == [10.0] * 3
+    assert states(run_sweep(tmp_path, 3)) == ["completed"] * 3
+    assert starts(ledger) == 3
+
+
+def test_failure_and_lack_of_memory_are_results_and_the_others_still_run(tmp_path: Path, ledger: Path) -> None:
+    cells = run_sweep(tmp_path, 4, {0: "failed", 1: "oom", 2: "refused"})
+    assert states(cells) == ["failed", "oom", "failed", "completed"]
+    assert cells[0]["result"]["message"] == "it failed"
+    assert cells[2]["result"]["message"] == "the nodes are on strike"
+
+
+def test_retry_runs_only_what_it_names_again(tmp_path: Path, ledger: Path) -> None:
+    run_sweep(tmp_path, 3, {0: "failed", 1: "oom"})
+    run_sweep(tmp_path, 3, {0: "failed", 1: "oom"}, retry=frozenset({"oom"}))
+    assert starts(ledger) == 4
+    assert len(list_runs(tmp_path)) == 3  # the second attempt of a cell is an attempt of the same run
+
+
+def test_cell_that_is_not_expected_to_fit_runs_only_by_force(tmp_path: Path, ledger: Path) -> None:
+    plan = plan_of(2)
+    short = replace(plan, cells=(replace(plan.cells[0], short_of_memory="19 GiB of 6"), plan.cells[1]))
+    folder, _ = open_sweep(tmp_path, short)
+    first = SweepRunner(folder, manner_of(tmp_path), Quiet(), Stops()).run()
+    assert (states(first), first[0]["result"]["predicted"]) == (["oom", "completed"], True)
+    forced = manner_of(tmp_path, arguments=("--force",))
+    assert states(SweepRunner(folder, forced, Quiet(), Stops()).run()) == ["completed"] * 2
+    assert starts(ledger) == 2
+
+
+def test_sweep_killed_between_the_end_of_a_run_and_its_record_goes_on_with_the_next_cell(
+    tmp_path: Path, ledger: Path
+) -> None:
+    run_sweep(tmp_path, 2)
+    folder = SweepFolder(tmp_path / "sweeps" / "fake-0")
+    folder.update_cell("cell00", state="running", result=None)
+    folder.update_cell("cell01", state="pending", run_path=None, lane=None, launches=0)
+    cells = run_sweep(tmp_path, 2)
+    assert states(cells) == ["completed"] * 2
+    assert starts(ledger) == 3
+
+
+def test_run_that_the_launch_of_a_killed_sweep_cancels_on_its_way_out_is_taken_up_at_once(
+    tmp_path: Path, ledger: Path
+) -> None:
+    run = create_run(tmp_path / "fake/20260101-000000-aaaaaa", {"config.yaml": "", "mode": "ok"}, world_size=1)
+    for state in ("starting", "running"):
+        run.transition(state)  # by this process, which lives
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    folder.update_cell("cell00", state="running", run_path=str(run.path), lane="lane 0", launches=1)
+
+    class Leaves(Quiet):
+        def note(self, text: str) -> None:
+            assert "still runs under another launcher" in text
+            run.transition("cancelled")
+
+    assert states(SweepRunner(folder, manner_of(tmp_path), Leaves(), Stops()).run()) == ["completed"]
+    assert (starts(ledger), list_runs(tmp_path)) == (1, [run])
+
+
+def test_max_failures_leaves_the_rest_waiting(tmp_path: Path, ledger: Path) -> None:
+    cells = run_sweep(tmp_path, 4, {0: "failed", 1: "failed"}, max_failures=2)
+    assert states(cells) == ["failed", "failed", "pending", "pending"]
+
+
+def test_cells_share_lanes_and_a_lane_has_one_at_a_time(tmp_path: Path, ledger: Path) -> None:
+    cells = run_sweep(tmp_path, 6, lanes=3)
+    assert states(cells) == ["completed"] * 6
+    assert {cell["lane"] for cell in cells} == {"lane 0", "lane 1", "lane 2"}
+
+
+def test_stop_cancels_the_running_cell_which_is_taken_up_next_time(
+    tmp_path: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CELL_S", "30")
+    folder, _ = open_sweep(tmp_path, plan_of(2))
+    stop = Stops()
+
+    class StopsOnceItRuns(Quiet):
+        def tick(self, cells: Any) -> None:
+            path = cells[0]["run_path"]
+            if path and (Path(path) / "metrics.jsonl").exists() is False and (Path(path) / "run.json").exists():
+                is_running = RunFolder(Path(path)).read_state()["state"] == "running"
+                stop.count = 1 if is_running else stop.count  # a request is not taken back when the run has ended
+
+    first = SweepRunner(folder, manner_of(tmp_path), StopsOnceItRuns(), stop).run()
+    assert states(first) == ["cancelled", "pending"]
+    monkeypatch.setenv("FAKE_CELL_S", "0.05")
+    assert states(run_sweep(tmp_path, 2)) == ["completed"] * 2
+    assert len(list_runs(tmp_path)) == 2
+
+
+def test_two_controllers_of_one_sweep_are_refused(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    with folder.locked(), pytest.raises(SweepError, match=f"process {os.getpid()}"):
+        run_sweep(tmp_path, 1)
+    assert not ledger.exists()
+
+
+def test_other_cells_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    open_sweep(tmp_path, plan_of(1))
+    with pytest.raises(SweepError, match="another sweep of the same name"):
+        open_sweep(tmp_path, plan_of(2))
+
+
+def test_launch_that_is_always_lost_becomes_a_failed_cell(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    suicide = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    manner = manner_of(tmp_path)
+    runner = SweepRunner(folder, type(manner)(tmp_path, manner.lanes, command=suicide), Quiet(), Stops())
+    (cell,) = runner.run()
+    assert (cell["state"], cell["launches"]) == ("failed", 3)
+    assert "lost 3 times" in cell["result"]["message"]
+
+
+def test_damaged_sweep_is_named(tmp_path: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    (folder.path / "sweep.json").write_text("{")
+    with pytest.raises(SweepError, match="is damaged"):
+        folder.read()
+
+
+def test_sweep_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    assert find_sweep(tmp_path, "fake") == folder == find_sweep(tmp_path, "0")
+    with pytest.raises(ConfigError, match="did you mean fake-0"):
+        find_sweep(tmp_path, "fake-1")
+
+
+def test_last_words_are_the_error_a_launch_printed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("warming up\nerror: no such node\n\n")
+    assert last_words(log) == "no such node"
+    assert last_words(tmp_path / "absent") == "it said nothing"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sweep_killed_at_random_moments_runs_every_cell_exactly_once(tmp_path: Path, ledger: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    os.environ["FAKE_CELL_S"] = "0.3"
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, str(DRIVER), str(tmp_path), "8"])
+        time.sleep(rng.uniform(0.3, 1.2))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert subprocess.run([sys.executable, str(DRIVER), str(tmp_path), "8"], timeout=60).returncode == 0
+    cells = SweepFolder(tmp_path / "sweeps" / "fake-0").read()["cells"]
+    assert states(cells) == ["completed"] * 8
+    runs = list_runs(tmp_path)
+    assert {cell["run_path"] for cell in cells} == {str(run.path) for run in runs}
+    histories = [[move["state"] for move in run.read_state()["history"]] for run in runs]
+    assert [history.count("completed") for history in histories] == [1] * 8
+    assert not _strays(tmp_path)
+
+
+def _strays(runs_dir: Path) -> list[str]:
+    """Launches that outlived their sweep; they end within moments of it."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        found = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        strays = [line for line in found if "fake_sweep_launch" in line and str(runs_dir) in line]
+        if not strays:
+            return []
+        time.sleep(0.1)
+    return strays
+
+
+def test_sweep_json_is_a_document_that_reports_can_read(tmp_path: Path, ledger: Path) -> None:
+    run_sweep(tmp_path, 1)
+    document = json.loads((tmp_path / "sweeps/fake-0/sweep.json").read_text())
+    (cell,) = document["cells"]
+    assert {"id", "overrides", "values", "run_path", "state", "result", "launches"} <= set(cell)

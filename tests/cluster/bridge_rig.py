@@ -1,0 +1,346 @@
+"""Bridges without SSH and without processes: the node's own bridge in a thread, or a script in its place.
+
+`FakeNode` is a run folder on a "node" whose supervisor is only written down. `Wire` is where connections come from; it
+cuts them after so many bytes, refuses to connect, and counts what went through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.access.connection import CommandResult
+from cluster.access.hosts import Host
+from cluster.control.link import NodeSpec
+from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.errors import SshError, SshFailure
+from cluster.image.node.frames import FrameReader, Message, pack_message
+from cluster.supervise.node.bridge import Bridge
+from cluster.supervise.node.folder import now_ns
+from engine.run.process import process_start
+
+HOST = Host("node1", "127.0.0.1")
+NODE = HOST.name
+FAST = LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, silence_s=5.0, start_s=10.0)
+RUN_ID = "20260101-000000-abcdef"
+WINDOW_BYTES = 1 << 20
+
+Script = Callable[["Stream"], None]
+
+
+class Pipe:
+    """Bytes in one direction, in bounded memory; `end` is the end of file, `cut` an error for both sides."""
+
+    def __init__(self) -> None:
+        self._data: deque[bytes] = deque()
+        self._size = 0
+        self._changed = threading.Condition()
+        self._ended = self._broken = False
+
+    def write(self, data: bytes) -> None:
+        with self._changed:
+            while self._size > WINDOW_BYTES and not self._broken:
+                self._changed.wait(1.0)
+            if self._broken or self._ended:
+                raise BrokenPipeError
+            if data:
+                self._data.append(bytes(data))
+                self._size += len(data)
+                self._changed.notify_all()
+
+    def read(self, size: int, timeout_s: float | None = None) -> bytes:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._data and not self._ended and not self._broken:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError
+                self._changed.wait(0.05 if deadline is None else max(0.0, deadline - time.monotonic()))
+            if self._broken:
+                raise BrokenPipeError
+            if not self._data:
+                return b""
+            data = self._data.popleft()
+            if len(data) > size:
+                self._data.appendleft(data[size:])
+                data = data[:size]
+            self._size -= len(data)
+            self._changed.notify_all()
+            return data
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def cut(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+class Stream:
+    """What a bridge sees: `reader` gives the launcher's messages (after the code), `write` sends bytes."""
+
+    def __init__(self, stdin: Pipe, stdout: Pipe) -> None:
+        self._stdin, self._stdout = stdin, stdout
+        self.reader = FrameReader(self._read)
+        self.write = stdout.write
+
+    def skip_code(self) -> None:
+        """Read what the launcher sends first: the bridge's own modules."""
+        left = int(self._exactly(10))
+        self._exactly(left)
+
+    def take(self, op: str) -> Message:
+        """The next message of this op; others are passed over."""
+        while (frame := self.reader.next()) is not None:
+            assert frame.message is not None
+            if frame.message["op"] == op:
+                return frame.message
+        raise BrokenPipeError
+
+    def wait_for_end(self) -> None:
+        """Read until the launcher is gone."""
+        with contextlib.suppress(OSError):
+            while self.reader.next() is not None:
+                pass
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self._read(size - len(data))
+            if not piece:
+                raise BrokenPipeError
+            data += piece
+        return data
+
+    def _read(self, size: int) -> bytes:
+        return self._stdin.read(size)
+
+
+class FakeProcess:
+    """A `RemoteProcess` that is a thread. cut_after: bytes that come out of it before the line is cut."""
+
+    def __init__(self, script: Script, cut_after: int | None, result: CommandResult | None) -> None:
+        self._stdin, self._stdout = Pipe(), Pipe()
+        self._left, self._result = cut_after, result
+        stream = Stream(self._stdin, self._stdout)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                stream.skip_code()
+                script(stream)
+            self._stdout.end()
+
+        threading.Thread(target=serve, name="fake bridge", daemon=True).start()
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._stdin.write(data)
+        except BrokenPipeError:
+            raise _lost() from None
+
+    def close_stdin(self) -> None:
+        self._stdin.end()
+
+    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+        if self._left == 0:
+            self.cut()
+        try:
+            data = self._stdout.read(max_bytes if self._left is None else min(max_bytes, self._left), timeout_s)
+        except TimeoutError:
+            raise SshError(NODE, SshFailure.COMMAND_TIMEOUT, "silent") from None
+        except BrokenPipeError:
+            raise _lost() from None
+        if self._left is not None:
+            self._left -= len(data)
+        return data
+
+    def wait(self, timeout_s: float) -> CommandResult:
+        return self._result or CommandResult(1, b"", b"Traceback: the bridge\x1b[31m fell", 0.0)
+
+    def close(self) -> None:
+        self._stdin.end()
+        self._stdout.cut()
+
+    def cut(self) -> None:
+        """The network is gone: both sides see errors."""
+        self._stdin.cut()
+        self._stdout.cut()
+
+
+class FakeConnection:
+    """A `Connection` whose only command is the bridge."""
+
+    host = HOST
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.is_closed = False
+
+    def start(self, argv: Sequence[str]) -> FakeProcess:
+        if self.is_closed:
+            raise _lost()
+        assert argv[0] == "python3"
+        return self._wire.open()
+
+    def close(self) -> None:
+        self.is_closed = True
+        for process in self._wire.processes:
+            process.cut()
+
+    def run(self, *_: Any, **__: Any) -> CommandResult:
+        raise NotImplementedError
+
+    def __enter__(self) -> FakeConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Wire:
+    """The way to the node, as links want it from a pool.
+
+    scripts: what the next bridges are; when there are none left, `script`. cuts: after how many bytes the next lines
+    are cut (None: not). refusals: errors that the next connects give.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.scripts: deque[Script] = deque()
+        self.cuts: deque[int | None] = deque()
+        self.refusals: deque[SshError] = deque()
+        self.result: CommandResult | None = None
+        self.connects = 0
+        self.processes: list[FakeProcess] = []
+
+    def connect(self, host: Host) -> FakeConnection:
+        self.connects += 1
+        if self.refusals:
+            raise self.refusals.popleft()
+        return FakeConnection(self)
+
+    def open(self) -> FakeProcess:
+        script = self.scripts.popleft() if self.scripts else self.script
+        process = FakeProcess(script, self.cuts.popleft() if self.cuts else None, self.result)
+        self.processes.append(process)
+        return process
+
+    def cut(self) -> None:
+        """Cut what stands now."""
+        for process in self.processes:
+            process.cut()
+
+
+class FakeNode:
+    """A node's run folder with a supervisor that is only written down; `serve` is the real bridge upon it."""
+
+    def __init__(self, folder: Path, node: str = NODE) -> None:
+        self.folder, self.node = folder, node
+        for part in ("logs", "nodes"):
+            (folder / part / node).mkdir(parents=True, exist_ok=True)
+        self.wire = Wire(self.serve)
+
+    def serve(self, stream: Stream) -> None:
+        """One bridge, as long as its launcher talks."""
+        bridge = Bridge(stream.write)
+        threading.Thread(target=bridge.listen, args=(_Breaking(stream.reader),), daemon=True).start()
+        bridge.pump()
+
+    def place(self, run: Path) -> NodePlace:
+        """For links to this node."""
+        return NodePlace(run, self.node, str(self.folder), lead=True)
+
+    def link(self, run: Path, timing: LinkTiming = FAST) -> SshLink:
+        """A link over the wire."""
+        return SshLink(HOST, self.wire, self.place(run), timing)
+
+    def append(self, path: str, data: bytes) -> None:
+        """More of a log."""
+        with (self.folder / path).open("ab") as file:
+            file.write(data)
+
+    def run_on(self) -> None:
+        """The supervisor lives: it is this process."""
+        pid = os.getpid()
+        facts = {"pid": pid, "pid_start": process_start(pid), "host": socket.gethostname()}
+        self.write("supervisor.json", {**facts, "phase": "running"})
+
+    def end(self, **facts: Any) -> None:
+        """The supervisor left an outcome."""
+        self.write("outcome.json", {"exit_code": 0, "cause": "exit", "ended_ns": now_ns(), **facts})
+
+    def write(self, name: str, document: Message) -> None:
+        """A file of the supervisor."""
+        path = self.folder / "nodes" / self.node / name
+        temporary = path.with_name(f".{name}")
+        temporary.write_text(json.dumps(document))
+        temporary.replace(path)
+
+    def read(self, name: str) -> Message | None:
+        """A request to the supervisor, or what it wrote."""
+        path = self.folder / "nodes" / self.node / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+class _Breaking:
+    """A reader for which a cut line is the end of the stream, as it is for a bridge whose sshd died."""
+
+    def __init__(self, reader: FrameReader) -> None:
+        self._reader = reader
+
+    def next(self) -> Any:
+        try:
+            return self._reader.next()
+        except OSError:
+            return None
+
+
+def hello(**facts: object) -> bytes:
+    """What a bridge says first."""
+    return pack_message({"op": "hello", "host": "x", "now_ns": now_ns(), "python": "3", **facts})
+
+
+def status(phase: str = "running", **facts: object) -> bytes:
+    """A status message."""
+    return pack_message({"op": "status", "phase": phase, "supervisor": {}, "outcome": None, "health": None, **facts})
+
+
+def spec_of(node: FakeNode) -> NodeSpec:
+    """What is started on it."""
+    argv = ("true",)
+    return NodeSpec(RUN_ID, NODE, 0, 1, 0, 2, str(node.folder), argv, "/", {"KEY": "value"}, (("config.yaml", "a: 1"),))
+
+
+def wait_until(is_so: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """What `is_so` says as soon as it is true; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.005)
+    return found
+
+
+@contextlib.contextmanager
+def closing(*links: SshLink) -> Iterator[None]:
+    """Close links at the end, and see that their threads end."""
+    try:
+        yield
+    finally:
+        for link in links:
+            link.close()
+        for link in links:
+            assert link.join(5.0)
+
+
+def _lost() -> SshError:
+    return SshError(NODE, SshFailure.LOST, "the connection ended")

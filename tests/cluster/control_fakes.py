@@ -1,0 +1,255 @@
+"""A controller's world without machines: nodes that do what a test says, and time that passes when nobody waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.control.outcome import LaunchOutcome
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.facts import NodeFacts
+from cluster.plan import LaunchPlan, build_launch_plan, with_files
+from engine.config import RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
+from engine.run.records import append_json_line, replace_json
+from engine.runs import RunFolder, create_run, new_run_path
+
+EPOCH_NS = 1_700_000_000_000_000_000
+STEPS = 10
+
+
+class FakeClock:
+    """Time that only `sleep` moves; `at` has something done when it has come."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._plans: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self.before_action: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return EPOCH_NS + int(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        end = self.now + seconds
+        if self._plans and self._plans[0][0] <= end:
+            self.before_action()
+        while self._plans and self._plans[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._plans)
+            action()
+        self.now = end
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have `action` done in so many seconds."""
+        heapq.heappush(self._plans, (self.now + seconds, next(self._numbers), action))
+
+
+@dataclass
+class FakeLink:
+    """One node. obeys_s: how long it takes to end once it is asked to; None: only when killed; deaf: not even then."""
+
+    node: str
+    run: RunFolder
+    clock: FakeClock
+    obeys_s: float | None = 0.2
+    deaf: bool = False
+    refusal: StartRefusedError | None = None
+    gate: threading.Event | None = None  # the node begins once it is set
+    is_asked: threading.Event = field(default_factory=threading.Event)  # to begin; without a gate, it also has begun
+    phase: Phase = "none"
+    outcome: dict[str, Any] | None = None
+    supervisor: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] | None = None
+    silent_since: float | None = None
+    is_synced: bool = True
+    states: Mapping[str, str] = field(default_factory=dict)
+    stops: list[tuple[float, str, float]] = field(default_factory=list)
+    specs: list[NodeSpec] = field(default_factory=list)
+    beats: list[float] = field(default_factory=list)
+    sweeps: int = 0
+    mute: frozenset[str] = frozenset()  # ranks that write no stacks although they are asked
+    nonces: list[str] = field(default_factory=list)
+    is_closed: bool = False
+    is_followed: bool = False
+
+    def start(self, spec: NodeSpec) -> None:
+        if self.gate is not None:
+            self.is_asked.set()
+            assert self.gate.wait(60.0)
+        if self.refusal is not None:
+            raise self.refusal
+        self.specs.append(spec)
+        self.phase = "running"
+        self.is_asked.set()
+
+    def follow(self) -> None:
+        self.is_followed = True
+
+    def poll(self) -> NodeStatus:
+        heard_s = 0.0 if self.silent_since is None else self.clock.now - self.silent_since
+        problem = None if self.silent_since is None else "timed out"
+        synced = self.is_synced and self.outcome is not None
+        return NodeStatus(
+            self.node, self.phase, self.outcome, self.health, heard_s, synced, problem, supervisor=self.supervisor
+        )
+
+    def beat(self) -> None:
+        self.beats.append(self.clock.now)
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        self.stops.append((self.clock.now, cause, grace_s))
+        if self.deaf or self.silent_since is not None:
+            return
+        after_s = grace_s if self.obeys_s is None else min(self.obeys_s, grace_s)
+        at_ns = self.clock.time_ns()
+        self.clock.after(after_s, lambda: self.end(None, "stop", stop_cause=cause, stop_at_ns=at_ns))
+
+    def request_stacks(self, nonce: str) -> None:
+        self.nonces.append(nonce)
+        if self.silent_since is None:
+            ranks = {
+                rank: {"pid": 1, "state": state, "answered": rank not in self.mute}
+                for rank, state in self.states.items()
+            }
+            self.clock.after(1.0, lambda: self.leave("stacks_done.json", {"nonce": nonce, "ranks": ranks}))
+
+    def sweep(self, timeout_s: float) -> tuple[int, ...]:
+        self.sweeps += 1
+        return ()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    # --- what a test makes the node do -------------------------------------------------------------------------------
+
+    def end(self, exit_code: int | None, cause: str = "exit", **more: Any) -> None:
+        """The node's part ends, unless it has."""
+        if self.outcome is None:
+            deaths = self.supervisor.get("deaths", [])
+            self.outcome = {"exit_code": exit_code, "cause": cause, "deaths": deaths, "leftover_pids": [], **more}
+            self.phase = "ended"
+
+    def lose_rank(self, rank: int, exit_code: int | None) -> None:
+        """The supervisor sees a rank end."""
+        death = {"rank": rank, "pid": 100 + rank, "exit_code": exit_code, "at_ns": self.clock.time_ns()}
+        self.supervisor = {**self.supervisor, "deaths": [*self.supervisor.get("deaths", []), death]}
+
+    def torchrun_says(self, local_rank: int, exit_code: int) -> None:
+        """torchrun names the rank that failed first."""
+        log = self.run.log_dir(self.node) / "torchrun.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(f"failed (exitcode: {exit_code}) local_rank: {local_rank} (pid: 100) of binary: python\n")
+
+    def rank_error(self, rank: int, kind: str = "exception", **more: Any) -> None:
+        """A rank leaves its error."""
+        path = self.run.log_path(self.node, rank).with_suffix(".error.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        error = {"rank": rank, "kind": kind, "type": "ValueError", "message": "bad", "exit_code": 1}
+        replace_json(path, {**error, "time_ns": self.clock.time_ns(), **more})
+
+    def leave(self, name: str, document: Mapping[str, Any]) -> None:
+        """A file of nodes/<node>/."""
+        path = self.run.path / "nodes" / self.node / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document))
+
+
+class Observer:
+    """Remembers what it was told; `act` is called at every tick."""
+
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        self.act = act
+        self.stops: list[tuple[str, float]] = []
+        self.notes: list[str] = []
+        self.statuses: Sequence[NodeStatus] = ()
+
+    def tick(self) -> None:
+        self.act()
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = statuses
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        self.stops.append((cause, grace_s))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class World:
+    """A run on `names`, each with `local_ranks`; its links, its clock, and whoever watches."""
+
+    def __init__(
+        self, tmp_path: Path, names: Sequence[str] = ("n1", "n2"), local_ranks: int = 2, **cluster: Any
+    ) -> None:
+        self.plan = make_plan(tmp_path, names, local_ranks, **cluster)
+        self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
+        self.clock, self.observer, self.stop = FakeClock(), Observer(), StopRequests()
+        self.links = [FakeLink(name, self.run, self.clock) for name in names]
+
+    def lead(self, *, start: bool = True, detached: bool = False, timing: LaunchTiming | None = None) -> LaunchOutcome:
+        """Lead the run to its end."""
+        for link in self.links:
+            link.is_asked.clear()
+        self.clock.before_action = self._await_starts if start else lambda: None
+        links: list[NodeLink] = list(self.links)
+        manner = Manner(start, detached, timing or LaunchTiming(), self.clock)
+        return control(self.plan, self.run, links, self.observer, self.stop, manner)
+
+    def _await_starts(self) -> None:
+        """Nodes are asked to begin by threads, in true time: what a test plans waits for them."""
+        if not self.stop.count and all(link.refusal is None for link in self.links):
+            assert all(link.is_asked.wait(60.0) for link in self.links)
+
+    def at(self, seconds: float, action: Callable[[], Any]) -> None:
+        """Have something done so many seconds after now."""
+        self.clock.after(seconds, lambda: (action(), None)[1])
+
+    def step(self, number: int, seconds: float = 1.0) -> None:
+        """Rank 0 records a step."""
+        append_json_line(self.run.path / "metrics.jsonl", {"step": number, "step_time_s": seconds})
+
+    def phase(self, name: str) -> None:
+        """Rank 0 records a phase."""
+        self.run.append_event("phase", phase=name)
+
+    def first_node_says(self, state: str) -> None:
+        """Rank 0, on a node far away, moves its run.json."""
+        self.links[0].leave("run.json", {"state": state})
+
+    def complete(self) -> None:
+        """All ranks come to their end."""
+        self.first_node_says("completed")
+        for link in self.links:
+            link.end(0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.run.read_state()
+
+
+def make_plan(tmp_path: Path, names: Sequence[str], local_ranks: int, **cluster: Any) -> LaunchPlan:
+    """A plan for several nodes, none of which is this machine."""
+    path = new_run_path(tmp_path / "runs", "tiny")
+    settings = ClusterConfig(ranks_per_node=local_ranks, **cluster)
+    config = RunConfig(cluster=settings, train=TrainConfig(steps=STEPS, seq_len=64))
+    plan = build_launch_plan(config, NodeFacts(names[0], 8, 0, "/usr/bin/python3", "/tmp", ""), path)
+    nodes = tuple(
+        dataclasses.replace(plan.nodes[0], name=name, node_rank=number, first_rank=number * local_ranks)
+        for number, name in enumerate(names)
+    )
+    return with_files(dataclasses.replace(plan, nodes=nodes, world_size=len(names) * local_ranks))

@@ -1,0 +1,182 @@
+"""A run that makes no steps any more: when that is a hang, whom it is blamed on, and how soon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import STEPS, FakeLink, World
+
+from cluster.control.hang_watch import LEAST_S, LONG_S, STOPPED_S
+
+MINUTE_S = 60.0
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def train(world: World, steps: int, seconds: float = 1.0) -> None:
+    """So many steps, one every `seconds`, then nothing more."""
+    world.at(0.5, lambda: (world.first_node_says("running"), world.phase("train")))
+    for number in range(1, steps + 1):
+        world.at(number * seconds, lambda number=number: world.step(number, seconds))  # type: ignore[misc]
+
+
+def show(world: World, rank: int, state: str = "S", **status: Any) -> None:
+    """What a rank says of itself when it is asked."""
+    link = world.links[rank // 2]
+    link.states = {**link.states, str(rank): state}
+    log = world.run.log_path(link.node, rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.with_suffix(".status.json").write_text(json.dumps({"step": 3, "phase": "forward", **status}))
+
+
+def show_stopped(world: World, rank: int) -> None:
+    for number in range(4):
+        show(world, number, "T" if number == rank else "S")
+
+
+def health(link: FakeLink, at: str, rank: int, state: str) -> None:
+    link.health = {"at": at, "ranks": {str(rank): {"pid": 1, "state": state}}}
+
+
+def test_hang_gets_a_culprit_within_a_minute_and_everything_is_killed(world: World) -> None:
+    train(world, 3)
+    show_stopped(world, 2)
+    outcome = world.lead()
+    failure = outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.rank, failure.host, failure.step) == ("hang", 2, "n2", 3)
+    assert "stopped" in failure.message
+    assert failure.stacks == str(world.run.log_path("n2", 2).with_suffix(".stacks"))
+    assert "burst resume" in str(failure.advice)
+    assert LEAST_S < world.clock.now - 1003.0 < MINUTE_S
+    assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("hang", 0.0)]] * 2
+    assert world.links[0].nonces == world.links[1].nonces != []
+
+
+def test_slow_steps_are_no_hang(world: World) -> None:
+    train(world, STEPS, 40.0)
+    world.at(STEPS * 40.0 + 1, world.complete)
+    assert world.lead().status == "completed"
+    assert world.links[0].nonces == []
+
+
+def test_run_that_goes_on_while_it_is_asked_is_left_alone(world: World) -> None:
+    train(world, 3)
+    world.at(3 + LEAST_S + 0.5, lambda: world.step(4))
+    world.at(3 + LEAST_S + 20, world.complete)
+    assert world.lead().status == "completed"
+    assert len(world.links[0].nonces) == 1
+
+
+def test_first_step_may_take_a_quarter_of_an_hour(world: World) -> None:
+    world.at(1, lambda: world.phase("prepare data"))
+    show_stopped(world, 0)
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "hang"
+    assert LONG_S < world.clock.now - 1001.0 < LONG_S + MINUTE_S
+
+
+def test_evaluation_may_take_longer_than_steps(world: World) -> None:
+    train(world, 3)
+    world.at(3.5, lambda: world.phase("evaluate"))
+    world.at(3.5 + 5 * MINUTE_S, world.complete)
+    assert world.lead().status == "completed"
+
+
+def test_configured_patience_is_kept(tmp_path: Path) -> None:
+    world = World(tmp_path, hang_timeout_s=7.0)
+    train(world, 3)
+    show_stopped(world, 1)
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    assert 7.0 < world.clock.now - 1003.0 < 20.0
+
+
+def test_configured_patience_is_not_for_the_way_to_the_first_step(tmp_path: Path) -> None:
+    world = World(tmp_path, hang_timeout_s=7.0)
+    world.at(1, lambda: world.phase("build model"))
+    world.at(60, world.complete)
+    assert world.lead().status == "completed"
+
+
+def test_rank_that_somebody_stopped_is_seen_sooner(world: World) -> None:
+    train(world, 3)
+    show_stopped(world, 3)
+    world.at(4, lambda: health(world.links[1], "one", 3, "T"))
+    world.at(9, lambda: health(world.links[1], "two", 3, "T"))
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 3
+    assert STOPPED_S < world.clock.now - 1003.0 < LEAST_S
+
+
+def test_rank_that_was_stopped_for_a_moment_is_forgiven(world: World) -> None:
+    train(world, 3)
+    world.at(4, lambda: health(world.links[1], "one", 3, "T"))
+    world.at(9, lambda: health(world.links[1], "two", 3, "S"))
+    world.at(25, world.complete)
+    assert world.lead().status == "completed"
+
+
+def test_node_that_gives_no_answer_does_not_hold_up_the_verdict(world: World) -> None:
+    train(world, 3)
+    show_stopped(world, 1)
+    world.at(20, lambda: setattr(world.links[1], "silent_since", world.clock.now))
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    assert world.clock.now - 1003.0 < MINUTE_S + 20
+
+
+def test_silence_while_the_launcher_itself_was_stopped_is_none(world: World) -> None:
+    def stop() -> None:
+        if world.clock.now > 1005.0 and world.links[1].silent_since is None:
+            world.observer.act = lambda: None
+            world.links[1].silent_since, world.clock.now = world.clock.now, world.clock.now + 40.0
+            world.at(0.5, lambda: setattr(world.links[1], "silent_since", None))  # until what came has been read
+
+    world.observer.act = stop
+    world.at(60, world.complete)
+    assert world.lead().status == "completed"
+
+
+def test_nothing_that_points_anywhere_is_still_a_hang(world: World) -> None:
+    train(world, 3)
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.rank) == ("hang", None)
+
+
+def recorded_stacks(world: World, answered: bool) -> str:
+    """The message of a hang of four ranks whose recorded stacks say that rank 1 sleeps while the others wait."""
+    recording = json.loads((Path(__file__).parent / "hangs/sleep_in_forward.json").read_text())
+    train(world, 3)
+    for number in range(4):
+        show(world, number, phase="backward")
+        stacks = recording[2 if number == 1 else 0]["stacks"]
+        world.run.log_path(world.links[number // 2].node, number).with_suffix(".stacks").write_text(stacks)
+    if not answered:
+        world.links[0].mute = frozenset({"1"})
+    outcome = world.lead()
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    return outcome.failure.message
+
+
+def test_rank_whose_stack_tells_is_accused_without_doubt(world: World) -> None:
+    message = recorded_stacks(world, answered=True)
+    assert "in no collective" in message
+    assert "probably" not in message
+
+
+def test_stacks_of_an_earlier_request_count_for_nothing(world: World) -> None:
+    message = recorded_stacks(world, answered=False)
+    assert "probably: rank 1 on n1 gave no stacks" in message

@@ -1,0 +1,203 @@
+"""The culprit of recorded hangs: what real ranks said under torchrun and gloo, and the same with parts missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hang_rig import load_recording, on_hosts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.hang import Culprit, RankEvidence, find_culprit
+
+HANGS = Path(__file__).parent / "hangs"
+# Recording -> the ranks to name, whether that is certain, words of the reason, a function among the decisive lines.
+EXPECTED = {
+    "sleep_in_forward": ((2,), True, "has not entered all_gather", "_sleep_forever"),
+    "interpreter_held": ((1,), True, "something holds its interpreter", "_hold_the_interpreter"),
+    "stopped": ((1,), True, "SIGSTOP", None),
+    "other_collective": ((1,), True, "entered broadcast number 3 of group gradients", "broadcast"),
+    "other_order": ((0, 1), False, "wait for each other", "all_reduce"),
+    "no_message": ((2,), True, "a message, for which ranks 1 and 3 wait", "no_message"),
+    "stuck_loader": ((1,), True, "has not entered all_reduce", "read_batch"),
+}
+ONE_CULPRIT = [name for name, (ranks, *_) in EXPECTED.items() if len(ranks) == 1]
+
+
+def recorded(name: str) -> list[RankEvidence]:
+    return load_recording(HANGS / f"{name}.json")
+
+
+def changed(evidence: list[RankEvidence], **facts: Any) -> list[RankEvidence]:
+    return [replace(one, **facts) for one in evidence]
+
+
+def culprit(evidence: list[RankEvidence]) -> Culprit:
+    found = find_culprit(evidence)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_culprit_of_a_recorded_hang_is_named(name: str) -> None:
+    ranks, certain, words, function = EXPECTED[name]
+    found = culprit(recorded(name))
+    assert (found.ranks, found.host, found.certain) == (ranks, "node1", certain), found
+    assert words in found.reason
+    assert function is None or any(line.startswith(function) for line in found.lines), found.lines
+
+
+def test_every_recording_is_expected() -> None:
+    assert sorted(EXPECTED) == sorted(path.stem for path in HANGS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", ["sleep_in_forward", "interpreter_held", "no_message", "stuck_loader"])
+@pytest.mark.parametrize("lost", ["flight", "stacks", "status"])
+def test_one_kind_of_evidence_less_names_the_same_rank(name: str, lost: str) -> None:
+    assert culprit(changed(recorded(name), **{lost: None})).ranks == EXPECTED[name][0]
+
+
+@pytest.mark.parametrize("name", ["sleep_in_forward", "interpreter_held", "no_message", "stuck_loader"])
+def test_stacks_alone_name_the_rank_that_is_in_no_collective(name: str) -> None:
+    found = culprit(changed(recorded(name), flight=None, status=None))
+    assert found.ranks == EXPECTED[name][0]
+    assert "in no collective" in found.reason
+
+
+def test_progress_alone_names_the_rank_that_is_behind_as_a_guess() -> None:
+    found = culprit(changed(recorded("stuck_loader"), flight=None, stacks=None))
+    assert (found.ranks, found.certain) == ((1,), False)
+    assert "behind" in found.reason
+
+
+def test_ranks_that_are_all_in_the_same_place_point_at_the_network_between_their_nodes() -> None:
+    evidence = [replace(one, flight=None) for one in recorded("no_message")]
+    waiting = evidence[0]
+    same = [replace(waiting, rank=rank, host=f"node{rank // 2}") for rank in range(4)]
+    found = culprit(same)
+    assert (found.ranks, found.certain) == ((0, 1, 2, 3), False)
+    assert "is the network between node0 and node1 all right?" in found.reason
+    assert "every rank waits in a message of the attention" in found.reason
+
+
+def test_a_collective_that_everybody_entered_names_nobody_in_particular() -> None:
+    waiting = recorded("sleep_in_forward")[0]
+    found = culprit([replace(waiting, rank=rank, host=f"node{rank}") for rank in range(4)])
+    assert (found.ranks, found.certain) == ((0, 1, 2, 3), False)
+
+
+def test_a_ring_of_messages_that_stands_still_is_no_circle_of_culprits() -> None:
+    evidence = recorded("no_message")
+    stuck = [
+        replace(one, stacks=evidence[0].stacks, flight={**(one.flight or {}), "waiting": waiting(one.rank)})
+        for one in evidence
+    ]
+    found = culprit(on_hosts(stuck, {2: "node2", 3: "node2"}))
+    assert not found.certain
+    assert "is the network between node1 and node2 all right?" in found.reason
+
+
+def waiting(rank: int) -> dict[str, Any]:
+    return {"what": "send", "peer": (rank + 1) % 4, "age_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("gone", "is gone"), ("Z", "is gone"), ("T", "is stopped"), ("t", "is stopped"), ("D", "uninterruptible")],
+)
+def test_the_state_of_a_process_comes_before_everything_else(state: str, words: str) -> None:
+    evidence = recorded("sleep_in_forward")
+    evidence[3] = replace(evidence[3], process_state=state, host="node2", stacks=None)
+    found = culprit(evidence)
+    assert (found.ranks, found.host, found.certain) == ((3,), "node2", True)
+    assert words in found.reason
+
+
+def test_input_or_output_of_a_rank_that_waits_like_the_others_is_no_reason() -> None:
+    evidence = recorded("sleep_in_forward")
+    evidence[0] = replace(evidence[0], process_state="D")
+    assert culprit(evidence).ranks == (2,)
+
+
+def test_input_or_output_of_all_ranks_at_once_blames_none_of_them() -> None:
+    found = culprit(changed(recorded("stuck_loader"), process_state="D", stacks=None))
+    assert found.ranks == (1,)
+    assert "all_reduce" in found.reason
+
+
+def test_a_node_without_an_answer_is_a_guess() -> None:
+    evidence = recorded("sleep_in_forward")
+    evidence[2] = RankEvidence(2, "node7", None)
+    found = culprit(evidence)
+    assert (found.ranks, found.host, found.certain) == ((2,), "node7", False)
+    assert "gives no answer" in found.reason
+
+
+def test_a_collective_started_ahead_of_time_does_not_hide_who_hangs_elsewhere() -> None:
+    evidence = recorded("other_order")
+    asleep = (recorded("sleep_in_forward")[2].stacks or "").replace("_sleep_forever", "compute")
+    evidence[1] = replace(evidence[1], stacks=asleep)
+    found = culprit(evidence)
+    assert (found.ranks, found.certain) == ((1,), True)
+
+
+def test_ranks_that_compute_are_accused_of_nothing() -> None:
+    busy = recorded("sleep_in_forward")[2]
+    assert find_culprit([replace(busy, rank=rank) for rank in range(3)]) is None
+    assert find_culprit([]) is None
+
+
+@pytest.mark.parametrize("name", ONE_CULPRIT)
+def test_the_order_in_which_evidence_comes_does_not_matter(name: str) -> None:
+    evidence = recorded(name)
+    assert find_culprit(evidence[::-1]) == find_culprit(evidence)
+
+
+def test_what_a_rank_sends_cannot_forge_output() -> None:
+    evil = "\x1b[2Jevil\nline\u202e"
+    evidence = [
+        replace(one, host=f"node{evil}", stacks=(one.stacks or "").replace("_sleep_forever", f"f{evil[:7]}"))
+        for one in recorded("sleep_in_forward")
+    ]
+    found = culprit(evidence)
+    for text in (found.reason, *found.lines):
+        assert text.isprintable()
+        assert len(text) <= 601
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def with_a_part_replaced(document: Any, path: list[int], value: Any) -> Any:
+    """`document` with something in it, found by `path`, replaced by `value`."""
+    if not path or not isinstance(document, dict | list) or not document:
+        return value
+    if isinstance(document, dict):
+        key = sorted(document)[path[0] % len(document)]
+        return {**document, key: with_a_part_replaced(document[key], path[1:], value)}
+    index = path[0] % len(document)
+    return [*document[:index], with_a_part_replaced(document[index], path[1:], value), *document[index + 1 :]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(EXPECTED)), st.integers(0, 3), st.lists(st.integers(0, 20), min_size=1, max_size=6), JSON)
+def test_nonsense_from_a_rank_never_breaks_the_analysis(name: str, which: int, path: list[int], value: Any) -> None:
+    evidence = recorded(name)
+    index = which % len(evidence)
+    document = with_a_part_replaced({"flight": evidence[index].flight, "status": evidence[index].status}, path, value)
+    facts = document if isinstance(document, dict) else {}
+    as_object: Callable[[Any], Any] = lambda part: part if isinstance(part, dict) else None  # noqa: E731
+    evidence[index] = replace(
+        evidence[index], flight=as_object(facts.get("flight")), status=as_object(facts.get("status"))
+    )
+    found = find_culprit(evidence)
+    assert found is None or (json.dumps(found.reason) and set(found.ranks) <= {one.rank for one in evidence})

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bridge_rig import FAST, RUN_ID
+
+from cluster.access.ssh import SshPool
+from cluster.control.local_link import LocalLink
+from cluster.control.open import SharedPool, open_links
+from cluster.control.ssh_link import SshLink
+from cluster.errors import HostsError
+from cluster.facts import NodeFacts
+from cluster.plan import LaunchPlan, build_launch_plan
+from engine.config import RunConfig
+from engine.config_cluster import ClusterConfig, SshConfig
+from engine.runs import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = tmp_path / RUN_ID
+    folder.mkdir()
+    return RunFolder(folder)
+
+
+def local_plan(run: RunFolder, **ssh: object) -> LaunchPlan:
+    config = RunConfig(cluster=ClusterConfig(ssh=SshConfig(**ssh)))  # type: ignore[arg-type]
+    return build_launch_plan(config, NodeFacts("node1", 2, 0, python="/usr/bin/python3", cwd="/"), run.path)
+
+
+def ssh_plan(run: RunFolder, *names: str, **ssh: object) -> LaunchPlan:
+    plan = local_plan(run, **ssh)
+    nodes = [replace(plan.nodes[0], name=name, node_rank=rank, folder="/there") for rank, name in enumerate(names)]
+    return replace(plan, launcher="ssh", nodes=tuple(nodes))
+
+
+def test_a_local_plan_has_a_link_to_this_machine(run):
+    (link,) = open_links(local_plan(run), run)
+
+    assert isinstance(link, LocalLink)
+    assert link.node == "node1"
+
+
+def test_a_local_launch_does_not_load_what_ssh_takes():
+    code = "import sys, cluster.control.open; sys.exit('paramiko' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_ssh_plan_has_a_link_per_node_and_nothing_is_connected(run, tmp_path):
+    config_file = tmp_path / "ssh_config"
+    config_file.write_text("Host node[1-2]\n  HostName 127.0.0.1\n  Port 1\n")
+    links = open_links(ssh_plan(run, "node1", "node2", config_file=str(config_file)), run)
+
+    assert [(type(link), link.node) for link in links] == [(SshLink, "node1"), (SshLink, "node2")]
+    for link in links:
+        link.close()
+
+
+def test_hosts_are_found_as_the_configuration_says_and_why_they_cannot_be_reached_is_told(run, tmp_path):
+    config_file = tmp_path / "ssh_config"
+    config_file.write_text("Host node1\n  HostName 127.0.0.1\n  Port 1\n")
+    (link,) = open_links(ssh_plan(run, "node1", config_file=str(config_file)), run, FAST)
+    try:
+        link.follow()
+        deadline = time.monotonic() + 10
+        while "port 1" not in (link.poll().problem or "") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "port 1" in (link.poll().problem or "")
+    finally:
+        link.close()
+
+
+def test_a_name_that_ssh_cannot_use_is_an_error_before_anything_is_opened(run):
+    with pytest.raises(HostsError, match="no host name"):
+        open_links(ssh_plan(run, "-oProxyCommand=evil"), run)
+
+
+def test_the_pool_ends_with_the_last_link():
+    ended: list[int] = []
+
+    class Pool(SshPool):
+        def close(self) -> None:
+            ended.append(1)
+            super().close()
+
+    shared = SharedPool(Pool(), 2)
+    shared.leave()
+    assert not ended
+    shared.leave()
+    assert ended == [1]

@@ -1,0 +1,230 @@
+"""Runs through Slurm for real: jobs of a testbed's Slurm, with the fake trainer as ranks, led by the controller."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from slurm_rig import SlurmBench, wait_for
+
+from cluster.control.settle import settle
+from cluster.control.timing import LaunchTiming
+from cluster.plan_record import read_launch_plan
+
+
+@pytest.fixture
+def bench(slurm_testbed, tmp_path, monkeypatch):
+    """Launches on the shared testbed, which is idle again afterwards."""
+    bench = SlurmBench(slurm_testbed, tmp_path)
+    monkeypatch.setenv("SLURM_CONF", bench.environment["SLURM_CONF"])
+    yield bench
+    for job in bench.client("squeue", "-h", "-o", "%A").split():
+        bench.client("scancel", job)
+    bench.wait_idle()
+
+
+def names(bench: SlurmBench) -> tuple[str, ...]:
+    return bench.testbed.node_names
+
+
+def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_nodes(bench):
+    led = bench.lead(bench.plan("ok"))
+    outcome = led.wait()
+    first, second = names(bench)[:2]
+
+    assert (outcome.status, outcome.exit_code, outcome.leftover) == ("completed", 0, ()), led.describe()
+    assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert "rank 1 in mode ok" in led.run.log_path(second, 1).read_text()
+    assert led.run.read_state()["nodes"] == [first, second]
+    assert [node.name for node in read_launch_plan(led.run.path).nodes] == [first, second]
+    assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.watcher.notes
+    assert bench.processes(led.run) == []
+    wait_for(lambda: "JobState=COMPLETED" in bench.client("scontrol", "show", "job", led.job_id))
+
+
+def test_every_node_gets_its_own_command_and_the_address_of_the_first(bench):
+    led = bench.lead(bench.plan("ok"))
+    assert led.wait().status == "completed", led.describe()
+    first, second = bench.testbed.nodes[:2]
+    plan = read_launch_plan(led.run.path)
+
+    masters = {word for node in plan.nodes for word in node.argv if word.startswith("--master-addr")}
+    assert masters == {f"--master-addr={first.address}"}
+    assert f"--local-addr={second.address}" in plan.nodes[1].argv
+    assert "GLOO_SOCKET_IFNAME=eth0" in (led.run.path / plan.nodes[1].env_file).read_text()
+    assert all((led.run.path / node.env_file).stat().st_mode & 0o077 == 0 for node in plan.nodes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "error"), [("raise", "exception", "ValueError"), ("killed", "signal", "SIGKILL")]
+)
+def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench, mode, kind, error):
+    led = bench.lead(bench.plan(mode))
+    failure = led.wait().failure
+
+    assert failure is not None
+    assert (failure.kind, failure.type, failure.rank, failure.host) == (kind, error, 1, names(bench)[1])
+    assert led.run.read_state()["state"] == "failed"
+    wait_for(lambda: not bench.processes(led.run), timeout_s=15)
+
+
+def test_a_second_attempt_keeps_the_records_of_the_first(bench):
+    first = bench.lead(bench.plan("raise"))
+    first.wait()
+    again = bench.lead(read_launch_plan(first.run.path), folder=first.run)
+    outcome = again.wait()
+
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, again.run.read_state()["attempt"]) == (1, 2)
+    assert (again.run.path / "attempts" / "1" / "nodes" / names(bench)[1] / "outcome.json").exists()
+    assert len(list(again.run.path.glob("slurm-*.log"))) == 2
+
+
+def test_scancel_from_outside_is_a_cancelled_run(bench):
+    # Impatient, so that the controller stops what it believes to have failed before the nodes say who asked them.
+    led = bench.lead(bench.plan("wait"), timing=LaunchTiming(evidence_s=0.0, failure_grace_s=0.0))
+    led.wait_for_step(5)
+    bench.client("scancel", led.job_id)
+    outcome = led.wait()
+
+    assert (outcome.status, outcome.exit_code, outcome.failure) == ("cancelled", 130, None)
+    assert bench.processes(led.run) == []
+
+
+def test_ranks_that_ignore_a_request_to_stop_are_killed_by_their_supervisors(bench):
+    led = bench.lead(bench.plan("ignore"), timing=LaunchTiming(stop_grace_s=1.0))
+    led.wait_for_step(5)
+    led.stop.count, led.stop.cause = 1, "Ctrl-C"
+    outcome = led.wait(30)
+
+    assert outcome.status == "cancelled"
+    assert bench.processes(led.run) == []
+
+
+def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
+    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    led = bench.lead(bench.plan("ok"))
+    wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
+    led.stop.count, led.stop.cause = 1, "Ctrl-C"
+    outcome = led.wait(30)
+
+    assert (outcome.status, outcome.leftover) == ("cancelled", ())
+    assert "CANCELLED" in bench.client("scontrol", "show", "job", led.job_id)
+    assert led.run.read_state()["state"] == "cancelled"
+
+
+def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
+    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    plan = bench.plan("ok")
+    run = bench.leave_in_queue(plan)
+    settled = settle(run)
+    bench.client("scancel", blocker)
+    outcome = bench.lead(read_launch_plan(run.path), start=False, folder=run).wait()
+
+    assert settled.state == "starting"
+    assert outcome.status == "completed"
+
+
+def test_a_run_that_ended_while_nobody_looked_is_judged_later(bench):
+    run = bench.leave_in_queue(bench.plan("raise"))
+    wait_for(lambda: len(list(run.path.glob("nodes/*/outcome.json"))) == 2)
+    wait_for(lambda: settle(run).is_final)
+    failure = run.read_state()["failure"]
+
+    assert (failure["rank"], failure["host"]) == (1, names(bench)[1])
+
+
+def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbed, tmp_path, monkeypatch):
+    bench = SlurmBench(make_testbed(nodes=1, slurm=True), tmp_path)
+    monkeypatch.setenv("SLURM_CONF", bench.environment["SLURM_CONF"])
+    bench.kill_controller()
+    outcome = bench.lead(bench.plan("ok", nodes=1)).wait(60)
+
+    assert outcome.failure is not None
+    assert outcome.exit_code == 3
+    assert "controller does not answer" in outcome.failure.message
+
+
+def test_a_node_that_does_not_see_the_run_folder_is_named(bench):
+    plan = bench.plan("ok")
+    second = bench.testbed.nodes[1]
+    bench.on_node(second, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
+    try:
+        failure = bench.lead(plan).wait().failure
+    finally:
+        bench.on_node(second, "umount", str(tmp))
+
+    assert failure is not None
+    assert f"{second.name} does not see the run folder" in failure.message
+
+
+def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(bench):
+    plan = bench.plan("ok", nodes=1)
+    first = bench.testbed.nodes[0]
+    bench.on_node(first, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
+    try:
+        failure = bench.lead(plan).wait().failure
+    finally:
+        bench.on_node(first, "umount", str(tmp))
+
+    assert failure is not None
+    assert "need a run folder that all nodes share" in failure.message
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_is_named(bench):
+    led = bench.lead(bench.plan("wait"))
+    led.wait_for_step(5)
+    lost = bench.testbed.nodes[1]
+    try:
+        bench.lose(lost)
+        failure = led.wait(120).failure
+    finally:
+        assert bench.testbed.slurm is not None
+        bench.testbed.slurm.start_node(lost)
+
+    assert failure is not None
+    assert (failure.kind, failure.host) == ("node_lost", lost.name)
+    wait_for(lambda: not bench.processes(led.run), timeout_s=30)
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_told_as_such(bench):
+    led = bench.lead(bench.plan("wait"))
+    led.wait_for_step(5)
+    # Slurm refuses an end that is over when it reads of it, and looks for such ends only every half a minute.
+    soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 10))
+    bench.client("scontrol", "update", f"JobId={led.job_id}", f"EndTime={soon}")
+    outcome = led.wait(120)
+
+    assert outcome.failure is not None
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    assert "time limit" in outcome.failure.message
+
+
+def test_inside_of_an_allocation_its_nodes_are_used_and_it_stays(bench, monkeypatch):
+    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
+    monkeypatch.setenv("SLURM_JOB_ID", allocation)
+    led = bench.lead(bench.plan("ok"))
+    outcome = led.wait()
+
+    assert outcome.status == "completed"
+    assert led.job_id == allocation
+    assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)
+
+
+def test_inside_of_an_allocation_a_cancelled_run_leaves_the_allocation(bench, monkeypatch):
+    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
+    monkeypatch.setenv("SLURM_JOB_ID", allocation)
+    led = bench.lead(bench.plan("wait"))
+    led.wait_for_step(5)
+    led.stop.count, led.stop.cause = 1, "Ctrl-C"
+    outcome = led.wait(40)
+
+    assert outcome.status == "cancelled"
+    assert bench.processes(led.run) == []
+    assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)

@@ -1,0 +1,147 @@
+"""What the task of a node does before it is a supervisor: who it is, where ranks meet, what it writes down."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.env.facts import NodeEnvironmentFacts
+from cluster.errors import ClusterError
+from cluster.facts import probe_local_node
+from cluster.plan import LaunchPlan
+from cluster.plan_record import PlanFileError, read_launch_plan
+from cluster.slurm.granted import granted_plan, write_granted
+from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
+from cluster.slurm.plan import NodeOnSite, build_slurm_plan
+from cluster.slurm.record import JobRecord, write_record
+from engine.config import DataConfig, RunConfig
+from engine.config_cluster import ClusterConfig
+from engine.runs import RunFolder, create_run
+
+SITES = (NodeOnSite("n1", "127.0.0.1"), NodeOnSite("n2", "127.0.0.2"))
+TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}
+
+
+@pytest.fixture
+def plan(tmp_path) -> LaunchPlan:
+    """Two nodes with two ranks each; the run folder is there."""
+    config = RunConfig(
+        data=DataConfig(format="text", paths=("/dev/null",)),
+        cluster=ClusterConfig(num_nodes=2, ranks_per_node=2),
+    )
+    path = tmp_path / "runs" / "tiny" / "20260131-120000-abc123"
+    plan = build_slurm_plan(config, probe_local_node(), path, environment={})
+    create_run(path, dict(plan.files))
+    return plan
+
+
+def test_a_task_knows_its_node_by_what_srun_says():
+    assert read_place(TASK) == Place("n2", 1, 2)
+
+
+@pytest.mark.parametrize("change", [{"SLURM_NODEID": ""}, {"SLURM_NODEID": "2"}, {"SLURMD_NODENAME": "a/../b"}])
+def test_what_makes_no_sense_is_no_place(change):
+    with pytest.raises(ClusterError):
+        read_place({**TASK, **change})
+
+
+def test_outside_of_srun_a_task_says_so(plan, capsys):
+    (Path(plan.run_path) / "slurm.token").write_text("t\n")
+
+    assert main([plan.run_path, "t"], {}) == 1
+    assert "not a task of srun" in capsys.readouterr().err
+
+
+def test_a_task_that_does_not_find_the_token_starts_nothing(plan, capsys):
+    assert main([plan.run_path, "t"], TASK) == 66
+    assert "n2 does not see the run folder" in capsys.readouterr().err
+    assert not (Path(plan.run_path) / "nodes").exists()
+
+
+def test_all_nodes_get_the_address_and_port_of_the_first(plan):
+    made = {}
+
+    def work(place: Place) -> None:
+        made[place.rank] = prepare(plan, place, "t", SITES[place.rank])
+
+    threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    granted = granted_plan(plan, RunFolder(Path(plan.run_path)), "t")
+
+    assert granted is not None
+    assert [(node.name, node.first_rank) for node in granted.nodes] == [("n1", 0), ("n2", 2)]
+    meetings = {tuple(word for word in node.argv if word.startswith("--master-")) for node in granted.nodes}
+    assert len(meetings) == 1
+    assert "--master-addr=127.0.0.1" in next(iter(meetings))
+
+
+def test_a_node_alone_needs_no_network_and_several_need_one():
+    facts = NodeEnvironmentFacts("n1", interface_reason="eth0 is down")
+
+    assert node_address(Place("n1", 0, 1), facts) == "127.0.0.1"
+    with pytest.raises(ClusterError, match=r"eth0 is down; set cluster.interface"):
+        node_address(Place("n1", 0, 2), facts)
+
+
+def test_a_meeting_of_an_earlier_attempt_is_not_heeded(plan):
+    run = Path(plan.run_path)
+    (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
+    node = prepare(plan, Place("n1", 0, 2), "new", SITES[0])
+
+    assert "--master-addr=127.0.0.1" in node.argv
+    assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
+
+
+def test_what_an_earlier_supervisor_left_is_removed(plan):
+    folder = Path(plan.run_path) / "nodes" / "n1"
+    folder.mkdir(parents=True)
+    (folder / "outcome.json").write_text("{}")
+    (folder / "supervisor.json").write_text("{}")
+    prepare(plan, Place("n1", 0, 2), "t", SITES[0])
+
+    assert sorted(path.name for path in folder.iterdir()) == ["granted.json"]
+
+
+def test_a_plan_is_granted_only_when_all_nodes_of_this_attempt_are_there(plan):
+    run = RunFolder(Path(plan.run_path))
+    for node, token in ((plan.nodes[0], "t"), (plan.nodes[1], "old")):
+        (run.path / "nodes" / node.name).mkdir(parents=True)
+        write_granted(run, node, token)
+
+    assert granted_plan(plan, run, "t") is None
+    write_granted(run, plan.nodes[1], "t")
+    assert granted_plan(plan, run, "t") is not None
+
+
+@pytest.mark.parametrize("change", [{"first_rank": 1}, {"local_ranks": 3}, {"folder": "../x"}, {"name": "slurm-node0"}])
+def test_nodes_that_make_no_plan_are_refused(plan, change):
+    run = RunFolder(Path(plan.run_path))
+    for node in (plan.nodes[0], replace(plan.nodes[1], **change)):
+        (run.path / "nodes" / f"{node.name}-{node.node_rank}").mkdir(parents=True)
+        write_named = replace(node, name=f"{node.name}-{node.node_rank}")
+        write_granted(run, write_named, "t")
+        path = run.path / "nodes" / write_named.name / "granted.json"
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({**document, "node": node.to_dict()}))
+
+    with pytest.raises(PlanFileError):
+        granted_plan(plan, run, "t")
+
+
+def test_who_reads_the_plan_of_a_run_gets_the_real_nodes(plan):
+    run = RunFolder(Path(plan.run_path))
+    write_record(run.path, JobRecord("t", "batch", "5"))
+    assert [node.name for node in read_launch_plan(run.path).nodes] == ["slurm-node0", "slurm-node1"]
+    for node in plan.nodes:
+        named = replace(node, name=f"n{node.node_rank + 1}")
+        (run.path / "nodes" / named.name).mkdir(parents=True)
+        write_granted(run, named, "t")
+
+    assert [node.name for node in read_launch_plan(run.path).nodes] == ["n1", "n2"]

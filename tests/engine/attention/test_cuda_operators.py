@@ -1,0 +1,160 @@
+"""Without a GPU: kernels call torch's CUDA operators by their contracts, and the right library is behind them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import operator_stand_in
+import pytest
+import torch
+import torch.nn.attention as torch_attention
+from attention_oracle import random_inputs
+
+from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
+from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, CudaKernel
+from engine.attention.kernels.efficient import AtenEfficientKernel
+from engine.attention.kernels.flash_switch import implementation_problem, use_flash_implementation
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.mask import Band, normalise
+from engine.attention.merge import backward_stats, surrogate_out
+
+KERNELS = [AtenFlashKernel, AtenCudnnKernel, AtenEfficientKernel]
+TILES = {
+    "full": (9, 9, None, None),
+    "causal": (9, 9, 0, None),
+    "more keys": (5, 40, None, None),
+    "more queries": (40, 5, None, None),
+    "one key": (7, 1, None, None),
+    "one query": (1, 7, None, None),
+    "window": (9, 9, 0, 3),
+    "window of a later block": (9, 14, -8, -2),
+    "lower bound": (12, 7, -2, None),
+    "upper bound": (7, 12, None, 3),
+    "more queries than a window's keys": (20, 8, 0, 12),
+    "upper bound, many queries": (30, 4, None, 6),
+    "several strips": (1100, 30, None, 1090),
+}
+TOLERANCE = 2e-5  # fp32 results of both
+
+
+@pytest.fixture(autouse=True)
+def operators_on_cpu() -> Iterator[None]:
+    with operator_stand_in.on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("name", operator_stand_in.OPERATORS)
+def test_stand_ins_have_the_names_and_order_of_the_operators_arguments(name: str) -> None:
+    """Whatever the version of torch: what kernels give by position must be what they mean."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    ours = inspect.signature(operator_stand_in.OPERATORS[name]).parameters.values()
+    by_position = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    by_name = {parameter.name for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY}
+    assert [argument.name for argument in schema.arguments if not argument.kwarg_only] == by_position
+    assert by_name <= {argument.name for argument in schema.arguments if argument.kwarg_only}
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_forward_and_backward_equal_the_reference(kind: type[CudaKernel], kv_heads: int, tile: tuple) -> None:
+    """Backward from the lse over other keys besides, and from a stand-in for out."""
+    rows, keys, low, high = tile
+    for band in normalise(Band(0, rows, 0, keys, low, high)):
+        spec = BandSpec(band.low, band.high)
+        queries = random_inputs(band.num_queries, 4, kv_heads, 16, torch.float32)
+        others = random_inputs(band.num_keys, 4, kv_heads, 16, torch.float32, seed=1)
+        args = (queries.q, others.k, others.v, spec)
+        out, lse = ReferenceKernel().forward(*args)
+        torch.testing.assert_close(kind().forward(*args), (out, lse), rtol=TOLERANCE, atol=TOLERANCE)
+        global_lse = lse + 0.5  # of more keys than the tile's
+        stand_in = surrogate_out(queries.dout, backward_stats(queries.dout, 0.6 * out, global_lse))
+        want = ReferenceKernel().backward(TileGradients(queries.dout, 0.6 * out, global_lse), *args)
+        got = kind().backward(TileGradients(queries.dout, stand_in, global_lse), *args)
+        torch.testing.assert_close(tuple(got), tuple(want), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_strided_views_are_taken(kind: type[CudaKernel]) -> None:
+    """As the fields of one buffer: rows lie further apart than their own numbers."""
+    x = random_inputs(12, 4, 2, 16, torch.float32)
+    packed = torch.cat([x.q, x.k, x.v, x.dout], dim=1)
+    q, k, v, dout = packed.split([4, 2, 2, 4], dim=1)
+    band = BandSpec(0, None)
+    out, lse = kind().forward(q, k, v, band)
+    want = ReferenceKernel().forward(q, k, v, band)
+    torch.testing.assert_close((out, lse), want, rtol=TOLERANCE, atol=TOLERANCE)
+    spread = torch.stack([*want[:1], x.q], dim=2)[:, :, 0]
+    got = kind().backward(TileGradients(dout, spread, want[1]), q, k, v, band)
+    expected: TileResult = ReferenceKernel().backward(TileGradients(dout, want[0], want[1]), q, k, v, band)
+    torch.testing.assert_close(tuple(got), tuple(expected), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@dataclass
+class Switch:
+    """An implementation that torch can activate; says what happened to it."""
+
+    name: str
+    events: list[str] = field(default_factory=list)
+
+    def register(self) -> Switch:
+        self.events.append(f"{self.name} on")
+        return self
+
+    def remove(self) -> None:
+        self.events.append(f"{self.name} off")
+
+
+class FirstKernel(AtenFlashKernel):
+    implementation = "first of a test"
+
+
+class SecondKernel(AtenFlashKernel):
+    implementation = "second of a test"
+
+
+@pytest.fixture
+def events() -> Iterator[list[str]]:
+    noted: list[str] = []
+    for kind in (FirstKernel, SecondKernel):
+        assert kind.implementation is not None
+        switch = Switch(kind.implementation.split()[0], noted)
+        torch_attention.register_flash_attention_impl(kind.implementation, register_fn=switch.register)
+    yield noted
+    use_flash_implementation(None)
+    for kind in (FirstKernel, SecondKernel):
+        del torch_attention._registry._FLASH_ATTENTION_IMPLS[kind.implementation]
+
+
+def test_each_flash_kernel_has_its_library_behind_the_operators_at_every_call(events: list[str]) -> None:
+    x = random_inputs(8, 2, 2, 16, torch.float32)
+    grads = TileGradients(x.dout, x.q, torch.zeros(8, 2))
+    for kernel in (FirstKernel(), FirstKernel(), AtenFlashKernel(), SecondKernel(), FirstKernel(), AtenCudnnKernel()):
+        kernel.forward(x.q, x.k, x.v, BandSpec())
+        kernel.backward(grads, x.q, x.k, x.v, BandSpec())
+        if isinstance(kernel, AtenFlashKernel):
+            assert torch_attention.current_flash_attention_impl() == kernel.implementation
+    assert events == ["first on", "first off", "second on", "second off", "first on"]
+    AtenCudnnKernel().forward(x.q, x.k, x.v, BandSpec(0, 3))  # a window: FlashAttention-2's
+    assert events[-1] == "first off"
+
+
+def test_what_keeps_an_implementation_from_use_is_said(events: list[str]) -> None:
+    use_flash_implementation(SecondKernel.implementation)
+    assert implementation_problem("FA9", "x", "y") == f"torch {torch.__version__} does not know the implementation FA9"
+    problem = implementation_problem("FA3", "no_such_module_of_flash3", "FlashAttention-3")
+    assert problem == "FlashAttention-3 is not installed (no module no_such_module_of_flash3)"
+    assert implementation_problem("first of a test", "json", "a package") is None
+    assert torch_attention.current_flash_attention_impl() == SecondKernel.implementation  # as before
+
+
+def test_an_implementation_that_cannot_be_loaded_is_a_reason_not_a_crash(events: list[str]) -> None:
+    def broken() -> None:
+        raise RuntimeError("undefined symbol: _ZN3c10")
+
+    torch_attention.register_flash_attention_impl("first of a test", register_fn=broken)
+    problem = implementation_problem("first of a test", "json", "a package")
+    assert problem == "a package is installed, but cannot be loaded (RuntimeError: undefined symbol: _ZN3c10)"
+    assert torch_attention.current_flash_attention_impl() is None

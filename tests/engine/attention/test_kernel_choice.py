@@ -1,0 +1,147 @@
+"""The kernel of a run follows from what is asked and what kernels declare, and every other one has its reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.kernels.base import KernelRequest
+from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, preference, problem_of
+from engine.errors import ConfigError
+
+BF16, FP32 = torch.bfloat16, torch.float32
+AMPERE, ADA, HOPPER, BLACKWELL, TURING = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
+
+
+def ask(capability: tuple[int, int] | None, dtype: torch.dtype = BF16, head_dim: int = 128, **rest) -> KernelRequest:
+    return KernelRequest("cuda", dtype, head_dim, capability, **rest)
+
+
+def chosen(request: KernelRequest, name: str = "auto") -> KernelChoice:
+    return choose(name, request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "order"),
+    [
+        (ask(HOPPER), ["aten_cudnn", "fa3", "aten_flash", "flash_attn"]),
+        (ask(HOPPER, windows=True), ["fa3", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(BLACKWELL), ["fa4", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(AMPERE), ["aten_flash", "flash_attn", "aten_efficient"]),
+        (KernelRequest("cpu", BF16, 64), ["cpu_flash"]),
+    ],
+)
+def test_the_fastest_by_published_rates_is_tried_first(request_: KernelRequest, order: list[str]) -> None:
+    assert preference(request_)[: len(order)] == order
+
+
+@pytest.mark.parametrize("capability", [AMPERE, ADA, (12, 0)])
+def test_without_further_packages_flash_attention_2_of_torch_is_always_there(capability: tuple[int, int]) -> None:
+    problem = problem_of(KERNELS["aten_flash"].capabilities, ask(capability))
+    assert problem is None
+
+
+def test_deterministic_runs_on_hopper_do_not_take_cudnn() -> None:
+    choice = chosen(ask(HOPPER, deterministic=True))
+    assert choice.kernel.name == "aten_flash"
+    assert choice.others["aten_cudnn"] == "has no deterministic backward pass"
+    with pytest.raises(ConfigError, match=r"on cuda 9\.0, deterministic \(aten_cudnn: has no deterministic"):
+        chosen(ask(HOPPER, deterministic=True), "aten_cudnn")
+
+
+def test_fp32_and_old_gpus_get_the_memory_efficient_kernel() -> None:
+    assert chosen(ask(HOPPER, FP32)).kernel.name == "aten_efficient"
+    assert chosen(ask(TURING, torch.float16)).kernel.name == "aten_efficient"
+
+
+def test_a_gpu_that_can_nothing_but_the_reference_says_what_every_kernel_needs() -> None:
+    with pytest.raises(ConfigError) as raised:
+        chosen(ask(TURING))
+    text = str(raised.value)
+    assert "aten_flash: needs compute capability 8.0 or higher, this GPU has 7.5" in text
+    assert "aten_efficient: takes bfloat16 from compute capability 8.0 on, this GPU has 7.5" in text
+    assert text.endswith("legal here: reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "reason"),
+    [
+        ("fa3", ask(BLACKWELL), "needs compute capability 9.0, this GPU has 10.0"),
+        ("fa4", ask(HOPPER), "needs compute capability 10.0 to 10.9, this GPU has 9.0"),
+        ("fa3", ask(HOPPER), "FlashAttention-3 is not installed"),
+        ("fa4", ask(BLACKWELL), "FlashAttention-4 is not installed"),
+        ("flash_attn", ask(HOPPER), "the flash-attn package is not installed"),
+        ("aten_cudnn", ask(HOPPER, head_dim=256), "takes head_dim up to 128"),
+        ("aten_flash", ask(HOPPER, head_dim=100), "takes head_dim in multiples of 8"),
+        ("aten_flash", ask(ADA, head_dim=208), "no backward pass for head_dim 193 to 224"),
+        ("aten_flash", ask(HOPPER, FP32), "takes bfloat16, float16 only"),
+    ],
+)
+def test_a_kernel_that_cannot_names_what_is_missing(name: str, request_: KernelRequest, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        chosen(request_, name)
+    assert reason in str(raised.value)
+
+
+REQUESTS = st.builds(
+    KernelRequest,
+    st.just("cuda"),
+    st.sampled_from([BF16, torch.float16, FP32, torch.float64]),
+    st.sampled_from([32, 64, 100, 128, 208, 256, 320]),
+    st.sampled_from([TURING, AMPERE, ADA, HOPPER, BLACKWELL, (11, 0), (12, 0)]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(REQUESTS)
+def test_whatever_is_chosen_can_do_what_is_asked_and_nothing_better_could(request_: KernelRequest) -> None:
+    order = preference(request_)
+    can = [name for name in order if problem_of(KERNELS[name].capabilities, request_) is None]
+    if not can:
+        with pytest.raises(ConfigError, match="legal here: reference"):
+            chosen(request_)
+        return
+    choice = chosen(request_)
+    assert choice.kernel.name == can[0]
+    assert set(choice.others) == set(KERNELS) - {choice.kernel.name}
+    assert all(choice.others.values())
+    for better in order[: order.index(can[0])]:
+        assert choice.others[better] == problem_of(KERNELS[better].capabilities, request_)
+
+
+def test_the_choice_is_one_line_for_people() -> None:
+    text = chosen(ask(AMPERE)).text
+    assert text.startswith("attention kernel aten_flash (auto: the first that can of aten_flash, flash_attn")
+    assert "fa3: needs compute capability 9.0, this GPU has 8.0" in text
+    assert "\n" not in text
+    assert chosen(ask(AMPERE), "aten_flash").reason == "attention.kernel=aten_flash"
+
+
+WINDOWS = {"window": "yes", "aten_flash": "by `aten_flash`", "bias": "by a bias, in strips"}
+AGAIN = {"always": "yes", "flag": "on demand", "never": "no"}
+
+
+def test_the_table_of_the_documentation_is_what_kernels_declare() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "attention.md").read_text(encoding="utf-8")
+    section = text[text.index("## Kernels") : text.index("`auto` tries them")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "| `" in line]
+    found = {row[0].strip("`"): row for row in rows if row[0] != "`attention.kernel`"}
+    assert set(found) == set(KERNELS)
+    for name, kind in KERNELS.items():
+        can, (_, _, gpu, numbers, head_dim, windows, again) = kind.capabilities, found[name]
+        assert head_dim == ("any" if can.max_head_dim > 1024 else str(can.max_head_dim)), name
+        assert again == AGAIN[can.deterministic], name
+        if can.devices == {"cuda"}:
+            assert windows == WINDOWS[can.windows], name
+            assert ("fp32" in numbers, "bf16" in numbers) == (FP32 in can.dtypes, BF16 in can.dtypes), name
+            lowest = can.compute_capabilities[0]
+            match = re.match(r"(\d+)\.", gpu)
+            assert lowest is not None
+            assert match is not None
+            assert int(match[1]) == lowest[0], name

@@ -1,0 +1,110 @@
+"""Measured overlap: what is called exposed is what compute lost, and what is called transferred took so long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timed_streams import TimedStreams
+
+from engine.attention.plan import Channel
+from engine.attention.stream_times import Times, TransferTimes, total
+from engine.attention.streams import StreamTransport
+from engine.attention.topology import Topology
+from engine.attention.transport import Meter, Parcel
+from engine.memory.host import HostPool
+from engine.memory.store import HostStore, Kept
+
+CPU = torch.device("cpu")
+ELEMENTS = 8  # fp32: 32 bytes
+
+
+def offload(layers: int, layer_s: float, copy_s: float, **bounds: int) -> tuple[Times, TimedStreams]:
+    """Forward and backward of `layers` layers that each compute `layer_s` and keep what a copy of `copy_s` moves."""
+    streams = TimedStreams(4 * ELEMENTS / copy_s)
+    store = HostStore(CPU, streams, HostPool(), times=TransferTimes(streams), **bounds)
+    store.times.start()
+    entries: list[Kept] = []
+    for layer in range(layers):
+        streams.compute(layer_s)
+        entries.append(store.keep([torch.full((ELEMENTS,), float(layer))]))
+    while entries:
+        kept = entries.pop()
+        kept.fetch()
+        streams.compute(layer_s)
+        kept.release()
+    return store.times.read(), streams
+
+
+def test_copies_shorter_than_a_layer_are_hidden() -> None:
+    times, streams = offload(6, layer_s=1.0, copy_s=0.5)
+    assert times == Times(10 * 4 * ELEMENTS, 5.0, 0.0)  # 6 to the host; 2 were still on the device, 4 came back
+    assert times.overlap == 1.0
+    assert streams.finished_s == 12.0
+
+
+def test_copies_twice_as_long_as_a_layer_are_exposed_by_half() -> None:
+    times, streams = offload(6, layer_s=1.0, copy_s=2.0)
+    assert times == Times(10 * 4 * ELEMENTS, 20.0, 10.0)
+    assert times.overlap == 0.5
+    assert streams.finished_s == 22.0
+
+
+def test_without_copies_in_flight_and_loads_ahead_nothing_overlaps() -> None:
+    times, _ = offload(4, layer_s=1.0, copy_s=0.25, copies_in_flight=0, loads_ahead=0)
+    assert times == Times(8 * 4 * ELEMENTS, 2.0, 2.0)
+    assert times.overlap == 0.0
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.integers(0, 4), st.integers(0, 3))
+def test_exposed_seconds_are_those_that_compute_lost(
+    layers: int, layer_s: int, copy_s: int, copies: int, loads: int
+) -> None:
+    times, streams = offload(layers, layer_s, copy_s, copies_in_flight=copies, loads_ahead=loads)
+    assert times.exposed_s == pytest.approx(streams.finished_s - streams.computed_s)
+    assert times.exposed_s is not None
+    assert times.transfer_s is not None
+    assert 0 <= times.exposed_s <= times.transfer_s + 1e-9
+
+
+def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:
+    streams = TimedStreams(1.0)
+    times = TransferTimes(streams)
+    for counted in (False, True, False):
+        if counted:
+            times.start()
+        with times.transfer(Channel.TO_HOST, 5):
+            streams.hold(Channel.TO_HOST, streams.record(Channel.TO_HOST) + 2)
+        with times.wait():
+            streams.hold(None, streams.record(Channel.TO_HOST))
+        assert times.read() == (Times(5, 2.0, 2.0) if counted else Times(0, 0.0, 0.0))
+
+
+def test_without_a_clock_bytes_are_known_and_seconds_are_not() -> None:
+    store = HostStore(CPU, TimedStreams(1.0), HostPool())
+    store.times.start()
+    store.keep([torch.zeros(ELEMENTS)])
+    times = store.times.read()
+    assert times == Times(4 * ELEMENTS, None, None)
+    assert times.overlap is None
+
+
+def test_a_total_knows_seconds_only_if_all_that_moved_something_do() -> None:
+    idle, known, unknown = Times(0, None, None), Times(10, 1.0, 0.5), Times(1, None, None)
+    assert total([idle]) == Times(0, None, None)
+    assert total([idle, known, known]) == Times(20, 2.0, 1.0)
+    assert total([known, unknown]) == Times(11, None, None)
+
+
+def test_a_plans_copies_and_messages_are_told_apart() -> None:
+    streams = TimedStreams(16.0)
+    transport = StreamTransport(streams, None, Meter(Topology(1, 1), 0), streams)
+    for times in (transport.copies, transport.messages):
+        times.start()
+    source, target = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), into=(target,))])  # 2 s
+    streams.compute(0.5)
+    transport.wait([0])
+    assert transport.copies.read() == Times(32, 2.0, 1.5)
+    assert transport.messages.read() == Times(0, 0.0, 0.0)

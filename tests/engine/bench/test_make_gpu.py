@@ -1,0 +1,180 @@
+"""`make gpu` on a CPU: its script with every part at a small size, without hydra, hypothesis and their like."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+# What the image of a GPU machine may lack; `sitecustomize` below makes them look as if they were not installed.
+LACKING = (
+    "hydra",
+    "omegaconf",
+    "paramiko",
+    "hypothesis",
+    "jinja2",
+    "matplotlib",
+    "pytest_timeout",
+    "xdist",
+    "tensorboard",
+    "torchao",
+)
+LEAN_MACHINE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class LeanFinder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {LACKING!r} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = LeanFinder
+"""
+PARTS = ["tiles", "blocked", "loss", "elementwise", "offload", "parity", "steps"]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # one session, which all tests of this module look at
+MEASURED = {"label", "status", "error"}
+
+
+def run_script(folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+    """scripts/gpu.sh on a machine without the packages of LACKING."""
+    (folder / "sitecustomize.py").write_text(LEAN_MACHINE)
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins that are not there
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CI": "1",
+        "OMP_NUM_THREADS": "1",
+        "GPU_SECONDS": str(seconds),
+    }
+    command = ["sh", "scripts/gpu.sh", sys.executable, "--device", "cpu", "--size", "small"]
+    return subprocess.run(
+        [*command, "--output-dir", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=seconds + 60,
+    )
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], str]:
+    """(the finished script, its results, its page)."""
+    folder = tmp_path_factory.mktemp("gpu")
+    done = run_script(folder, 240)
+    (results,), (page,) = folder.glob("gpu_*.json"), folder.glob("gpu_*.md")
+    return done, json.loads(results.read_text()), page.read_text()
+
+
+def rows_of(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    (part,) = [part for part in document["parts"] if part["name"] == name]
+    return [row for row in part["rows"] if row["status"] == "measured"]
+
+
+def test_the_whole_command_runs_without_the_packages_of_a_development_environment(session: Any) -> None:
+    done, document, _ = session
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d+ skipped, \d+ deselected", done.stdout), done.stdout  # the GPU tests, collected without error
+    assert document["complete"]
+    assert document["seconds"] < document["budget_s"] < 240
+    assert [part["name"] for part in document["parts"]] == PARTS
+
+
+def test_every_file_with_gpu_tests_was_collected(session: Any) -> None:
+    marked = {path.name for path in (ROOT / "tests/engine").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    marked -= {Path(__file__).name}
+    assert marked == set(re.findall(r"SKIPPED .*?/(test_\w+\.py)", session[0].stdout))
+
+
+def test_every_part_was_really_executed(session: Any) -> None:
+    document = session[1]
+    for name in ("tiles", "blocked", "loss", "parity", "steps"):
+        found = rows_of(document, name)
+        assert found, name
+        assert all(row.keys() >= MEASURED and row["error"] is None for row in found)
+    assert {row["kernel"] for row in rows_of(document, "tiles")} == {"reference", "cpu_flash"}
+    assert {(row["mask"], row["kv_heads"]) for row in rows_of(document, "tiles")} == {
+        (mask, kv_heads) for mask in ("causal", "full") for kv_heads in (4, 2)
+    }
+    assert {row["kind"] for row in rows_of(document, "blocked")} == {"whole ring", "one rank"}
+    assert {row["kind"] for row in rows_of(document, "loss")} == {"fused", "plain"}
+    assert {row["preset"] for row in rows_of(document, "parity")} == {"burst", "ulysses"}
+    assert all(row["losses"][-1] < row["losses"][1] for row in rows_of(document, "steps"))
+
+
+def test_kernels_of_other_devices_are_rows_with_their_reason(session: Any) -> None:
+    (tiles,) = [part for part in session[1]["parts"] if part["name"] == "tiles"]
+    missing = {row["label"]: row["error"] for row in tiles["rows"] if row["status"] == "not available"}
+    assert "runs on cuda only" in missing["aten_cudnn"]
+    assert "- not available: aten_cudnn: " in session[2]
+
+
+def test_results_in_blocks_are_as_exact_as_those_of_one_kernel(session: Any) -> None:
+    rings = [row for row in rows_of(session[1], "blocked") if row["kind"] == "whole ring"]
+    for row in rings:
+        for name in ("out", "dq", "dk", "dv"):
+            # bf16 rounds to 2^-9; at these lengths single elements make up much of the difference between the two.
+            assert 0 < row[f"blocked_{name}_error"] <= 2 * row[f"whole_{name}_error"] < 2**-6
+
+
+def test_presets_on_two_ranks_train_as_one_rank(session: Any) -> None:
+    for row in rows_of(session[1], "parity"):
+        assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5  # float32, sums in another order
+
+
+def test_the_peak_of_a_step_is_the_predicted_one(session: Any) -> None:
+    ratios = [row["measured_over_predicted"] for row in rows_of(session[1], "steps")]
+    assert [ratio for ratio in ratios if ratio is not None] == [pytest.approx(1.0, abs=0.05)]
+
+
+def test_no_figure_above_the_peak_passes(session: Any) -> None:
+    document = session[1]
+    for part in document["parts"]:
+        for row in part["rows"]:
+            shares = [value for key, value in row.items() if key.endswith("_of_peak")]
+            assert (max(shares, default=0.0) > 1) == (row["status"] == "above peak"), row
+
+
+def test_the_page_has_a_table_per_part_and_all_goals(session: Any) -> None:
+    _, document, page = session
+    for part in document["parts"]:
+        assert f"## {part['title']}" in page
+    assert all(f"| {goal['target']} | {goal['verdict']} |" in page for goal in document["targets"])
+    assert "dry run" in page
+    assert "Not complete" not in page
+    for line in ("kernel", "what", "loss", "preset", "layers"):
+        assert re.search(rf"^\| {line} \|", page, flags=re.MULTILINE), line
+
+
+STAND_IN = """#!/bin/sh
+echo "$*"
+case "$2" in pytest) exit 3 ;; *) exit "$BENCHMARKS_EXIT" ;; esac
+"""
+
+
+@pytest.mark.parametrize("benchmarks_exit", [0, 1])
+def test_a_failed_test_run_does_not_keep_the_benchmarks_from_running(tmp_path: Path, benchmarks_exit: int) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    environment = os.environ | {"BENCHMARKS_EXIT": str(benchmarks_exit), "GPU_SECONDS": "300"}
+    done = subprocess.run(
+        ["sh", "scripts/gpu.sh", python, "--only", "tiles"], cwd=ROOT, env=environment, text=True, capture_output=True
+    )
+    tests, benchmarks = done.stdout.splitlines()
+    assert tests.startswith("-m pytest -m gpu")
+    budget = re.fullmatch(r"-m benchmarks.bench_gpu --budget-s (\d+) --only tiles", benchmarks)
+    assert budget is not None
+    assert 270 <= int(budget[1]) <= 275
+    assert "GPU tests: exit code 3" in done.stderr
+    assert ("benchmarks: exit code 1" in done.stderr) == (benchmarks_exit == 1)
+    assert done.returncode == 1

@@ -1,0 +1,151 @@
+"""Full and read-only disks, and files that would run code: refused with their reason, what was saved before is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Pools
+from tiny_training import start_run, tiny_config
+
+from engine.checkpoint.checkpointer import Checkpointer, Snapshot
+from engine.checkpoint.commit import hash_file, list_checkpoints
+from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, content_hash
+from engine.checkpoint.state import state_hash, training_tensors
+from engine.config import ParallelConfig
+from engine.config_checkpoint import CheckpointConfig
+
+CONFIG = tiny_config(parallel=ParallelConfig(dp_shard_size=2, cp_size=1))
+RANKS = 2
+FILE = "rank00001.safetensors"
+
+
+def save(root: str, step: int, *, background: bool = False) -> str:
+    """The error of saving `step`, every rank the same, or nothing."""
+    run = start_run(CONFIG)
+    settings = CheckpointConfig(every_steps=1, keep_last=5, in_background=background)
+    try:
+        checkpointer = Checkpointer(settings, Path(root), {})
+    except CheckpointError as error:
+        return str(error)
+    training = training_tensors(run.model, run.train_step.optimizer)
+    try:
+        checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
+        checkpointer.finish()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+    return ""
+
+
+def restore(root: str) -> tuple[int, str, str]:
+    """(step, hash of the state, what was told, or the error with step 0)."""
+    run = start_run(CONFIG)
+    told: list[str] = []
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
+    training = training_tensors(run.model, run.train_step.optimizer)
+    try:
+        manifest = checkpointer.restore(training, lambda _: None)
+    except CheckpointError as error:
+        return 0, "", str(error)
+    finally:
+        checkpointer.close()
+    assert manifest is not None
+    return manifest.step, state_hash(training.tensors), " ".join(told)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own that holds one checkpoint and a half."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")  # where everything must run, a skip is a failure (skip_rule.py)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def steps(root: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(root)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk: Path, background: bool) -> None:
+    root = disk / "checkpoints"
+    assert ranks(RANKS).run(save, str(root), 1) == [""] * RANKS
+    errors = ranks(RANKS).run(save, str(root), 2, background=background)
+    assert errors[0] == errors[1]
+    assert "cannot save step 2" in errors[0]
+    assert "No space left on device" in errors[0]
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "storage"]
+    assert ranks(RANKS).run(restore, str(root))[0][0] == 1
+    mount("-o", "remount,size=2m", str(disk))
+    assert ranks(RANKS).run(save, str(root), 3) == [""] * RANKS
+    assert steps(root) == [3, 1]
+
+
+def test_a_read_only_disk_is_named_and_can_be_restored_from(ranks: Pools, disk: Path) -> None:
+    root = disk / "checkpoints"
+    assert ranks(RANKS).run(save, str(root), 1) == [""] * RANKS
+    mount("-o", "remount,ro", str(disk))
+    errors = ranks(RANKS).run(save, str(root), 2)
+    assert all("Read-only file system" in error for error in errors), errors
+    assert ranks(RANKS).run(restore, str(root))[0][0] == 1
+    errors = ranks(RANKS).run(save, str(disk / "elsewhere"), 1)
+    assert all("Read-only file system" in error and "elsewhere" in error for error in errors), errors
+
+
+class Bomb:
+    """Pickled, and then unpickled, it makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.target),)
+
+
+def plant(checkpoint: Path, name: str, bomb: bytes, *, sign: bool) -> None:
+    """Puts a bomb in place of a file; `sign`: as somebody would who can write a manifest, too."""
+    (checkpoint / name).write_bytes(bomb)
+    if not sign:
+        return
+    document = json.loads((checkpoint / MANIFEST_FILE).read_text())
+    size, digest = hash_file(checkpoint / name)
+    document["files"][name] |= {"bytes": size, "sha256": digest}
+    del document["sha256"]
+    document["sha256"] = content_hash(document)
+    (checkpoint / MANIFEST_FILE).write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "text"),
+    [
+        (FILE, False, "bytes, "),
+        (MANIFEST_FILE, False, "is damaged"),
+        (FILE, True, "cannot read"),
+    ],
+)
+def test_a_pickle_is_never_run(ranks: Pools, tmp_path: Path, name: str, sign: bool, text: str) -> None:
+    root, target = tmp_path / "checkpoints", tmp_path / "exploded"
+    for step in (1, 2):
+        assert ranks(RANKS).run(save, str(root), step) == [""] * RANKS
+    plant(root / "step-00000002", name, pickle.dumps(Bomb(target)), sign=sign)
+    step, _, told = ranks(RANKS).run(restore, str(root))[0]
+    assert step == (0 if sign else 1)  # what is signed and cannot be read is nobody's accident
+    assert text in told
+    assert not target.exists()
+    # The bomb is real: what was planted would have been seen.
+    pickle.loads(pickle.dumps(Bomb(target)))  # noqa: S301 - our own, a line above
+    assert target.exists()

@@ -1,0 +1,335 @@
+"""Saving and restoring a training state over real ranks: the same numbers, whatever the mesh and method."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from ranks import Pools, RankFailedError
+from tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
+
+from engine.checkpoint.checkpointer import Checkpointer, Snapshot
+from engine.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from engine.checkpoint.state import state_hash, training_tensors
+from engine.config import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.config_checkpoint import CheckpointConfig
+
+SEQUENCES = 4
+STEPS = 3
+MORE = 2
+LONG = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run the same training."""
+
+    name: str
+    world_size: int
+    config: RunConfig
+
+
+def case(name: str, world_size: int, **changes: Any) -> Case:
+    """With dropout: what is random must go on where it was."""
+    return Case(name, world_size, tiny_config(train={"dropout": 0.1}, **changes))
+
+
+CASES = [
+    case("one rank", 1),
+    case("two rings", 2, parallel=ParallelConfig(cp_size=2), attention=AttentionConfig(preset="ring")),
+    case("two data-parallel", 2, parallel=ParallelConfig(dp_shard_size=2, cp_size=1)),
+    case("three ranks", 3, parallel=ParallelConfig(cp_size=3), attention=AttentionConfig(preset="striped")),
+    case("burst on four", 4, parallel=ParallelConfig(cp_size=4), attention=AttentionConfig(preset="burst")),
+    case(
+        "replicated",
+        4,
+        parallel=ParallelConfig(dp_replicate_size=2, dp_shard_size=1, cp_size=2),
+        attention=AttentionConfig(preset="ring"),
+    ),
+    case(
+        "tensor parallel",
+        2,
+        parallel=ParallelConfig(tp_size=2, cp_size=1),
+        attention=AttentionConfig(preset="megatron_tp"),
+    ),
+    case(
+        "recomputed",
+        2,
+        parallel=ParallelConfig(cp_size=2),
+        attention=AttentionConfig(preset="ring"),
+        memory=MemoryConfig(activation_checkpoint="full"),
+    ),
+]
+NAMES = [one.name for one in CASES]
+# The others are variations of these.
+CORE = ("one rank", "two rings", "burst on four", "tensor parallel")
+TRIED_ALWAYS = {("one rank", LONG), ("two rings", LONG), ("burst on four", MORE), ("tensor parallel", MORE)}
+# How many steps after the checkpoint every bit is compared; many of some in every run of the tests, of all when asked.
+TRIED = [
+    pytest.param(
+        one, more, marks=[pytest.mark.thorough] * ((one.name, more) not in TRIED_ALWAYS), id=f"{one.name}, {more}"
+    )
+    for one in CASES
+    for more in (MORE, LONG)
+]
+# Every case takes up what another one has saved.
+PAIRS = [
+    pytest.param(
+        source, one, marks=[pytest.mark.thorough] * (not {source, one.name} <= {*CORE}), id=f"{source} to {one.name}"
+    )
+    for index, one in enumerate(CASES)
+    for source in {CASES[(index + 3) % len(CASES)].name, CORE[(index + 1) % len(CORE)]}
+    if source != one.name
+]
+
+
+def take_all(manifest: Manifest) -> None:
+    """What is asked before a checkpoint is read: nothing."""
+
+
+def train(
+    config: RunConfig, root: str, saves: int | None, restores: bool, background: bool = False, more: int = MORE
+) -> dict[str, Any]:
+    """Losses of some steps and hashes of the state; saves after step `saves`, or begins with what was saved.
+
+    more: steps after the saved ones.
+    """
+    run = start_run(config)
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1, in_background=background), Path(root), {})
+    first = 0
+    if restores:
+        tensors = training_tensors(run.model, run.train_step.optimizer)
+        manifest = checkpointer.restore(tensors, take_all)
+        assert manifest is not None
+        first = manifest.step
+    hashes = {first: state_hash(training_tensors(run.model, run.train_step.optimizer).tensors)}
+    losses = {}
+    for step in range(first, STEPS + more):
+        batch = own_part(random_batches(step, sequences=SEQUENCES), run.mesh)
+        micro = len(batch)
+        assert micro == 1
+        losses[step] = run.train_step(step, batch).loss
+        tensors = training_tensors(run.model, run.train_step.optimizer)
+        hashes[step + 1] = state_hash(tensors.tensors)
+        if step + 1 == saves:
+            checkpointer.save(Snapshot(step + 1, tensors.tensors, {"updates": tensors.updates}))
+    checkpointer.close()
+    return {"losses": losses, "hashes": hashes}
+
+
+class Saved(Protocol):
+    """A case by its name, trained without interruption, with a checkpoint in its middle: (folder, what was seen)."""
+
+    def __call__(self, name: str, more: int = MORE) -> tuple[str, dict[str, Any]]: ...
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    found: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {}
+
+    def of(name: str, more: int = MORE) -> tuple[str, dict[str, Any]]:
+        if (name, more) not in found:
+            one, root = CASES[NAMES.index(name)], str(tmp_path_factory.mktemp("checkpoints"))
+            found[name, more] = (root, ranks(one.world_size).run(train, one.config, root, STEPS, False, more=more)[0])
+        return found[name, more]
+
+    return of
+
+
+@pytest.mark.parametrize("one", [CASES[0], CASES[4]], ids=[NAMES[0], NAMES[4]])
+def test_saving_changes_nothing(ranks: Pools, saved: Saved, one: Case) -> None:
+    losses = ranks(one.world_size).run(train_losses, one.config, SEQUENCES, STEPS + MORE)[0]
+    assert [loss.hex() for loss in losses] == [loss.hex() for loss in saved(one.name)[1]["losses"].values()]
+
+
+@pytest.mark.parametrize(("one", "more"), TRIED)
+def test_resumed_on_the_same_ranks_every_bit_is_the_same(ranks: Pools, saved: Saved, one: Case, more: int) -> None:
+    root, whole = saved(one.name, more)
+    resumed = ranks(one.world_size).run(train, one.config, root, None, True, more=more)[0]
+    assert len(resumed["losses"]) == more
+    for step in range(STEPS, STEPS + more):
+        assert resumed["losses"][step].hex() == whole["losses"][step].hex()
+        assert resumed["hashes"][step] == whole["hashes"][step]
+    assert resumed["hashes"][STEPS + more] == whole["hashes"][STEPS + more]
+
+
+@pytest.mark.parametrize(("source", "one"), PAIRS)
+def test_resumed_on_other_ranks_the_state_is_the_same(ranks: Pools, saved: Saved, source: str, one: Case) -> None:
+    root, whole = saved(source)
+    resumed = ranks(one.world_size).run(train, one.config, root, None, True)[0]
+    assert resumed["hashes"][STEPS] == whole["hashes"][STEPS]
+    for step in range(STEPS, STEPS + MORE):
+        assert resumed["losses"][step] == pytest.approx(whole["losses"][step], rel=1e-5)
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(
+    ranks: Pools, saved: Saved, tmp_path: Path
+) -> None:
+    one = CASES[1]
+    ranks(2).run(train, one.config, str(tmp_path), STEPS, False, True)
+    resumed = ranks(2).run(train, one.config, str(tmp_path), None, True)[0]
+    assert resumed["hashes"] == {step: digest for step, digest in saved(one.name)[1]["hashes"].items() if step >= STEPS}
+
+
+def restore_damaged(config: RunConfig, root: str) -> tuple[int, str]:
+    run = start_run(config)
+    told: list[str] = []
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
+    for step in (1, 2):
+        tensors = training_tensors(run.model, run.train_step.optimizer)
+        checkpointer.save(Snapshot(step, tensors.tensors, {"updates": 0}))
+    if run.mesh.rank == 0:
+        path = Path(root) / "step-00000002" / "rank00001.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(bytes(content))
+    torch.distributed.barrier()
+    manifest = checkpointer.restore(training_tensors(run.model, run.train_step.optimizer), take_all)
+    checkpointer.close()
+    assert manifest is not None
+    return manifest.step, " ".join(told)
+
+
+def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_taken(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    answers = ranks(2).run(restore_damaged, CASES[1].config, str(tmp_path))
+    assert [step for step, _ in answers] == [1, 1]
+    assert "step 2 is put aside" in answers[0][1]
+    assert len(list(tmp_path.glob("step-00000002.bad-*"))) == 1
+
+
+def refuse_other_model(config: RunConfig, other: RunConfig, root: str) -> str:
+    run = start_run(config)
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
+    tensors = training_tensors(run.model, run.train_step.optimizer)
+    checkpointer.save(Snapshot(1, tensors.tensors, {"updates": 0}))
+    run = start_run(other)
+    before = state_hash(training_tensors(run.model, run.train_step.optimizer).tensors)
+    try:
+        checkpointer.restore(training_tensors(run.model, run.train_step.optimizer), take_all)
+    except CheckpointError as error:
+        assert state_hash(training_tensors(run.model, run.train_step.optimizer).tensors) == before
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(ranks: Pools, tmp_path: Path) -> None:
+    text = ranks(1).run(refuse_other_model, tiny_config(), tiny_config(model={"num_layers": 3}), str(tmp_path))[0]
+    assert "of another model or optimizer" in text
+    assert "layers.2" in text
+
+
+def fail_to_write(config: RunConfig, root: str) -> str:
+    run = start_run(config)
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
+    tensors = training_tensors(run.model, run.train_step.optimizer)
+    checkpointer.save(Snapshot(1, tensors.tensors, {"updates": 0}))
+    if run.mesh.rank == 1:
+        broken = dict(tensors.tensors)
+        broken["model.norm.weight"] = "no tensor"  # type: ignore[assignment]
+        tensors.tensors = broken
+    try:
+        checkpointer.save(Snapshot(2, tensors.tensors, {"updates": 0}))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_fails_the_save_on_all_and_loses_nothing(ranks: Pools, tmp_path: Path) -> None:
+    texts = ranks(2).run(fail_to_write, CASES[1].config, str(tmp_path))
+    assert all("cannot save step 2" in text for text in texts)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "storage"]
+    assert read_manifest(tmp_path / "step-00000001").step == 1
+
+
+def restore_from(config: RunConfig, root: str, source: str) -> tuple[int, str, str]:
+    """(step, hash of what was read, what was told) of taking up another run's state."""
+    run = start_run(config)
+    told: list[str] = []
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
+    training = training_tensors(run.model, run.train_step.optimizer)
+    manifest = checkpointer.restore_from(Path(source), training, take_all)
+    checkpointer.close()
+    return manifest.step, state_hash(training_tensors(run.model, run.train_step.optimizer).tensors), " ".join(told)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_runs_folder_is_read_and_left_as_it_is(ranks: Pools, saved: Saved, tmp_path: Path) -> None:
+    one, (root, whole) = CASES[1], saved(CASES[1].name)
+    source = tmp_path / "source"
+    shutil.copytree(root, source / "checkpoints")
+    newest = source / "checkpoints" / "step-00000009"
+    shutil.copytree(source / "checkpoints" / f"step-{STEPS:08d}", newest)  # holds another step than its name says
+    (source / "checkpoints" / "step-00000010.tmp-ab").mkdir()
+    before = contents(source)
+    for step, digest, told in ranks(2).run(restore_from, one.config, str(tmp_path / "own"), str(source)):
+        assert (step, digest) == (STEPS, whole["hashes"][STEPS])
+        assert "step 9 is passed over" in told or not told
+    assert contents(source) == before
+    with pytest.raises(RankFailedError, match=f"holds step {STEPS}"):
+        ranks(2).run(restore_from, one.config, str(tmp_path / "own"), str(newest))
+    assert contents(source) == before
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_read_there(ranks: Pools, saved: Saved, tmp_path: Path) -> None:
+    root, whole = saved(CASES[1].name)
+    shutil.copytree(Path(root) / f"step-{STEPS:08d}", tmp_path / "copy" / f"step-{STEPS:08d}")  # without its storage id
+    answers = ranks(2).run(restore_from, CASES[1].config, str(tmp_path / "own"), str(tmp_path / "copy"))
+    assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
+
+
+def train_on_disks(config: RunConfig, roots: list[str], saves: int | None, restores: bool) -> dict[str, Any]:
+    """As `train`, every rank with the folder of its node."""
+    return train(config, roots[torch.distributed.get_rank()], saves, restores)
+
+
+REPLICAS = CASES[NAMES.index("replicated")]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+    """Folders of two nodes that share no disk, with a checkpoint of four ranks, and what their run gave.
+
+    The second node holds a replica of the first one's shards, of which DCP writes only one.
+    """
+    folders = [str(tmp_path_factory.mktemp("node")) for _ in range(2)]
+    seen = ranks(4).run(train_on_disks, REPLICAS.config, [folders[rank // 2] for rank in range(4)], STEPS, False)[0]
+    return folders, seen
+
+
+@pytest.mark.parametrize(
+    ("one", "nodes"),
+    [(REPLICAS, [0, 0, 1, 1]), (REPLICAS, [1, 0, 1, 0]), (CASES[3], [0, 1, 1]), (CASES[1], [1, 0])],
+    ids=["same", "ranks elsewhere", "three ranks", "one per node"],
+)
+def test_nodes_without_a_common_disk_get_what_they_lack_from_each_other(
+    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path, one: Case, nodes: list[int]
+) -> None:
+    folders, whole = two_nodes
+    copies = [str(shutil.copytree(folder, tmp_path / str(node))) for node, folder in enumerate(folders)]
+    before = [contents(Path(copy)) for copy in copies]
+    resumed = ranks(one.world_size).run(train_on_disks, one.config, [copies[node] for node in nodes], None, True)[0]
+    assert resumed["hashes"][STEPS] == whole["hashes"][STEPS]
+    assert list(resumed["losses"].values()) == pytest.approx(
+        [whole["losses"][STEPS + i] for i in range(MORE)], rel=1e-5
+    )
+    assert [contents(Path(copy)) for copy in copies] == before
+
+
+def test_files_on_a_disk_that_no_rank_sees_are_an_error_and_nothing_is_put_aside(
+    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(two_nodes[0][0], copy)
+    before = contents(copy)
+    with pytest.raises(RankFailedError, match="lie on a disk that no rank sees"):
+        ranks(2).run(train, CASES[1].config, str(copy), None, True)
+    assert contents(copy) == before

@@ -1,0 +1,247 @@
+"""The commit layer: what counts as a checkpoint, what is noticed, what is kept. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint.commit import (
+    Checkpoint,
+    commit,
+    find_source,
+    hash_file,
+    list_checkpoints,
+    new_folder,
+    newest_verified,
+    put_aside,
+    recover,
+    remove,
+    storage_id,
+    superfluous,
+    verify_files,
+)
+from engine.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Chunk,
+    FileFacts,
+    Manifest,
+    TensorFacts,
+    content_hash,
+    read_manifest,
+)
+
+FILE = "rank00000.safetensors"
+
+
+def write(root: Path, step: int, content: bytes = b"12345678") -> Path:
+    """A committed checkpoint of one tensor of two numbers."""
+    folder = new_folder(root, step, os.urandom(4).hex())
+    (folder / FILE).write_bytes(content)
+    return commit(folder, manifest(step, *hash_file(folder / FILE)))
+
+
+def manifest(step: int, size: int, digest: str) -> Manifest:
+    tensors = {"w": TensorFacts("float32", (2,), (Chunk((0,), (2,), FILE, "w@0"),))}
+    return Manifest(step, "ab", "now", {FILE: FileFacts(size, digest, "disk")}, tensors, {"step": step}, {})
+
+
+def steps(root: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(root)]
+
+
+def test_what_is_committed_is_read_back(tmp_path: Path) -> None:
+    path = write(tmp_path, 1200)
+    assert path.name == "step-00001200"
+    found = newest_verified(tmp_path)
+    assert found is not None
+    assert found == (Checkpoint(1200, path), read_manifest(path))
+    assert found[1].bytes == 8
+
+
+def test_newest_comes_first_whatever_the_number_of_digits(tmp_path: Path) -> None:
+    for step in (5, 123456789, 99999999):
+        write(tmp_path, step)
+    assert steps(tmp_path) == [123456789, 99999999, 5]
+
+
+def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path, 3, "ab")
+    (folder / FILE).write_bytes(b"1")
+    assert steps(tmp_path) == []
+    recover(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 3, b"first")
+    path = write(tmp_path, 3, b"second")
+    assert (path / FILE).read_bytes() == b"second"
+    assert [child.name for child in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_replaced_one_comes_back_when_its_successor_never_came(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    path.rename(tmp_path / "step-00000003.old-ab")
+    recover(tmp_path)
+    assert steps(tmp_path) == [3]
+
+
+def _truncate(path: Path) -> None:
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray((path / FILE).read_bytes())
+    content[3] ^= 1
+    (path / FILE).write_bytes(bytes(content))
+
+
+def _lose_file(path: Path) -> None:
+    (path / FILE).unlink()
+
+
+def _lose_manifest(path: Path) -> None:
+    (path / MANIFEST_FILE).unlink()
+
+
+def _tear_manifest(path: Path) -> None:
+    text = (path / MANIFEST_FILE).read_text()
+    (path / MANIFEST_FILE).write_text(text[: len(text) // 2])
+
+
+def _edit(change: Callable[[dict], None]) -> Callable[[Path], None]:  # type: ignore[type-arg]
+    def damage(path: Path) -> None:
+        document = json.loads((path / MANIFEST_FILE).read_text())
+        change(document)
+        del document["sha256"]
+        document["sha256"] = content_hash(document)
+        (path / MANIFEST_FILE).write_text(json.dumps(document))
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_truncate, "has 7 bytes, 8 were written"),
+    "bit flipped": (_flip, "SHA-256 is another"),
+    "file missing": (_lose_file, "cannot be read"),
+    "manifest missing": (_lose_manifest, "its save did not end"),
+    "manifest torn": (_tear_manifest, "is damaged"),
+    "another step": (_edit(lambda document: document.update(step=7)), "holds step 7"),
+    "another format": (_edit(lambda document: document.update(format=99)), "of format 99"),
+    "no tensors": (_edit(lambda document: document.pop("tensors")), "is damaged"),
+    "part missing": (_edit(lambda document: document["tensors"]["w"]["chunks"].clear()), "do not make up the whole"),
+    "part beyond": (
+        _edit(lambda document: document["tensors"]["w"]["chunks"][0].update(offsets=[1])),
+        "reaches beyond",
+    ),
+    "id that is a path": (_edit(lambda document: document.update(save_id="../../ab")), "no id of a save"),
+    "path out": (_edit(lambda document: document["files"].update({"../../x": {}})), "is damaged"),
+    "file unknown": (
+        _edit(lambda document: document["tensors"]["w"]["chunks"][0].update(file="rank00009.safetensors")),
+        "no file of this checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, name: str) -> None:
+    damage, text = DAMAGE[name]
+    older, newer = write(tmp_path, 10), write(tmp_path, 20)
+    damage(newer)
+    told: list[str] = []
+    found = newest_verified(tmp_path, on_bad=lambda _, why: told.append(why))
+    assert found is not None
+    assert found[0].path == older
+    assert len(told) == 1
+    assert text in told[0]
+
+
+def test_no_byte_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
+    path = write(tmp_path, 10) / MANIFEST_FILE
+    whole, as_written = path.read_bytes(), json.loads(path.read_text())
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(bytes(damaged))
+        with contextlib.suppress(CheckpointError):
+            assert read_manifest(path.parent).to_dict() == as_written  # another kind of white space changes nothing
+
+
+def test_two_parts_in_the_same_place_are_noticed() -> None:
+    tensors = {"w": TensorFacts("float32", (4,), (Chunk((0,), (2,), FILE, "a"), Chunk((1,), (2,), FILE, "b")))}
+    found = Manifest(1, "ab", "now", {FILE: FileFacts(1, "0" * 64, "disk")}, tensors, {}, {})
+    assert found.problems() == ["w: two of its parts overlap"]
+
+
+def test_a_damaged_one_that_is_put_aside_is_not_taken_again(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    aside = put_aside(Checkpoint(10, path), "a bit was flipped")
+    assert steps(tmp_path) == []
+    assert (aside / "WHY").read_text() == "a bit was flipped\n"
+    recover(tmp_path)
+    assert aside.exists()
+
+
+def test_removed_ones_are_gone(tmp_path: Path) -> None:
+    remove(write(tmp_path, 10))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "protected", "gone"),
+    [(None, (), [10, 20, 30]), (20, (), [10, 30]), (None, (10,), [20, 30]), (20, (30,), [10])],
+)
+def test_newest_milestones_and_protected_ones_are_kept(
+    keep_every: int | None, protected: tuple[int, ...], gone: list[int]
+) -> None:
+    found = superfluous([30, 10, 50, 20, 40], keep_last=2, keep_every=keep_every, protected=protected)
+    assert found == gone
+
+
+def test_a_disk_is_known_by_what_lies_on_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "one", target_is_directory=True)
+    first = storage_id(tmp_path / "one")
+    assert storage_id(tmp_path / "one") == first == storage_id(tmp_path / "link")
+    assert storage_id(tmp_path / "two") != first
+    assert [child.name for child in (tmp_path / "one").iterdir()] == ["storage"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write a checkpoint under"):
+        new_folder(tmp_path / "file", 1, "ab")
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000020"])
+def test_a_run_its_folder_and_one_of_its_checkpoints_can_be_named(tmp_path: Path, named: str) -> None:
+    root = tmp_path / "checkpoints"
+    write(root, 10)
+    write(root, 20)
+    assert find_source(tmp_path / named) == (root, 20 if "step" in named else None)
+
+
+@pytest.mark.parametrize("named", ["missing", "empty", "file"])
+def test_a_source_without_checkpoints_is_refused(tmp_path: Path, named: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"{named} holds no checkpoint"):
+        find_source(tmp_path / named)
+
+
+def test_only_the_files_that_are_named_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    _lose_file(path)
+    verify_files(path, read_manifest(path), [])
+
+
+def test_nothing_of_this_needs_torch() -> None:
+    code = "import sys, engine.checkpoint.commit; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

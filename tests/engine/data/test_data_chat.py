@@ -1,0 +1,321 @@
+"""Conversations: rendered as transformers renders them, and labels only where the assistant speaks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizer import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
+from data_helpers import quick
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import DataConfig, RunConfig
+from engine.config_checks import config_problems
+from engine.data import TokenShards, open_prepared, prepare, sequential_batches
+from engine.data.chat import learned_tokens, render_chat
+from engine.data.chat_template import ChatTemplate, find_template
+from engine.data.identity import config_facts, make_identity
+from engine.data.sampler import IGNORE_INDEX
+from engine.data.sources import open_source
+from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
+from engine.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+
+def talk(*turns: str) -> Messages:
+    """Messages from "user: hello", "assistant: hi", ..."""
+    return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
+
+
+CONVERSATIONS = [
+    talk("user: hello", "assistant: hello there"),
+    talk(
+        "system: say more", "user: what is the sum?", "assistant: 12", "user: please more", "assistant: numbers\n\nno"
+    ),
+    talk("user: tool?", "assistant: ask the tool", 'tool: {"a": 1}', "assistant:  is 7 — žluťoučký 🐎 "),
+    talk("user: a", "assistant: b", "assistant: c", "user: d"),
+]
+
+
+def write_chats(path: Path, conversations: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) -> DataConfig:
+    path = write_chats(tmp_path / "chats.jsonl", conversations)
+    given = {"chat_template": "chatml", "validation_fraction": 0.2, "prepared_dir": str(tmp_path / "prepared")}
+    return DataConfig(format="jsonl", paths=(str(path),), messages_field="messages", **(given | settings))
+
+
+def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
+    chat = render_chat(template, messages, "here:1")
+    return [chat[first:after] for first, after in chat.learned]
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, CHATML_MARKED, LLAMA3_MARKED])
+def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = write_tokenizer(tmp_path / "model", template)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(path.parent))
+    found, ours = find_template(DataConfig(tokenizer=str(path), messages_field="messages")), load_tokenizer_file(path)
+    marks = {"return_assistant_tokens_mask": template in (CHATML_MARKED, LLAMA3_MARKED)}
+    for messages in CONVERSATIONS:
+        chat = render_chat(found, messages, "here:1")
+        assert chat == theirs.apply_chat_template(messages, tokenize=False)
+        [(ids, offsets)] = ours.encode_chats([chat])
+        expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
+        assert ids.tolist() == expected["input_ids"]
+        if marks["return_assistant_tokens_mask"]:
+            mask = learned_tokens(offsets, chat.learned, len(chat))
+            assert mask.tolist() == [*map(bool, expected["assistant_masks"])]
+
+
+@pytest.mark.parametrize(("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA3, LLAMA3_MARKED)])
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_turns_found_by_rendering_are_those_that_blocks_mark(plain: str, marked: str, messages: Messages) -> None:
+    tokens = {"bos_token": "<|bos|>"}
+    assert render_chat(ChatTemplate("a", plain, tokens), messages, "").learned == (
+        render_chat(ChatTemplate("b", marked, tokens), messages, "").learned
+    )
+
+
+PARTS = st.lists(st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant"]), max_size=6).map("".join)
+
+
+@given(contents=st.lists(PARTS, min_size=1, max_size=4))
+@quick
+def test_turns_are_what_was_said_and_its_end_whatever_was_said(contents: list[str]) -> None:
+    messages = [message for text in contents for message in talk("user: a", f"assistant: {text}")]
+    assert learned_texts(ChatTemplate("t", CHATML), messages) == [f"{text}<|im_end|>" for text in contents]
+    assert learned_texts(ChatTemplate("t", CHATML_MARKED), messages) == [f"{text}<|im_end|>" for text in contents]
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_and_labels(shards: TokenShards) -> tuple[list[int], list[int]]:
+    """All of both, in one row."""
+    [batch] = sequential_batches(shards, shards.token_count - 1, batch_size=1)
+    return batch.tokens[0].tolist(), batch.labels[0].tolist()
+
+
+def test_labels_are_the_assistants_tokens_and_ends_of_turn(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "model", CHATML)
+    special = {name: token for token, name in enumerate(["eod", "start", "end"])}
+    tokenizer = load_tokenizer_file(path)
+    spoken = talk("user: hello", "assistant: the sum", "user: more", "assistant: no")
+    data = prepare(config_of(tmp_path, [spoken] * 5, tokenizer=str(path), chat_template=None))
+    text = "user\nhello", "assistant\n", "the sum", "user\nmore", "assistant\n", "no"
+    asked, role, said, more, _, no = (tokenizer.encode(part).tolist() for part in text)
+    start, end, [line] = special["start"], special["end"], tokenizer.encode("\n").tolist()
+    one = [
+        *((token, False) for token in [start, *asked, end, line, start, *role]),
+        *((token, True) for token in [*said, end]),
+        *((token, False) for token in [line, start, *more, end, line, start, *role]),
+        *((token, True) for token in [*no, end]),
+        *((token, False) for token in [line, special["eod"]]),
+    ]
+    tokens, labels = tokens_and_labels(data.train)
+    copies = data.train.document_count or 0
+    assert copies > 0
+    whole = one * copies
+    assert tokens == [token for token, _ in whole[:-1]]
+    assert labels == [token if is_learned else IGNORE_INDEX for token, is_learned in whole[1:]]
+
+
+def test_bytes_read_chatml_as_plain_text(tmp_path: Path) -> None:
+    data = prepare(config_of(tmp_path, CONVERSATIONS * 4, tokenizer="bytes"))
+    texts, learned = "", ""
+    for shards in (data.train, data.validation):
+        tokens, labels = tokens_and_labels(shards)
+        texts += bytes(token if token < 255 else 0 for token in tokens).decode()
+        learned += bytes(max(label, 0) for label in labels).decode()
+    assert "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello there<|im_end|>\n" in texts
+    said = {turn["content"] + "<|im_end|>" for one in CONVERSATIONS for turn in one if turn["role"] == "assistant"}
+    assert {text for text in learned.split("\0") if text} == said
+
+
+def test_a_single_conversation_is_cut_with_its_labels(tmp_path: Path) -> None:
+    spoken = talk("user: abc", "assistant: 0123456789", "user: d", "assistant: 9876543210")
+    data = prepare(config_of(tmp_path, [spoken], tokenizer="bytes", validation_fraction=0.3))
+    learned = b""
+    for split in (data.train, data.validation):
+        ids = split.read(0, split.token_count)
+        learned += bytes(ids[~split.is_prompt(0, split.token_count)].astype(np.uint8))
+    assert learned == b"0123456789<|im_end|>9876543210<|im_end|>"
+
+
+@given(
+    text=st.text("a\n\u017e\u2014\U0001f40e", max_size=40),  # characters of one to four bytes
+    cuts=st.lists(st.integers(0, 45), max_size=6, unique=True).map(sorted),
+)
+@quick
+def test_learned_bytes_are_those_of_learned_characters(text: str, cuts: list[int]) -> None:
+    spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
+    [(ids, offsets)] = ByteTokenizer().encode_chats([text])
+    mask = learned_tokens(offsets, spans, len(text))
+    assert bytes(ids[mask].astype(np.uint8)).decode() == "".join(text[first:after] for first, after in spans)
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tmp_path: Path) -> None:
+    named: Any = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
+    path = write_tokenizer(tmp_path, named)
+    config = DataConfig(tokenizer=str(path), messages_field="messages")
+    assert find_template(config).render([], "") == "<|bos|>yes"
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"bos_token": {"content": "<x>"}, "pad_token": {"content": "P"}}'
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }} file")
+    assert find_template(config).render([], "") == "<|bos|>P file"
+
+
+def test_templates_have_what_those_of_hugging_face_use() -> None:
+    source = (
+        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}"
+        "{%- if m.role == 'tool' -%}{%- continue -%}{%- endif -%}"
+        "{%- set ns.n = ns.n + 1 -%}{{ {'text': m.content} | tojson }}{%- endfor -%}"
+        "{{ ns.n }} {{ strftime_now('%Y')[:2] }} {{ tools is none }} {{ eos_token is defined }}"
+    )
+    rendered = ChatTemplate("t", source).render(talk("tool: x", "user: <a> & ž"), "")
+    assert rendered == '{"text": "<a> & ž"}1 20 True False'
+
+
+def test_marks_of_blocks_are_never_those_of_the_text() -> None:
+    said = "a\ufdd0b\ufdd1c"
+    assert learned_texts(ChatTemplate("t", CHATML_MARKED), talk("user: x", f"assistant: {said}")) == [
+        f"{said}<|im_end|>"
+    ]
+
+
+def test_a_turn_without_a_mark_ends_with_its_white_space() -> None:
+    template = ChatTemplate(
+        "t",
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+    )
+    assert learned_texts(template, talk("user: x", "assistant: y")) == ["y\n\n"]
+
+
+THINKS = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+LAST_ONLY = "{% for m in messages %}{{ m.content if loop.last else '-' }}{% endfor %}"
+CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (THINKS, "renders earlier messages another way once message 1 is there.*generation"),
+        (LAST_ONLY, "renders earlier messages another way"),
+        (
+            "{{ raise_exception('roles must alternate.') }}",
+            r"cannot render these messages: roles must alternate\. Mend",
+        ),
+        ("{{ 1 + 'a' }}", "cannot render these messages: unsupported operand"),
+        ("{{ messages.append(1) }}", "cannot render these messages: access to attribute 'append'"),
+        ("{{ messages.__class__.__mro__ }}", "cannot render these messages: access to attribute"),
+        ("{% for %}", "is not valid Jinja: line 1: "),
+        (CHANGED, "changes or nests its generation blocks"),
+        ("{% generation %}{% endgeneration %}", "renders nothing that the assistant says"),
+    ],
+)
+def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, text: str) -> None:
+    (tmp_path / "mine.jinja").write_text(source)
+    config = config_of(tmp_path, CONVERSATIONS, chat_template=str(tmp_path / "mine.jinja"))
+    with pytest.raises(DataError, match=rf"(?s)mine\.jinja.*{text}|{text}.*mine\.jinja"):
+        prepare(config)
+
+
+def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "model")
+    with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
+        prepare(config_of(tmp_path, CONVERSATIONS, tokenizer=str(path), chat_template=None))
+
+
+# --- records and identity ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ({"role": "user"}, r"'messages' is a JSON object; expected a list of messages"),
+        (None, r"'messages' is a JSON null"),
+        ([], r"the assistant says nothing in the 0 messages"),
+        (talk("user: x"), r"the assistant says nothing in the 1 messages"),
+        (["x"], r"messages\[0\] is a JSON string"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([*talk("user: x"), {"role": "assistant", "content": None}], r"messages\[1\] has a JSON null as content"),
+        (talk("user: x", "robot: y"), r"messages\[1\] has the role 'robot'; .*\(system, user, assistant, tool\)"),
+    ],
+)
+def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
+    with pytest.raises(DataError, match=rf"chats\.jsonl:2: {text}"):
+        prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
+
+
+def test_without_conversations_the_identity_is_as_it_always_was(tmp_path: Path) -> None:
+    assert config_facts(DataConfig()) == {
+        "format": "stdlib",
+        "paths": [],
+        "text_field": None,
+        "tokenizer": "bytes",
+        "bpe_vocab_size": None,
+        "validation_fraction": 0.01,
+        "max_bytes": None,
+    }
+    (tmp_path / "a.txt").write_text("x")
+    config = DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))
+    assert set(make_identity(config, open_source(config))) == {"version", "config", "files_hash", "tokenizer_hash"}
+
+
+def test_other_messages_or_none_are_other_data(tmp_path: Path) -> None:
+    config = config_of(tmp_path, CONVERSATIONS)
+    prepare(config)
+    with pytest.raises(DataError, match=r"messages_field: made with 'messages', now None"):
+        open_prepared(replace(config, messages_field=None, chat_template=None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"format": "text"}, "data.messages_field names a key of JSON lines, but data.format=text"),
+        ({"prompt_field": "ask"}, "data.messages_field=messages and data.prompt_field=ask"),
+        ({"chat_template": None}, "data.tokenizer=bytes has no chat template beside it"),
+        ({"chat_template": "no.jinja"}, "data.chat_template: got 'no.jinja', expected null, chatml or the path"),
+        ({"messages_field": None}, "data.chat_template=chatml renders conversations, but data.messages_field is null"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
+    config = config_of(tmp_path, CONVERSATIONS)
+    assert not [problem for problem in config_problems(RunConfig(data=config)) if "data." in problem.text]
+    problems = config_problems(RunConfig(data=replace(config, **settings)))
+    assert any(text in problem.text for problem in problems), problems
+
+
+def test_a_changed_template_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "mine.jinja"
+    path.write_text(CHATML)
+    config = config_of(tmp_path, CONVERSATIONS, chat_template=str(path), prepared_dir=None)
+    kept = config_of(tmp_path, CONVERSATIONS, chat_template=str(path))
+    first = prepare(config).path
+    prepare(kept)
+    assert prepare(config).path == first
+    path.write_text(CHATML.replace("im_", "mi_"))
+    assert prepare(config).path != first
+    with pytest.raises(DataError, match="changed since it was prepared: chat template"):
+        prepare(kept)

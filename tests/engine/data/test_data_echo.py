@@ -1,0 +1,79 @@
+"""Text that is read twice in a row, against doing it by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import AttentionConfig, DataConfig, RunConfig
+from engine.config_data import data_problems
+from engine.data import open_training_data, prepare
+from engine.data.echo import EchoedShards
+from engine.data.prepare import open_prepared
+from engine.data.shards import TokenShards
+
+
+class Text(TokenShards):
+    """Tokens 0, 1, 2, ...; every third is a prompt."""
+
+    def __init__(self, count: int) -> None:
+        self.token_count = count
+        self.eod_id = None
+        self.vocab_size = 1000
+        self.manifest = None  # type: ignore[assignment]
+        self.folder = Path("text")
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        assert start >= 0
+        assert start + count <= self.token_count
+        return np.arange(start, start + count, dtype=np.int64)
+
+    def is_prompt(self, start: int, count: int) -> np.ndarray:
+        return self.read(start, count) % 3 == 0
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.data())
+def test_every_piece_comes_twice(count: int, piece: int, data: st.DataObject) -> None:
+    shards = EchoedShards(Text(count), piece)
+    pieces = [list(range(first, first + piece)) for first in range(0, count - piece + 1, piece)]
+    expected = np.array([token for one in pieces for token in one + one], dtype=np.int64)
+    assert shards.token_count == expected.size
+    start = data.draw(st.integers(0, expected.size))
+    length = data.draw(st.integers(0, expected.size - start))
+    np.testing.assert_array_equal(shards.read(start, length), expected[start : start + length])
+    np.testing.assert_array_equal(shards.is_prompt(start, length), expected[start : start + length] % 3 == 0)
+    with pytest.raises(IndexError):
+        shards.read(start, expected.size - start + 1)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    (tmp_path / "a.txt").write_text("".join(chr(97 + i * i % 26) for i in range(3000)))
+    return DataConfig(
+        format="text", paths=(str(tmp_path / "a.txt"),), prepared_dir=str(tmp_path / "p"), validation_fraction=0.3
+    )
+
+
+def test_the_second_half_of_every_sample_repeats_the_first(config: DataConfig) -> None:
+    prepare(config)
+    echo = open_training_data(replace(config, echo_tokens=16))
+    batch = echo.sampler(32, 0, grad_accum_steps=1).batch(0, 0, 0, 1, 4)
+    np.testing.assert_array_equal(batch.tokens[:, :16], batch.tokens[:, 16:])
+    np.testing.assert_array_equal(batch.labels[:, :-1], batch.tokens[:, 1:])
+    assert all(starts.tolist() == [0] for starts in batch.documents)
+    plain = open_prepared(config)
+    np.testing.assert_array_equal(echo.main.validation.read(0, 16), plain.validation.read(0, 16))
+    assert echo.content_hash != open_training_data(config).content_hash
+
+
+def test_what_needs_documents_is_refused() -> None:
+    data = DataConfig(echo_tokens=8, length_buckets=(4,), length_weights=(0.5, 0.5))
+    texts = [problem.text for problem in data_problems(RunConfig(data=data, attention=AttentionConfig(documents=True)))]
+    assert len(texts) == 2
+    assert "hides what data.echo_tokens repeats" in texts[0]
+    assert "needs whole documents" in texts[1]

@@ -1,0 +1,226 @@
+"""Samples in classes by the length of their documents: who is in which, exact shares, the same on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import make_shards, quick
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.config import DataConfig, RunConfig
+from engine.config_checks import config_problems
+from engine.data import LengthRule, TokenShards, length_classes, open_training_data, prepare
+from engine.data.lengths import by_length, classify
+from engine.data.manifest import Manifest
+from engine.data.sampler import BLOCK, MixedSampler, PackedSampler
+from engine.errors import DataError
+
+SEQ_LEN = 10
+
+
+def corpus_of(folder: Path, lengths: list[int], *, seq_len: int = SEQ_LEN, first_id: int = 0) -> PackedSampler:
+    """Documents of these lengths; token i of the whole is first_id + i."""
+    count = sum(lengths)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.array([0, *accumulate(lengths[:-1])], dtype="<i8").tofile(folder / "d.bin")
+    ids = range(first_id, first_id + count)
+    shards = make_shards(folder, list(ids), documents_file="d.bin", vocab_size=max(ids) + 1)
+    return PackedSampler(shards, seq_len, 5)
+
+
+def class_by_hand(document_of: list[int], sample: int, seq_len: int, buckets: list[int]) -> int:
+    """Counts every token of the sample one by one."""
+    counts = Counter(document_of[sample * seq_len : (sample + 1) * seq_len])
+    most = max(counts.values())
+    document = min(document for document, count in counts.items() if count == most)
+    return sum(document_of.count(document) >= bucket for bucket in buckets)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=40),
+    seq_len=st.integers(1, 30),
+    buckets=st.lists(st.integers(2, 26), min_size=1, max_size=3, unique=True).map(sorted),
+    chunk=st.sampled_from([1, 20, 1 << 26]),
+)
+@example(lengths=[8, 2, 2], seq_len=6, buckets=[5], chunk=20)  # three documents with as many tokens of a sample
+@quick
+def test_classes_are_those_counted_token_by_token(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, buckets: list[int], chunk: int
+) -> None:
+    lengths = [*lengths, seq_len + 1]
+    corpus = corpus_of(tmp_path_factory.mktemp("c"), lengths, seq_len=seq_len)
+    document_of = [document for document, length in enumerate(lengths) for _ in range(length)]
+    expected = [class_by_hand(document_of, sample, seq_len, buckets) for sample in range(corpus.samples_per_epoch)]
+    assert classify(corpus, buckets, chunk_tokens=chunk).tolist() == expected
+
+
+@given(lengths=st.lists(st.integers(1, 25), min_size=3, max_size=30), fraction=st.floats(0.05, 0.6))
+@quick
+def test_classes_of_a_window_are_those_of_its_own_documents(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], fraction: float
+) -> None:
+    whole = corpus_of(tmp_path_factory.mktemp("c"), [*lengths, 40, 40]).shards
+    head, tail = whole.split_tail(fraction)
+    for part, start in ((head, 0), (tail, head.token_count)):
+        inside = range(start, start + part.token_count)
+        edges = [0, *accumulate([*lengths, 40, 40])]
+        document_of = [sum(edge <= position for edge in edges) for position in inside]
+        if part.token_count > 5:
+            corpus = PackedSampler(part, 5, 0)
+            expected = [class_by_hand(document_of, sample, 5, [9, 20]) for sample in range(corpus.samples_per_epoch)]
+            assert classify(corpus, [9, 20]).tolist() == expected
+
+
+def test_a_million_samples_are_classified_in_about_a_second(tmp_path: Path) -> None:
+    count = 1_000_000 * 4096 + 1
+    generator = np.random.default_rng(0)
+    starts = np.concatenate(([0], np.cumsum(generator.geometric(1 / 3000, 1_500_000))))
+    shards = TokenShards(Manifest("uint16", 10, count, ()), tmp_path, (), starts[starts < count], range(count))
+    begin_s = time.process_time()
+    classes = classify(PackedSampler(shards, 4096, 0), (1000, 4096))
+    # 0.3 s of one core at leisure; ten times that is still no loop over samples.
+    assert time.process_time() - begin_s < 3
+    assert np.bincount(classes).min() > 0
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+RULE = LengthRule((20, 50), (0.25, 0.15, 0.6))
+LENGTHS = [5] * 40 + [30] * 20 + [200]  # 20 samples of short documents, 60 of middle ones, 20 of a long one
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> PackedSampler:
+    return corpus_of(tmp_path / "c", [*LENGTHS, 1])
+
+
+def mixed(corpus: PackedSampler, rule: LengthRule = RULE) -> MixedSampler:
+    samplers, weights = by_length(corpus, rule)
+    return MixedSampler(samplers, weights, 1)
+
+
+def test_every_class_has_exactly_its_share_of_each_block(corpus: PackedSampler) -> None:
+    sampler, classes = mixed(corpus), classify(corpus, RULE.buckets)
+    assert np.bincount(classes).tolist() == [20, 60, 20]
+    for block in range(2):
+        drawn = [classes[sampler.place_of(block * BLOCK + number)[1]] for number in range(BLOCK)]
+        assert np.bincount(drawn).tolist() == [2500, 1500, 6000]
+        early = np.bincount(drawn[:1000], minlength=3) / 1000
+        assert abs(early - RULE.weights).max() < 0.06
+
+
+def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: PackedSampler) -> None:
+    [short, middle, _], _ = by_length(corpus, RULE)
+    epochs = [[short.place_of(epoch * 20 + number)[1] for number in range(20)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert sorted(middle.place_of(number)[1] for number in range(60)) == list(range(20, 80))
+
+
+def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(corpus: PackedSampler) -> None:
+    sampler = mixed(corpus)
+    whole = [sampler.batch(step, 0, 0, 1, 8).tokens for step in range(6)]
+    parts = [np.concatenate([sampler.batch(step, 0, rank, 4, 2).tokens for rank in range(4)]) for step in range(6)]
+    assert all((one == other).all() for one, other in zip(whole, parts, strict=True))
+    again = mixed(corpus)
+    again.start_at(4, 32)
+    assert (again.batch(4, 0, 0, 1, 8).tokens == whole[4]).all()
+
+
+def test_a_class_of_no_weight_is_left_out(corpus: PackedSampler) -> None:
+    sampler = mixed(corpus, LengthRule((20, 50), (0.5, 0.5, 0.0)))
+    assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
+    rule = LengthRule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
+    assert len(by_length(corpus, rule)[0]) == 2
+
+
+def test_a_class_without_samples_is_an_error_that_tells_what_there_is(corpus: PackedSampler) -> None:
+    text = r"document of 1,000 and more tokens, but .*gives such samples 0\.6.*1 to 19: 20; 20 to 999: 80; 1,000 and"
+    with pytest.raises(DataError, match=text):
+        by_length(corpus, LengthRule((20, 1000), (0.2, 0.2, 0.6)))
+
+
+def test_classes_are_told_with_their_shares(corpus: PackedSampler) -> None:
+    classes = length_classes(corpus.shards, SEQ_LEN, RULE)
+    assert [(one.name, one.samples, one.tokens, one.share, one.weight) for one in classes] == [
+        ("1 to 19", 20, 200, 0.2, 0.25),
+        ("20 to 49", 60, 600, 0.6, 0.15),
+        ("50 and more", 20, 200, 0.2, 0.6),
+    ]
+
+
+def test_sets_without_an_index_of_documents_are_refused(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "s", [1, 9] * 50, eod_id=9)
+    with pytest.raises(DataError, match="this token set has no index of them"):
+        length_classes(shards, SEQ_LEN, RULE)
+
+
+# --- with a configuration ---------------------------------------------------------------------------------------------
+
+
+def prepared(tmp_path: Path, name: str, letter: str) -> DataConfig:
+    """Sixty short documents of a small letter and six long ones of a capital, which only this corpus has."""
+    folder = tmp_path / f"{name}-text"
+    folder.mkdir()
+    for index in range(66):
+        text = f"{index % 10}" + (letter * 29 if index < 60 else letter.upper() * 299)
+        (folder / f"{index:03d}.txt").write_text(text)
+    config = DataConfig(format="text", paths=(str(folder),), prepared_dir=str(tmp_path / name), validation_fraction=0.1)
+    prepare(config)
+    return config
+
+
+def test_each_corpus_of_a_mixture_is_divided_within_itself(tmp_path: Path) -> None:
+    main = prepared(tmp_path, "main", "a")
+    prepared(tmp_path, "other", "b")
+    config = replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 3.0))
+    config = replace(config, length_buckets=(100,), length_weights=(0.2, 0.8))
+    sampler = open_training_data(config).sampler(20, 0, grad_accum_steps=1)
+    counts: Counter[str] = Counter()
+    for start in range(0, BLOCK, 1000):
+        for row in sampler.batch(0, 0, start // 1000, 10, 1000).tokens:
+            letters = Counter(chr(token) for token in row if chr(token).isalpha())
+            counts[letters.most_common(1)[0][0]] += 1
+    assert counts == {"a": 500, "A": 2000, "b": 1500, "B": 6000}
+
+
+def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: Path) -> None:
+    main = prepared(tmp_path, "main", "a")
+    plain = open_training_data(main)
+    assert isinstance(plain.sampler(20, 0, grad_accum_steps=1), PackedSampler)
+    assert plain.content_hash == plain.main.content_hash
+    rules = [((100,), (0.2, 0.8)), ((100,), (0.3, 0.7)), ((90,), (0.2, 0.8))]
+    configs = [replace(main, length_buckets=buckets, length_weights=weights) for buckets, weights in rules]
+    hashes = {open_training_data(config).content_hash for config in configs}
+    assert len(hashes | {plain.content_hash}) == 4
+    assert {prepare(config).path for config in configs} == {plain.main.path}
+
+
+@pytest.mark.parametrize(
+    ("buckets", "weights", "text"),
+    [
+        ((4, 4), (0.2, 0.2, 0.6), "data.length_buckets: got [4, 4], expected lengths"),
+        ((1,), (0.5, 0.5), "data.length_buckets: got [1], expected lengths"),
+        ((4,), (1.0,), "got 1 numbers, expected 2: one more than the 1 data.length_buckets"),
+        ((4,), (), "got 0 numbers, expected 2"),
+        ((), (1.0,), "got 1 numbers, expected 0"),
+        ((4,), (0.5, 0.6), "expected shares of 0 or more that add up to 1"),
+        ((4,), (-0.5, 1.5), "expected shares of 0 or more that add up to 1"),
+        ((4,), (float("nan"), 1.0), "expected shares of 0 or more that add up to 1"),
+    ],
+)
+def test_mistakes_are_named(buckets: tuple[int, ...], weights: tuple[float, ...], text: str) -> None:
+    problems = config_problems(RunConfig(data=DataConfig(length_buckets=buckets, length_weights=weights)))
+    assert any(text in problem.text for problem in problems), problems
+
+
+def test_shares_that_add_up_to_one_but_for_rounding_are_taken() -> None:
+    data = DataConfig(length_buckets=(4, 5), length_weights=(0.1, 0.2, 0.7))
+    assert not [problem for problem in config_problems(RunConfig(data=data)) if "length" in problem.text]

@@ -1,0 +1,134 @@
+"""Several token sets by weight: exact shares, every set in its own order, independent of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import make_shards
+
+from engine.config import DataConfig, RunConfig
+from engine.config_checks import config_problems
+from engine.data import open_training_data, prepare
+from engine.data.sampler import BLOCK, MixedSampler, PackedSampler, shares
+from engine.errors import DataError
+
+SEQ_LEN = 10
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[PackedSampler]:
+    """Three sets, whose tokens say where they come from: 0 to 999, 1000 to 1499, 1500 to 1519."""
+    folder = tmp_path_factory.mktemp("sets")
+    ranges = (range(1000), range(1000, 1500), range(1500, 1520))
+    sets = [make_shards(folder / str(ids.start), list(ids), vocab_size=1520) for ids in ranges]
+    return [PackedSampler(one, SEQ_LEN, 5) for one in sets]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((1.0,), [BLOCK]),
+        ((1.0, 1.0, 1.0), [3334, 3333, 3333]),
+        ((0.7, 0.2, 0.1), [7000, 2000, 1000]),
+        ((1e9, 1.0, 1e-9), [BLOCK - 2, 1, 1]),
+        ((3.0, 1.0), [7500, 2500]),
+    ],
+)
+def test_shares_are_those_of_the_weights_and_nobody_gets_none(weights: tuple[float, ...], expected: list[int]) -> None:
+    assert sum(shares(weights)) == BLOCK
+    assert sorted(shares(weights), reverse=True) == expected
+
+
+def test_of_every_block_each_set_has_its_share(sources: list[PackedSampler]) -> None:
+    mixed = MixedSampler(sources, (0.7, 0.2, 0.1), 1)
+    for block in range(3):
+        drawn = [mixed.source_of(block * BLOCK + position)[0] for position in range(BLOCK)]
+        assert np.bincount(drawn).tolist() == mixed.shares
+        first = np.bincount(drawn[:1000], minlength=3) / 1000  # and early in it about as much
+        assert abs(first - [0.7, 0.2, 0.1]).max() < 0.06
+
+
+def test_every_sample_of_a_set_comes_once_per_epoch(sources: list[PackedSampler]) -> None:
+    mixed = MixedSampler(sources, (0.7, 0.2, 0.1), 1)
+    numbers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for number in range(3 * BLOCK):
+        source, own = mixed.source_of(number)
+        numbers[source].append(own)
+    for source, found in numbers.items():
+        assert sorted(found) == list(range(3 * mixed.shares[source]))
+
+
+def test_a_batch_holds_rows_of_several_sets_whole(sources: list[PackedSampler]) -> None:
+    mixed = MixedSampler(sources, (1.0, 1.0, 1.0), 1)
+    batch = mixed.batch(0, 0, 0, 1, 64)
+    assert {int(row[0]) // 500 for row in batch.tokens} >= {0, 2, 3}
+    assert (np.diff(batch.tokens, axis=1) == 1).all()
+    assert (batch.labels == batch.tokens + 1).all()
+
+
+def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(sources: list[PackedSampler]) -> None:
+    mixed = MixedSampler(sources, (3.0, 2.0, 1.0), 1)
+    whole = [mixed.batch(step, 0, 0, 1, 8).tokens for step in range(6)]
+    parts = [np.concatenate([mixed.batch(step, 0, rank, 4, 2).tokens for rank in range(4)]) for step in range(6)]
+    assert all((one == other).all() for one, other in zip(whole, parts, strict=True))
+    again = MixedSampler(sources, (3.0, 2.0, 1.0), 1)
+    again.start_at(4, 32)
+    assert (again.batch(4, 0, 0, 1, 8).tokens == whole[4]).all()
+
+
+def test_seeds_draw_other_orders(sources: list[PackedSampler]) -> None:
+    orders = [
+        [MixedSampler(sources, (1.0, 1.0, 1.0), seed).source_of(number) for number in range(50)] for seed in (0, 1)
+    ]
+    assert orders[0] != orders[1]
+
+
+def prepared(tmp_path: Path, name: str, text: str, **settings: str) -> DataConfig:
+    (tmp_path / f"{name}.txt").write_text(text)
+    config = DataConfig(
+        format="text",
+        paths=(str(tmp_path / f"{name}.txt"),),
+        prepared_dir=str(tmp_path / name),
+        validation_fraction=0.2,
+        **settings,  # type: ignore[arg-type]
+    )
+    prepare(config)
+    return config
+
+
+def test_prepared_corpora_are_mixed(tmp_path: Path) -> None:
+    main = prepared(tmp_path, "main", "all work and no play makes jack a dull boy\n" * 200)
+    prepared(tmp_path, "other", "THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG\n" * 200)
+    config = replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 3.0))
+    data = open_training_data(config)
+    batch = data.sampler(40, 0, grad_accum_steps=1).batch(0, 0, 0, 1, 400)
+    shouted = [bytes(row[row < 256].astype(np.uint8)).isupper() for row in batch.tokens]
+    assert 0.65 < np.mean(shouted) < 0.85
+    alone = open_training_data(main)
+    assert alone.content_hash == alone.main.content_hash != data.content_hash
+    assert open_training_data(replace(config, mix_weights=(1.0, 2.0))).content_hash != data.content_hash
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    main = prepared(tmp_path, "main", "all work and no play makes jack a dull boy\n" * 200)
+    prepared(tmp_path, "other", "the quick brown fox\n" * 400, tokenizer="bpe", bpe_vocab_size=300)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"Prepare both with the same data\.tokenizer"):
+        open_training_data(replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("paths", "weights", "text"),
+    [
+        (("/tmp",), (), "expected one positive number for data.paths and one for each of the 1 data.mix_paths"),
+        ((), (1.0,), "expected one positive number"),
+        (("/tmp",), (1.0, -1.0), "expected one positive number"),
+        (("/tmp",), (1.0, 0.0), "expected one positive number"),
+        (("/no/such",), (1.0, 1.0), "no such folder: '/no/such'"),
+    ],
+)
+def test_mistakes_are_named(paths: tuple[str, ...], weights: tuple[float, ...], text: str) -> None:
+    problems = config_problems(RunConfig(data=DataConfig(mix_paths=paths, mix_weights=weights)))
+    assert any(text in problem.text for problem in problems), problems

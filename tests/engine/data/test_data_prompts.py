@@ -1,0 +1,109 @@
+"""Prompts are read and not learned: no token of them is a label, wherever samples are cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.config import DataConfig, RunConfig
+from engine.config_checks import config_problems
+from engine.data import PackedSampler, TokenShards, open_prepared, open_token_set, prepare
+from engine.data.sampler import IGNORE_INDEX, sequential_batches
+from engine.errors import DataError
+
+PAIRS = [(f"question {index}? ", f"answer {index * 7}.") for index in range(60)] + [
+    ("", "no prompt"),
+    ("no answer", ""),
+]
+
+
+def corpus(tmp_path: Path, pairs: list[tuple[str, str]] = PAIRS) -> DataConfig:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"ask": ask, "say": say}) + "\n" for ask, say in pairs))
+    return DataConfig(
+        format="jsonl",
+        paths=(str(path),),
+        text_field="say",
+        prompt_field="ask",
+        prepared_dir=str(tmp_path / "prepared"),
+        validation_fraction=0.2,
+    )
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    return prepare(corpus(tmp_path)).train
+
+
+def test_exactly_the_answers_are_learned(shards: TokenShards) -> None:
+    whole = shards.read(0, shards.token_count)
+    mask = shards.is_prompt(0, shards.token_count)
+    texts = "".join("|" if token == shards.eod_id else chr(token) for token in whole[~mask]).split("|")[:-1]
+    asked = "".join(chr(token) for token in whole[mask])
+    kept = [pair for pair in PAIRS if any(pair)]
+    assert set(texts) <= {say for _, say in kept}
+    assert len(texts) > 40
+    expected = {say: ask for ask, say in kept}
+    assert asked == "".join(expected[text] for text in texts)
+
+
+@pytest.mark.parametrize("seq_len", [5, 16, 64])
+def test_samples_label_the_same_tokens_wherever_they_are_cut(shards: TokenShards, seq_len: int) -> None:
+    batches = list(sequential_batches(shards, seq_len, batch_size=3))
+    labels = np.concatenate([batch.labels.ravel() for batch in batches])[: shards.token_count - 1]
+    expected = shards.read(1, shards.token_count - 1)
+    expected[shards.is_prompt(1, shards.token_count - 1)] = IGNORE_INDEX
+    assert (labels == expected).all()
+    assert (labels == IGNORE_INDEX).any()
+    batch = PackedSampler(shards, seq_len, 0).batch(0, 0, 0, 1, 4)
+    shifted = np.where(batch.labels == IGNORE_INDEX, -1, batch.labels)[:, :-1]
+    assert ((shifted == -1) | (shifted == batch.tokens[:, 1:])).all()
+
+
+def test_a_long_prompt_is_one_range(tmp_path: Path) -> None:
+    data = prepare(corpus(tmp_path, [("x" * 3_000_000, "yes"), ("a", "b"), ("c", "d"), ("e", "f")]))
+    counts = [one.manifest.prompt_count for one in (data.train, data.validation)]
+    assert sum(count or 0 for count in counts) == 4
+
+
+def test_windows_of_a_set_know_their_prompts(shards: TokenShards) -> None:
+    head, tail = shards.split_tail(0.3)
+    joined = np.concatenate([head.is_prompt(0, head.token_count), tail.is_prompt(0, tail.token_count)])
+    assert (joined == shards.is_prompt(0, shards.token_count)).all()
+
+
+def test_without_prompts_there_is_no_file(tmp_path: Path) -> None:
+    data = prepare(replace(corpus(tmp_path), prompt_field=None))
+    assert data.train.manifest.prompts_file is None
+    assert not (data.train.folder / "prompts.bin").exists()
+    assert not data.train.is_prompt(0, data.train.token_count).any()
+
+
+def test_other_prompts_are_other_data(tmp_path: Path) -> None:
+    config = corpus(tmp_path)
+    prepare(config)
+    with pytest.raises(DataError, match="prompt_field"):
+        open_prepared(replace(config, prompt_field="say"))
+
+
+def test_a_record_without_its_prompt_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no key 'asks'; keys present: ask, say\. Set data\.prompt_field"):
+        prepare(replace(corpus(tmp_path), prompt_field="asks"))
+
+
+@pytest.mark.parametrize("edges", [[], [3, 3], [5, 2], [0, 10**9], [-1, 4]])
+def test_ranges_that_make_no_sense_are_refused(shards: TokenShards, edges: list[int]) -> None:
+    np.array(edges, dtype="<i8").tofile(shards.folder / "prompts.bin")
+    path = shards.folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompt_count": len(edges) // 2}))
+    with pytest.raises(DataError, match="expected ranges of prompts that ascend"):
+        open_token_set(shards.folder)
+
+
+def test_other_formats_have_no_prompts() -> None:
+    problems = config_problems(RunConfig(data=DataConfig(prompt_field="ask")))
+    assert any("data.prompt_field names a key of JSON lines" in problem.text for problem in problems)

@@ -1,0 +1,168 @@
+"""Residual dropout: which numbers go depends on their place alone, evenly, and the same in both directions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Pools
+from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
+
+from engine.config import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.model.dropout import Dropout, dropped, row_keys
+from engine.model.llama import LlamaModel
+
+SEED = 7
+M64, M32 = 2**64 - 1, 2**32 - 1
+
+
+def kept_mask(samples: list[int], positions: torch.Tensor, features: int, rate: float, branch: int) -> torch.Tensor:
+    ones = torch.ones(len(samples), positions.numel(), features, dtype=torch.float64)
+    return dropped(ones, Dropout(rate, row_keys(SEED, samples, positions)), branch) != 0
+
+
+def splitmix(value: int, start: bool = True) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & M64 if start else value
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & M64
+    return value ^ (value >> 31)
+
+
+def mixed(value: int) -> int:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        value = ((value ^ (value >> shift)) * factor) & M32
+    return value ^ (value >> 16)
+
+
+def is_kept(sample: int, position: int, feature: int, rate: float, branch: int) -> bool:
+    """The definition, in unsigned integers of any size."""
+    key = splitmix(splitmix(splitmix(SEED) ^ sample) ^ position, start=False) & M32
+    bits = mixed((mixed(key ^ (splitmix(branch) & M32)) + feature * 0x9E3779B9) & M32)
+    return (bits ^ 2**31) >= round(rate * 2**32)
+
+
+def test_the_mask_is_its_definition() -> None:
+    samples, positions = [0, 3, 10**12], torch.tensor([0, 1, 5, 2**20, 4_000_000])
+    for rate, branch in itertools.product((0.1, 0.5, 0.9), (0, 1, 63)):
+        found = kept_mask(samples, positions, 9, rate, branch)
+        for (b, sample), (t, position), f in itertools.product(
+            enumerate(samples), enumerate(positions.tolist()), range(9)
+        ):
+            assert bool(found[b, t, f]) == is_kept(sample, position, f, rate, branch)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_the_share_that_is_dropped_is_the_rate_in_every_row_and_column(rate: float) -> None:
+    kept = kept_mask([0, 1], torch.arange(1000), 1000, rate, 5).double()
+    for sums, count in ((kept.sum(), 2_000_000), (kept.sum(dim=-1), 1000), (kept.sum(dim=(0, 1)), 2000)):
+        deviation = (count * rate * (1 - rate)) ** 0.5
+        assert ((sums - count * (1 - rate)).abs() < 5.5 * deviation).all()
+
+
+def test_places_branches_and_samples_are_independent() -> None:
+    def values(samples: list[int], start: int = 0, branch: int = 0) -> torch.Tensor:
+        return kept_mask(samples, torch.arange(start, start + 512), 512, 0.5, branch)[0].double() - 0.5
+
+    one = values([0])
+    others = [values([1]), values([0], 1), values([0], 512), values([0], 0, 1), values([0], 0, 2), one.roll(1, 1)]
+    others += [one.t(), one.roll(7, 0)]
+    for other in others:
+        correlation = float((one * other).mean() / 0.25)
+        assert abs(correlation) < 5 / 512  # of 512 x 512 pairs, in standard deviations
+
+
+def test_rows_in_any_order_and_in_pieces_lose_the_same() -> None:
+    x = torch.randn(2, 40, 16)
+    positions = torch.randperm(1000)[:40]
+    whole = dropped(x, Dropout(0.3, row_keys(SEED, [4, 9], positions)), 2)
+    order = torch.randperm(40)
+    turned = dropped(x[:, order], Dropout(0.3, row_keys(SEED, [4, 9], positions[order])), 2)
+    assert torch.equal(turned, whole[:, order])
+    part = Dropout(0.3, row_keys(SEED, [4, 9], positions)).of(slice(7, 30))
+    assert torch.equal(dropped(x[:, 7:30], part, 2), whole[:, 7:30])
+    assert torch.equal(dropped(x[1:], Dropout(0.3, row_keys(SEED, [9], positions)), 2), whole[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_kept_is_scaled_and_its_gradient_too(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 20, 24, dtype=dtype, requires_grad=True)
+    dropout = Dropout(0.25, row_keys(SEED, [0], torch.arange(20)))
+    out = dropped(x, dropout, 0)
+    mask = kept_mask([0], torch.arange(20), 24, 0.25, 0)
+    expected = torch.where(mask, x.detach() / 0.75, 0.0)
+    torch.testing.assert_close(out.detach(), expected)
+    dout = torch.randn_like(out)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    torch.testing.assert_close(dx, torch.where(mask, dout / 0.75, 0.0))
+
+
+def test_every_branch_of_every_layer_is_dropped_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def spy(x: torch.Tensor, dropout: Dropout, branch: int) -> torch.Tensor:
+        seen.append(branch)
+        return dropped(x, dropout, branch)
+
+    monkeypatch.setattr("engine.model.llama.dropped", spy)
+    model, tokens, positions = LlamaModel(TINY_MODEL), torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)
+    model(tokens, positions, lambda q, k, v: q, Dropout(0.5, row_keys(0, [0], positions)))
+    assert seen == list(range(2 * TINY_MODEL.num_layers))
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "full": (1, {"memory": MemoryConfig(activation_checkpoint="full")}),
+    "tiles": (1, {"memory": MemoryConfig(activation_checkpoint="attn_out", tile_tokens=7)}),
+    "groups": (1, {"memory": MemoryConfig(activation_checkpoint="attn_out_every", every_layers=2)}),
+    "kept on the host": (1, {"memory": MemoryConfig(activation_checkpoint="none", activation_store="host")}),
+    "chunks on the host": (1, {"attention": AttentionConfig(preset="fpdt", chunk_tokens=8)}),
+    "two sequences at once": (1, {"train": {"micro_batch_size": 2}}),
+    "2 burst": (
+        2,
+        {
+            "parallel": ParallelConfig(cp_size=2),
+            "attention": AttentionConfig(preset="burst"),
+            "memory": MemoryConfig(activation_checkpoint="seq_fraction"),
+        },
+    ),
+    "2 tp": (2, {"parallel": ParallelConfig(tp_size=2, cp_size=1), "attention": AttentionConfig(preset="megatron_tp")}),
+    "2 dp": (2, {"parallel": ParallelConfig(dp_shard_size=2, cp_size=1)}),
+}
+BASE = {"memory": MemoryConfig(activation_checkpoint="none")}
+
+
+def config_of(way: dict[str, Any], rate: float = 0.2) -> RunConfig:
+    train = {"dropout": rate, **way.get("train", {})}
+    return tiny_config(**{**BASE, **way, "train": train})
+
+
+def losses(config: RunConfig, steps: int = 3) -> list[float]:
+    """Of steps over global batches of 4 sequences."""
+    run = start_run(config)
+    micro_steps = 4 // (run.mesh.dp_size * config.train.micro_batch_size)
+    return [
+        run.train_step(step, own_part(random_batches(step, sequences=4), run.mesh, micro_steps=micro_steps)).loss
+        for step in range(steps)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: Pools) -> list[float]:
+    found: list[float] = ranks(1).run(losses, config_of({}))[0]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_with_dropout_are_the_same_whatever_ranks_and_policies(
+    ranks: Pools, expected: list[float], way: str
+) -> None:
+    world_size, changes = WAYS[way]
+    for found in ranks(world_size).run(losses, config_of(changes)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_dropout_changes_what_is_learned(ranks: Pools, expected: list[float]) -> None:
+    without = ranks(1).run(losses, config_of({}, 0.0))[0]
+    assert np.abs(np.array(without) - np.array(expected)).min() > 1e-3

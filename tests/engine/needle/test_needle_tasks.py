@@ -1,0 +1,192 @@
+"""Needle tasks: exactly as long as a sequence, the sentence once and at its depth, not at all in the control."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from needle_corpus import TEXTS, make_tasks, write_split
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FileFormat
+
+from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.data import prepare
+from engine.data.shards import TokenShards
+from engine.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
+from engine.errors import ConfigError, DataError
+from engine.needle.tasks import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
+
+quick = settings(deadline=None, max_examples=40)  # machines under load are slow
+SENTENCE = " The secret number of {} is {}."
+
+
+def words_of_pieces() -> FileTokenizer:
+    """As the tokenizers of Llama 2: spaces are letters, and a text begins with one that nobody wrote."""
+    pieces = ["<unk>", "</s>", "▁", *{*"".join(TEXTS), *map(chr, range(33, 127))} - {" "}]
+    inner = FileFormat(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    inner.add_special_tokens([AddedToken("</s>", special=True)])
+    return FileTokenizer(inner, "pieces")
+
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "bytes": ByteTokenizer(),
+    "bpe": train_bpe([*TEXTS, "The secret number of amber is 12345. " * 9], 400),
+    "pieces": words_of_pieces(),
+}
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenShards]:
+    folder = tmp_path_factory.mktemp("splits")
+    return {name: write_split(folder / name, tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def places(ids: np.ndarray[Any, Any], part: np.ndarray[Any, Any]) -> list[int]:
+    """Where `part` occurs in `ids`."""
+    windows = np.lib.stride_tricks.sliding_window_view(ids, part.size)
+    return [int(index) for index in np.flatnonzero((windows == part).all(axis=1))]
+
+
+def all_ids(task: NeedleTask) -> np.ndarray[Any, Any]:
+    """The tokens of a task and the last one of its answer, which is a label alone."""
+    return np.append(task.tokens, task.labels[-1])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(seq_len=st.integers(110, 3000), depths=st.integers(1, 6), samples=st.integers(1, 3), seed=st.integers(0, 2**63))
+@quick
+def test_a_task_is_a_sequence_with_its_sentence_where_it_should_be(
+    splits: dict[str, TokenShards], name: str, seq_len: int, depths: int, samples: int, seed: int
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    tasks = make_tasks(splits[name], tokenizer, seq_len, depths=depths, samples=samples, seed=seed)
+    for number in range(len(tasks)):
+        task, needle = tasks.task(number), tasks.needles[number // (depths + 1)]
+        assert task.tokens.shape == task.labels.shape == (seq_len,)
+        ids = all_ids(task)
+        asked = np.concatenate([needle.question, needle.answer])
+        assert (ids[-asked.size :] == asked).all()
+        assert tokenizer.eod_id not in ids
+        hidden = places(ids[: -asked.size], needle.sentence)
+        assert hidden == ([] if task.depth is None else [task.position])
+        counted = task.labels != -100
+        assert counted.sum() == needle.answer.size
+        assert (task.labels[counted] == needle.answer).all()
+        assert (task.labels[:-1][counted[:-1]] == task.tokens[1:][counted[:-1]]).all()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_depths_go_evenly_from_the_start_of_the_text_to_the_question(splits: dict[str, TokenShards], name: str) -> None:
+    tasks = make_tasks(splits[name], TOKENIZERS[name], 1000, depths=5, samples=1)
+    asked = tasks.needles[0].question.size + tasks.needles[0].answer.size
+    last = 1001 - asked - tasks.needles[0].sentence.size
+    positions = [tasks.task(depth).position for depth in range(5)]
+    assert positions[0] == 0
+    assert positions[-1] == last  # right before the question
+    assert np.abs(np.diff(positions) - last / 4).max() <= 1
+    assert [tasks.share(depth) for depth in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_reads_as_people_would_write_it(splits: dict[str, TokenShards], name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tasks = make_tasks(splits[name], tokenizer, 600)
+    text = tokenizer.decode(all_ids(tasks.task(1)))
+    (key, number), *others = re.findall(r"The secret number of (\w+) is (\d+)\.", text)
+    assert not others
+    assert text.rstrip().endswith(f"The secret number of {key} is {number}")
+    control = tokenizer.decode(tasks.task(3).tokens)
+    assert control.count(f"The secret number of {key} is") == 1
+    assert "ducks swim" in control
+
+
+def test_a_sample_is_the_same_text_at_every_depth_and_without_its_sentence(splits: dict[str, TokenShards]) -> None:
+    tasks = make_tasks(splits["bytes"], TOKENIZERS["bytes"], 700)
+    needle = tasks.needles[0]
+    control = tasks.task(3).tokens
+    for depth in range(3):
+        task = tasks.task(depth)
+        assert task.position is not None
+        without = np.delete(task.tokens, np.arange(task.position, task.position + needle.sentence.size))
+        asked = needle.question.size + needle.answer.size - 1
+        assert (without[:-asked] == control[: without.size - asked]).all()
+
+
+def test_samples_have_texts_keys_and_numbers_of_their_own(splits: dict[str, TokenShards]) -> None:
+    tasks = make_tasks(splits["bytes"], TOKENIZERS["bytes"], 400, samples=3)
+    starts = {bytes(tasks.task(4 * sample + 3).tokens[:60].astype(np.uint8)) for sample in range(3)}
+    assert len(starts) == 3
+    assert len({needle_text(0, sample) for sample in range(200)}) > 150
+    assert needle_text(0, 0) != needle_text(1, 0)
+    numbers = {needle_text(seed, 0)[1] for seed in range(200)}
+    assert all(re.fullmatch(r" [1-9]\d{4}", number) for number in numbers)
+
+
+def test_texts_are_the_same_everywhere() -> None:
+    assert [needle_text(7, sample) for sample in range(2)] == [
+        (" The secret number of fern is", " 41735"),
+        (" The secret number of walnut is", " 41160"),
+    ]
+
+
+@given(start=st.integers(0, 10**6), count=st.integers(0, 9000))
+@quick
+def test_a_haystack_goes_on_from_the_beginning_when_the_split_ends(
+    splits: dict[str, TokenShards], start: int, count: int
+) -> None:
+    shards = splits["bytes"]
+    ids = shards.read(0, shards.token_count)
+    turned = np.roll(ids, -(start % shards.token_count))
+    text = turned[turned != shards.eod_id]
+    assert (haystack(shards, start, count) == np.resize(text, count)).all()
+
+
+def test_a_split_without_text_is_an_error(tmp_path: Path) -> None:
+    shards = write_split(tmp_path, ByteTokenizer(), ("", "", ""))
+    with pytest.raises(DataError, match="holds no text to hide a sentence in"):
+        haystack(shards, 0, 5)
+
+
+def test_a_tokenizer_that_cannot_spell_numbers_is_an_error() -> None:
+    inner = FileFormat(models.WordLevel({"[UNK]": 0, "</s>": 1, "the": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(DataError, match=r"tokenizer words spells the number '48217' as"):
+        make_needle(FileTokenizer(inner, "words"), " The secret number of amber is", " 48217")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "text.txt").write_text("".join(TEXTS) * 9)
+    config = DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "tokens"))
+    prepare(config)
+    return config
+
+
+def tasks_of(data: DataConfig, **train: Any) -> NeedleTasks | None:
+    return needle_tasks(RunConfig(data=data, train=TrainConfig(**train)), prepare(data))
+
+
+def test_a_run_gets_the_tasks_that_it_asks_for(prepared: DataConfig) -> None:
+    assert tasks_of(prepared, seq_len=200) is None
+    tasks = tasks_of(prepared, seq_len=200, eval_needle_depths=3, eval_needle_samples=5)
+    assert tasks is not None
+    assert len(tasks) == 5 * (3 + 1)
+
+
+def test_a_sequence_too_short_for_the_sentence_is_an_error_and_the_length_named_is_enough(
+    prepared: DataConfig,
+) -> None:
+    with pytest.raises(ConfigError, match=r"set train\.seq_len=\d+ or more") as caught:
+        tasks_of(prepared, seq_len=40, eval_needle_depths=3)
+    enough = int(re.findall(r"set train\.seq_len=(\d+)", str(caught.value))[0])
+    tasks = tasks_of(prepared, seq_len=enough, eval_needle_depths=3)
+    assert tasks is not None
+    assert [tasks.task(number).tokens.size for number in range(4)] == [enough] * 4

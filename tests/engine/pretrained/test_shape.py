@@ -1,0 +1,198 @@
+"""config.json and the index of weights: what is read, what is refused and why. No torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config_rope import RopeScalingConfig
+from engine.config_state import state_problems
+from engine.errors import ConfigError
+from engine.pretrained.names import INDEX_FILE, check_names, hugging_face_name, weight_files
+from engine.pretrained.shape import config_json, differences, family_of, read_pretrained
+
+LLAMA2 = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+}
+
+
+def folder_of(tmp_path: Path, document: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    return tmp_path
+
+
+def test_what_a_config_leaves_out_has_its_meaning(tmp_path: Path) -> None:
+    found = read_pretrained(folder_of(tmp_path, LLAMA2))
+    assert (found.model.num_kv_heads, found.model.head_dim, found.model.rope_theta) == (32, 128, 10000.0)
+    assert (found.window_tokens, found.seq_len, found.model.tie_embeddings) == (None, 4096, False)
+    assert found.model.rope_scaling == RopeScalingConfig()
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_is_read_as_old_and_new_versions_write_it(tmp_path: Path, key: str) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": None}
+    found = read_pretrained(folder_of(tmp_path, {**LLAMA2, key: rope, "rope_theta": 5e5})).model
+    assert found.rope_scaling == RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=4096)
+    assert found.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "RoPE scaling 'dynamic' is not known"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "truncate": False}}, "not known here: truncate"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "only some of its layers"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
+            "only some of its layers",
+        ),
+        ({"hidden_size": "many"}, "cannot be read"),
+        ({"num_hidden_layers": None}, "cannot be read"),
+    ],
+)
+def test_what_this_model_does_not_have_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_pretrained(folder_of(tmp_path, {**LLAMA2, **change}))
+
+
+def test_a_folder_without_a_config_or_with_a_damaged_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected the folder of a Hugging Face model"):
+        read_pretrained(tmp_path / "missing")
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no JSON object"):
+        read_pretrained(folder_of(tmp_path, [1]))
+
+
+@pytest.mark.parametrize(
+    ("document", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"model_type": "qwen3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32}, 9),
+        ({"model_type": "llama", "sliding_window": 9}, None),
+    ],
+)
+def test_windows_are_those_of_transformers(tmp_path: Path, document: dict[str, Any], window: int | None) -> None:
+    assert read_pretrained(folder_of(tmp_path, {**LLAMA2, **document})).window_tokens == window
+
+
+SHAPES = {
+    "llama": (ModelConfig(), None),
+    "mistral": (ModelConfig(num_kv_heads=2), 512),
+    "qwen2": (ModelConfig(qkv_bias=True, tie_embeddings=True), None),
+    "qwen3": (ModelConfig(qk_norm=True, head_dim=128), None),
+}
+ROPES = [
+    RopeScalingConfig(),
+    RopeScalingConfig(kind="linear", factor=2.0),
+    RopeScalingConfig(kind="yarn", factor=8.0, original_seq_len=4096, attention_factor=1.2),
+    RopeScalingConfig(kind="llama3", factor=8.0, original_seq_len=8192),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
+@pytest.mark.parametrize("family", SHAPES)
+def test_what_is_written_is_read_back(tmp_path: Path, family: str, rope: RopeScalingConfig) -> None:
+    model, window = SHAPES[family]
+    model = replace(model, rope_scaling=rope, name=tmp_path.name)
+    document = config_json(model, seq_len=9000, window_tokens=window, dtype="bfloat16")
+    found = read_pretrained(folder_of(tmp_path, document))
+    assert document["model_type"] == family
+    assert (found.model, found.window_tokens, found.seq_len) == (model, window, 9000)
+
+
+def test_ntk_is_written_as_the_larger_base_that_it_is(tmp_path: Path) -> None:
+    model = ModelConfig(rope_scaling=RopeScalingConfig(kind="ntk", factor=4.0))
+    found = read_pretrained(folder_of(tmp_path, config_json(model, seq_len=1, window_tokens=None, dtype="x"))).model
+    assert found.rope_scaling == RopeScalingConfig()
+    assert found.rope_theta == pytest.approx(10000.0 * 4.0 ** (64 / 62))
+
+
+def test_a_shape_that_no_family_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no family of transformers has both"):
+        family_of(ModelConfig(qkv_bias=True, qk_norm=True), None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "seq_len", "problem"),
+    [
+        (AttentionConfig(), 512, None),
+        (AttentionConfig(), 513, "its tokens look at 512 tokens, but attention.mask=causal lets them look at all 513"),
+        (AttentionConfig(mask_layers=("window", "causal"), window_tokens=512), 513, "attention.mask=causal"),
+        (AttentionConfig(mask="window", window_tokens=512), 4096, None),
+    ],
+)
+def test_a_model_with_a_window_is_not_asked_to_look_beyond_it(
+    tmp_path: Path, attention: AttentionConfig, seq_len: int, problem: str | None
+) -> None:
+    model, window = SHAPES["mistral"]
+    folder = folder_of(tmp_path, config_json(model, seq_len=9000, window_tokens=window, dtype="bfloat16"))
+    model = replace(model, init_from=str(folder))
+    found = list(state_problems(RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=seq_len))))
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0].text
+
+
+def test_rope_may_be_stretched_and_nothing_else_may_differ() -> None:
+    ours = ModelConfig(init_std=1.0, rope_scaling=ROPES[1], name="x", init_from="y")
+    assert differences(ours, ModelConfig()) == []
+    assert differences(ours, ModelConfig(rope_scaling=ROPES[2])) == []
+    assert differences(replace(ours, num_layers=5), ModelConfig()) == ["model.num_layers is 5, in the folder 4"]
+    assert differences(ModelConfig(), ours) == ["model.rope_scaling.kind is none, in the folder linear"]
+    assert differences(ModelConfig(), ModelConfig(rope_theta=5e5)) == [
+        "model.rope_theta is 10000.0, in the folder 500000.0"
+    ]
+
+
+def test_names_are_those_of_transformers() -> None:
+    assert hugging_face_name("embedding.weight") == "model.embed_tokens.weight"
+    assert hugging_face_name("head.weight") == "lm_head.weight"
+    assert hugging_face_name("layers.3.self_attn.q_norm.weight") == "model.layers.3.self_attn.q_norm.weight"
+
+
+def test_weights_that_are_missing_or_that_nothing_would_read_are_named(tmp_path: Path) -> None:
+    check_names(["a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], ["a"], tmp_path)
+    with pytest.raises(ConfigError, match="lacks b and 0 more"):
+        check_names(["a"], ["a", "b"], tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a\.bias and 1 more weights that this model does not have"):
+        check_names(["a", "b.bias", "a.bias"], ["a"], tmp_path)
+
+
+def test_files_of_an_index_lie_in_the_folder_and_are_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pickled weights are not read"):
+        weight_files(tmp_path)
+    (tmp_path / "one.safetensors").write_text("")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../../one.safetensors"}}))
+    assert weight_files(tmp_path) == {"a": tmp_path / "one.safetensors"}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "two.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks two\.safetensors and 0 more"):
+        weight_files(tmp_path)
+    (tmp_path / INDEX_FILE).write_text("[]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        weight_files(tmp_path)
+
+
+def test_nothing_of_this_needs_torch() -> None:
+    code = "import sys, engine.pretrained.shape, engine.pretrained.export; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,87 @@
+"""Flight records: what torch's recorder says, reduced; and that it says what the analysis of a hang relies on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from ranks import Pools
+
+from engine.run.flight import MAX_ENTRIES, flight_record, reduce_trace
+from engine.waits import WaitClock
+
+
+def entry(group: str, seq: int, op: str = "gloo:all_reduce", **facts: Any) -> dict[str, Any]:
+    return {
+        "process_group": [group, f"desc {group}"],
+        "collective_seq_id": seq,
+        "profiling_name": op,
+        "state": "scheduled",
+        "retired": True,
+        "input_sizes": [[4]],
+        "time_created_ns": seq,
+        **facts,
+    }
+
+
+def test_the_last_collective_of_every_group_is_kept_however_old() -> None:
+    trace = [entry("rare", 1, retired=False), *(entry("busy", seq) for seq in range(1, 200))]
+    reduced = reduce_trace(trace)
+    assert reduced["last_enqueued"] == {"gloo:rare": 1, "gloo:busy": 199}
+    assert reduced["last_completed"] == {"gloo:busy": 199}
+    assert len(reduced["entries"]) == MAX_ENTRIES + 1
+    assert reduced["entries"][0]["group"] == "rare"
+    assert reduced["entries"][0]["state"] == "scheduled"
+
+
+def test_messages_do_not_count_as_collectives() -> None:
+    message = entry("a", 0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=9)
+    reduced = reduce_trace([entry("a", 4, "nccl:all_gather"), message])
+    assert reduced["last_enqueued"] == {"nccl:a": 4}
+    assert reduced["entries"][1] | {"p2p": True, "seq": 9} == reduced["entries"][1]
+
+
+def test_a_group_of_two_backends_counts_twice() -> None:
+    reduced = reduce_trace([entry("0", 7), entry("0", 2, "nccl:all_reduce")])
+    assert reduced["last_enqueued"] == {"gloo:0": 7, "nccl:0": 2}
+
+
+def test_entries_of_an_unknown_form_do_no_harm() -> None:
+    assert reduce_trace([{}, {"process_group": []}, {"collective_seq_id": None}])["last_enqueued"] == {":": 0}
+
+
+def last_of_test(record: dict[str, Any]) -> dict[str, Any]:
+    """The last collective of the group of this call."""
+    found: dict[str, Any] = [each for each in record["entries"] if each["desc"] == "test group"][-1]
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """The record of this rank while rank 1 is the only one that has not entered a collective."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1, 2], group_desc="test group")
+    dist.all_reduce(torch.ones(3), group=group)
+    late = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3), group=group))
+    if dist.get_rank() != 1:
+        late.start()
+    record = flight_record(WaitClock())
+    deadline = time.monotonic() + 20.0
+    while dist.get_rank() != 1 and last_of_test(record)["seq"] < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread is on its way
+        record = flight_record(WaitClock())
+    dist.barrier()  # of another group: all have their records
+    if dist.get_rank() == 1:
+        late.start()
+    late.join()
+    return record
+
+
+def test_a_collective_that_waits_for_one_rank_stands_in_the_records_of_the_others_only(ranks: Pools) -> None:
+    records = ranks(3).run(recorded)
+    found = [last_of_test(record) for record in records]
+    assert [(each["seq"], each["state"]) for each in found] == [(2, "scheduled"), (1, "completed"), (2, "scheduled")]
+    assert [each["op"] for each in found] == ["gloo:all_reduce"] * 3
+    assert [record["groups"][each["group"]] for record, each in zip(records, found, strict=True)] == [[0, 1, 2]] * 3

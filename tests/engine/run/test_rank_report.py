@@ -1,0 +1,223 @@
+"""What a rank tells while it runs: its place, its stacks on a signal, its flight record on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.run.rank_process import RankStatus
+from engine.run.rank_report import REQUEST_NAME, RankPlace
+from engine.runs import create_run
+from engine.waits import WaitClock, find_straggler
+
+ROOT = Path(__file__).parents[3]
+# A rank of no torch: works, then waits in a named function until it is killed.
+RANK = """
+import sys, time
+from pathlib import Path
+from engine.run.rank_process import run_rank
+from engine.runs import RunFolder
+def body(status):
+    status.step, status.phase = 1, "forward"
+    status.step_done(0.25)
+    status.step, status.phase = 2, "backward"
+    status.waits.begin("recv", 3)
+    wait_here()
+def wait_here():
+    print("ready", flush=True)
+    time.sleep(60)
+sys.exit(run_rank(RunFolder(Path(sys.argv[1])), body))
+"""
+
+
+def read(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> RankPlace:
+    return RankPlace(3, "node1", tmp_path / "logs" / "node1" / "rank0003.log")
+
+
+@pytest.fixture
+def reporting(place: RankPlace) -> Any:
+    """A status that reports to `place`; the report ends with the test."""
+    status = RankStatus()
+    status.report_to(place)
+    yield status
+    status.end_report("ok")
+
+
+def test_the_first_status_is_there_before_anything_happens(reporting: RankStatus, place: RankPlace) -> None:
+    document = read(place.status)
+    assert (document["rank"], document["pid"], document["node"]) == (3, os.getpid(), "node1")
+    assert (document["step"], document["phase"], document["ended"]) == (None, None, None)
+
+
+def test_a_place_that_does_not_change_any_more_is_in_the_file_soon(reporting: RankStatus, place: RankPlace) -> None:
+    for step in range(1, 200):
+        reporting.step, reporting.phase = step, "forward"
+        reporting.step_done(0.5)
+    reporting.step, reporting.micro_step, reporting.phase = 200, 1, "backward"
+    document = wait_for(lambda: (found := read(place.status))["step"] == 200 and found)
+    facts = ("phase", "micro_step", "steps_done", "step_time_s")
+    assert tuple(document[name] for name in facts) == ("backward", 1, 199, 0.5)
+    assert document["at_ns"] >= document["phase_since_ns"] > 0
+
+
+def test_a_rank_that_ends_says_how(place: RankPlace) -> None:
+    status = RankStatus()
+    status.report_to(place)
+    status.step = 7
+    status.end_report("DataError")
+    assert (read(place.status)["ended"], read(place.status)["step"]) == ("DataError", 7)
+    status.step = 8  # nobody is told any more
+    assert read(place.status)["step"] == 7
+
+
+def test_a_change_costs_microseconds(reporting: RankStatus) -> None:
+    durations = []
+    for step in range(2000):
+        started = time.perf_counter()
+        reporting.step, reporting.phase = step, "forward"
+        durations.append(time.perf_counter() - started)
+    assert statistics.median(durations) < 50e-6
+
+
+def test_a_folder_that_cannot_be_made_costs_the_report_only(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file in the way")
+    status = RankStatus()
+    status.report_to(RankPlace(0, "node1", tmp_path / "logs" / "node1" / "rank0000.log"))
+    status.step = 1
+    status.end_report("ok")
+    assert (tmp_path / "logs").read_text() == "a file in the way"
+
+
+def test_a_folder_that_vanishes_costs_the_report_only(reporting: RankStatus, place: RankPlace) -> None:
+    place.log.parent.rename(place.log.parent.with_name("elsewhere"))
+    time.sleep(0.25)
+    reporting.step = 5
+    assert not place.status.exists()
+
+
+def test_every_state_of_the_status_file_is_whole(reporting: RankStatus, place: RankPlace) -> None:
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        reporting.phase = "forward"
+        assert read(place.status)["rank"] == 3
+    reporting.end_report("ok")  # else a next state may just be on its way
+    assert [path.name for path in place.log.parent.iterdir() if path.name.endswith(".new")] == []
+
+
+def test_a_request_is_answered_once_per_nonce(reporting: RankStatus, place: RankPlace) -> None:
+    request = place.log.with_name(REQUEST_NAME)
+    reporting.waits.begin("recv", 2)
+    request.write_text("first\n")
+    document = wait_for(lambda: place.flight.exists() and read(place.flight))
+    assert (document["nonce"], document["rank"]) == ("first", 3)
+    assert (document["waiting"]["what"], document["waiting"]["peer"]) == ("recv", 2)
+    assert document["entries"] == []
+    place.flight.unlink()
+    time.sleep(1.0)
+    assert not place.flight.exists()
+    request.write_text("second")
+    assert wait_for(lambda: place.flight.exists() and read(place.flight))["nonce"] == "second"
+
+
+def test_a_request_of_an_earlier_attempt_is_none(place: RankPlace) -> None:
+    place.log.parent.mkdir(parents=True)
+    place.log.with_name(REQUEST_NAME).write_text("old")
+    place.flight.write_text("{}")
+    status = RankStatus()
+    status.report_to(place)
+    time.sleep(1.0)
+    status.end_report("ok")
+    assert not place.flight.exists()
+
+
+def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
+    environment = {**os.environ, "RANK": "2", "BURST_NODE": "n[1]", "BURST_RANK_LOGS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], cwd=ROOT, env=environment)
+    folder = tmp_path / "logs" / "n_1_"
+    try:
+        wait_for(lambda: (folder / "rank0002.log").exists() and "ready" in (folder / "rank0002.log").read_text())
+        stacks = folder / "rank0002.stacks"
+        assert stacks.read_text() == f"# rank 2, pid {process.pid}\n"
+        for count in (1, 2):
+            process.send_signal(signal.SIGUSR1)
+            wait_for(lambda count=count: stacks.read_text().count("in wait_here") == count)
+        assert process.poll() is None
+        document = wait_for(lambda: (found := read(folder / "rank0002.status.json"))["step"] == 2 and found)
+        assert (document["phase"], document["steps_done"], document["step_time_s"]) == ("backward", 1, 0.25)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_waits_add_up_and_are_taken_once() -> None:
+    clock, started = WaitClock(), time.monotonic()
+    for _ in range(3):
+        clock.begin("recv", 1)
+        time.sleep(0.01)
+        assert clock.current is not None
+        assert clock.current.age_s >= 0.01
+        clock.end()
+    with clock.waiting("all_reduce"):
+        time.sleep(0.01)
+    assert 0.04 <= clock.take() <= time.monotonic() - started
+    assert (clock.take(), clock.current) == (0.0, None)
+
+
+def test_a_wait_that_fails_stays_in_sight() -> None:
+    clock = WaitClock()
+    with pytest.raises(RuntimeError), clock.waiting("all_gather"):
+        raise RuntimeError("connection closed")
+    assert clock.current is not None
+    assert clock.current.what == "all_gather"
+
+
+@pytest.mark.parametrize(
+    ("waits", "straggler"),
+    [
+        ([0.5, 0.5, 0.1, 0.5], 2),  # the slow one waits least
+        ([0.5, 0.45, 0.41], None),  # about even
+        ([0.0, 0.0], None),
+        ([0.3], None),
+        ([], None),
+    ],
+)
+def test_the_straggler_is_the_rank_that_waits_least(waits: list[float], straggler: int | None) -> None:
+    assert find_straggler(waits, step_time_s=1.0) == straggler
+
+
+def test_another_attempt_does_not_show_where_ranks_of_the_last_one_were(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
+    run.transition("starting")
+    status = RankStatus()
+    place = RankPlace(0, "node1", run.log_path("node1", 0))
+    status.report_to(place)
+    status.end_report("RuntimeError")
+    run.transition("failed")
+    run.transition("starting")
+    assert not place.status.exists()
+    assert read(run.path / "attempts" / "1" / place.status.name)["ended"] == "RuntimeError"

@@ -1,0 +1,113 @@
+"""What the guard takes, drops and ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from engine.config_guard import GuardConfig
+from engine.errors import RunError
+from engine.guard import ENOUGH_LOSSES, TAKEN, Guard
+
+
+def settled(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:
+    """A guard that has seen fifty losses around `level`."""
+    guard, rng = Guard(GuardConfig(**{"spike_deviations": 6.0, **settings})), random.Random(0)
+    for step in range(50):
+        assert guard.judge(step, rng.gauss(level, noise), 1.0) == TAKEN
+    return guard
+
+
+@pytest.mark.parametrize("figures", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
+def test_what_is_no_number_stops_the_run_unless_it_is_to_be_dropped(figures: tuple[float, float]) -> None:
+    with pytest.raises(RunError, match=r"of step 8 is (nan|inf): training has diverged"):
+        Guard(GuardConfig()).judge(7, *figures)
+    for reaction in ("skip", "rewind"):
+        verdict = Guard(GuardConfig(on_nonfinite=reaction)).judge(7, *figures)  # type: ignore[arg-type]
+        assert (verdict.action, verdict.taken) == (reaction, False)
+        assert "is nan" in verdict.reason or "is inf" in verdict.reason
+
+
+def test_a_leap_is_dropped_and_noise_is_not() -> None:
+    guard = settled()
+    assert guard.judge(50, 2.1, 1.0).taken
+    verdict = guard.judge(51, 3.0, 1.0)
+    assert verdict.action == "skip"
+    assert verdict.reason.startswith("the loss is 3, above 2.")
+    assert guard.judge(52, 2.1, 1.0).taken
+
+
+def test_the_limit_is_that_of_normal_noise() -> None:
+    limit = settled(noise=0.1, spike_deviations=5.0, window_steps=50).limit()
+    assert limit == pytest.approx(2.0 + 5 * 0.1, abs=0.15)
+
+
+def test_a_falling_loss_and_an_even_one_are_no_spikes() -> None:
+    guard = Guard(GuardConfig(spike_deviations=4.0))
+    assert all(guard.judge(step, 10 / (1 + step / 5), 1.0).taken for step in range(100))
+    guard = Guard(GuardConfig(spike_deviations=4.0))
+    assert all(guard.judge(step, 2.0 + 0.01 * (step % 2), 1.0).taken for step in range(100))
+
+
+def test_too_few_losses_tell_nothing() -> None:
+    guard = Guard(GuardConfig(spike_deviations=1.0))
+    for step in range(ENOUGH_LOSSES):
+        assert guard.judge(step, 10.0**step, 1.0).taken
+    assert not guard.judge(ENOUGH_LOSSES, 1e12, 1.0).taken
+
+
+def test_without_deviations_no_loss_is_a_spike() -> None:
+    assert settled(spike_deviations=None).judge(50, 1e9, 1.0).taken
+
+
+def test_a_dropped_loss_does_not_move_the_limit() -> None:
+    guard = settled()
+    before = guard.limit()
+    guard.judge(50, 100.0, 1.0)
+    assert guard.limit() == before
+
+
+def test_too_many_in_a_row_stop_the_run() -> None:
+    guard = settled(most_in_a_row=3)
+    for step in range(50, 53):
+        assert guard.judge(step, 9.0, 1.0).action == "skip"
+    with pytest.raises(RunError, match="3 steps before it were dropped without progress"):
+        guard.judge(53, 9.0, 1.0)
+
+
+def test_a_step_that_is_taken_begins_the_count_anew() -> None:
+    guard = settled(most_in_a_row=1)
+    for step in range(50, 90, 2):
+        assert not guard.judge(step, 9.0, 1.0).taken
+        assert guard.judge(step + 1, 2.0, 1.0).taken
+
+
+def test_after_a_rewind_only_steps_beyond_the_dropped_one_are_progress() -> None:
+    guard = settled(most_in_a_row=2, on_spike="rewind")
+    saved = guard.state()
+    for _ in range(2):
+        assert guard.judge(60, 9.0, 1.0).action == "rewind"
+        guard.rewound(saved)
+        assert all(guard.judge(step, 2.0, 1.0).taken for step in range(50, 60))
+    with pytest.raises(RunError, match="without progress"):
+        guard.judge(60, 9.0, 1.0)
+
+
+def test_its_state_makes_the_same_guard() -> None:
+    guard = settled()
+    guard.judge(50, 9.0, 1.0)
+    copy = Guard(guard.config)
+    copy.load(json.loads(json.dumps(guard.state())))
+    assert copy.state() == guard.state()
+    assert copy.limit() == guard.limit()
+
+
+@pytest.mark.parametrize("state", [{}, {"losses": 3}, {"losses": ["x"], "in_a_row": None, "last_dropped": 1}])
+def test_a_state_that_is_none_leaves_it_new(state: dict[str, Any]) -> None:
+    guard = Guard(GuardConfig())
+    guard.load(state)
+    assert guard.state() == Guard(GuardConfig()).state()

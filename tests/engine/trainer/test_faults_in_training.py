@@ -1,0 +1,138 @@
+"""Faults in real training: NaN ends every rank with the step named, a slow rank is found, a full disk is said."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Pools
+from tiny_training import tiny_config
+
+from engine.config import DataConfig, RunConfig, dump_config
+from engine.run.rank_process import RankStatus, run_rank
+from engine.runs import RunFolder, create_run
+from engine.trainer import run_training
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """A small corpus, prepared once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+
+
+def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
+    train = {"steps": 6, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
+    return tiny_config(train=train, model={"vocab_size": 320}, data=corpus, **sections)
+
+
+def train_with_fault(path: str, config: RunConfig, fault: str) -> int:
+    """Exit code of this rank."""
+    run = RunFolder(Path(path))
+    os.environ["BURST_FAULT"] = fault
+    try:
+        return run_rank(run, lambda status: run_training(config, run, status))
+    finally:
+        del os.environ["BURST_FAULT"]
+
+
+def train_without_end(path: str, config: RunConfig, fault: str) -> str:
+    """The error of this rank, as text."""
+    os.environ["BURST_FAULT"] = fault
+    try:
+        run_training(config, RunFolder(Path(path)), RankStatus())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ["BURST_FAULT"]
+    return "no error"
+
+
+def new_run(tmp_path: Path, config: RunConfig) -> RunFolder:
+    return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": dump_config(config)})
+
+
+def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
+    config = config_of(corpus, attention={"preset": "burst"})
+    run = new_run(tmp_path, config)
+    assert ranks(2).run(train_with_fault, str(run.path), config, "nan;1;3") == [1, 1]
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    for error in run.rank_errors():
+        assert "the loss of step 3 is nan: training has diverged" in error["message"]
+        assert (error["kind"], error["step"]) == ("user", 3)
+    assert run.read_state()["state"] == "failed"
+    assert [event["fault"] for event in run.read_events() if event["kind"] == "fault_injected"] == [
+        "nan on rank 1 at step 3"
+    ]
+
+
+def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = config_of(corpus, attention={"preset": "burst"})
+    run = new_run(tmp_path, config)
+    assert ranks(4).run(train_with_fault, str(run.path), config, "slow:1;2;3") == [0] * 4
+    rows = run.read_metrics()
+    assert [row["straggler_rank"] for row in rows[2:]] == [2] * 4, rows
+    for row in rows[2:]:
+        assert row["rank_wait_s_max"] >= 0.9
+        assert 0 <= row["rank_wait_s_min"] <= row["rank_wait_s_max"] - 0.5
+        assert row["step_time_s"] >= 1.0
+    assert all(row["rank_wait_s_max"] is not None for row in rows[:2])
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard_size": 2}, {"dp_shard_size": 1}])
+def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    preset = "single" if parallel["dp_shard_size"] == 2 else "ring"
+    config = config_of(corpus, attention={"preset": preset}, parallel=parallel)
+    run = new_run(tmp_path, config)
+    assert ranks(2).run(train_with_fault, str(run.path), config, "slow:0.7;1;2") == [0, 0]
+    assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 5, run.read_metrics()
+
+
+def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = config_of(corpus, parallel={"tp_size": 2}, attention={"preset": "megatron_tp"})
+    run = new_run(tmp_path, config)
+    assert ranks(2).run(train_with_fault, str(run.path), config, "slow:0.01;1;2") == [0, 0]
+    for row in run.read_metrics():
+        assert (row["straggler_rank"], row["rank_wait_s_min"], row["rank_wait_s_max"]) == (None, None, None)
+
+
+def test_a_rank_alone_has_nobody_to_wait_for(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = config_of(corpus)
+    run = new_run(tmp_path, config)
+    assert ranks(1).run(train_with_fault, str(run.path), config, "disk;0;4") == [1]
+    rows = run.read_metrics()
+    assert [row["rank_wait_s_max"] for row in rows] == [None] * 3
+    error = run.first_rank_error()
+    assert error is not None
+    assert "No space left on device" in error["message"]
+    assert error["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"ranks_per_node": 4}, "= 4 ranks, but 2 ranks were started, 2 of them on this node"),
+        ({"ranks_per_node": 2, "num_nodes": 2}, "cluster.num_nodes 2 x cluster.ranks_per_node 2 = 4 ranks"),
+        ({"ranks_per_node": 1, "num_nodes": 2}, "--nproc-per-node 1"),
+    ],
+)
+def test_other_ranks_than_configured_are_refused_on_every_rank(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, cluster: dict[str, int], words: str
+) -> None:
+    config = config_of(corpus, attention={"preset": "burst"}, cluster=cluster)
+    for error in ranks(2).run(train_without_end, str(new_run(tmp_path, config).path), config, "nan;0;1"):
+        assert error.startswith("ConfigError: ")
+        assert words in error
+
+
+def test_a_fault_that_cannot_be_read_is_a_configuration_error(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = config_of(corpus)
+    error = ranks(1).run(train_without_end, str(new_run(tmp_path, config).path), config, "kill;1;3")[0]
+    assert error == "ConfigError: BURST_FAULT: 'kill;1;3': there is no rank 1 among 1"
