@@ -2,13 +2,15 @@
 #
 #   make demo PYTHON=python3.12    start .venv from this interpreter
 #   make gpu PY=python3            use this interpreter and its packages as they are; no .venv, no network
+#   make gpu GPU_ARGUMENTS='--only tiles,steps:1048576'   what benchmarks.bench_gpu takes
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help setup demo test check lint format-check types imports format bench gpu clean
+.PHONY: help setup demo test thorough check lint format-check types imports format bench gpu clean
 
 VENV := .venv
+JOBS := 2
 ifneq ($(origin PY), command line)
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -32,7 +34,12 @@ demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, 
 	$(PY) -m burst_cli report tiny --latest
 
 test: $(READY)  ## Run every test that needs no special machine
-	$(PY) -m pytest
+	$(PY) -m pytest --durations 10 -m "not alone and not thorough" -n $(JOBS) --dist worksteal --ignore tests/cluster tests
+	$(PY) -m pytest --durations 10 -m "alone and not thorough" --ignore tests/cluster tests
+	$(PY) -m pytest --durations 20 -m "not thorough" tests/cluster
+
+thorough: $(READY)  ## Run the variations that `make test` leaves out
+	$(PY) -m pytest -m thorough
 
 check: lint format-check types imports test  ## Lint, format, types, import rules, tests: what CI runs
 
@@ -58,17 +65,15 @@ bench: $(READY)  ## Run the benchmarks with their default sizes
 	$(PY) -m burst_cli bench loss
 	$(PY) -m benchmarks.bench_step
 	$(PY) -m benchmarks.bench_memory
+	$(PY) -m benchmarks.bench_checkpoint
 	$(PY) -m benchmarks.bench_fleet
 	$(PY) -m benchmarks.bench_image
+	$(PY) -m benchmarks.bench_report
+	$(PY) -m benchmarks.bench_logs
 
-gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device
+gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device, within 9 minutes
 	@$(PY) scripts/require_gpu.py
-	$(PY) -m pytest -m gpu tests/engine
-	ranks=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); \
-	$(PY) -m burst_cli bench attention --backend nccl --ranks $$ranks --seq-lens 16384,65536 \
-		--heads 32 --head-dim 128 --repeats 3
-	$(PY) -m burst_cli bench loss
-	$(PY) -m benchmarks.bench_step
+	@sh scripts/gpu.sh $(PY) $(GPU_ARGUMENTS)
 
 clean:  ## Delete caches; .venv and runs/ stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
