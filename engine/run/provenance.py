@@ -25,7 +25,7 @@ def collect_provenance(code_root: Path | None = None) -> dict[str, Any]:
     code_root: the folder that holds the packages; its git commit and uncommitted changes are recorded when it is the
     top of a checkout (not when it merely lies in one, as site-packages of a virtual environment may).
     """
-    root = code_root or Path(__file__).resolve().parent.parent
+    root = code_root or Path(__file__).resolve().parents[2]
     return {
         "collected_at": utc_now(),
         "command": list(sys.argv),

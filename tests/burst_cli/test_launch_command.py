@@ -123,6 +123,8 @@ def test_provenance_tells_versions_and_hardware(completed: Launch) -> None:
     provenance = completed.run.read_provenance()
     assert provenance is not None
     assert provenance["versions"]["torch"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (provenance["git"] or {"sha": ""})["sha"] == head.stdout.strip()  # no checkout, no commit
     assert provenance["hardware"]["cores"] == os.cpu_count()
 
 

@@ -60,3 +60,11 @@ def test_provenance_outside_of_a_checkout_still_has_versions(tmp_path: Path, mon
     assert (provenance["git"], provenance["image"]) == (None, "sha256:1234")
     assert provenance["versions"]["numpy"]
     assert provenance["hardware"]["memory_bytes"] > 0
+
+
+def test_the_code_is_looked_for_where_the_packages_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr("engine.run.provenance.git_facts", asked.append)
+    collect_provenance()
+    (root,) = asked
+    assert {"engine", "cluster", "burst_cli"} <= {path.name for path in root.iterdir()}
