@@ -162,7 +162,7 @@ def test_changelog_has_a_place_for_what_comes_next() -> None:
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, timeout=200)
 
 
 VIOLATIONS = {

@@ -36,7 +36,7 @@ def burst(installed: Path, home: Path, *arguments: str) -> subprocess.CompletedP
         "XDG_CONFIG_HOME": str(home / "xdg"),
     }
     command = [sys.executable, "-S", "-P", "-c", RUN, *arguments]
-    return subprocess.run(command, env=environment, cwd=home, text=True, capture_output=True, timeout=100)
+    return subprocess.run(command, env=environment, cwd=home, text=True, capture_output=True, timeout=200)
 
 
 def test_wheel_composes_its_own_configuration_in_any_folder(installed: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from engine.runs import RunFolder, create_run, list_runs, new_run_path
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "cluster"
-WAIT_S = 60.0
+WAIT_S = 200.0
 TIMING = LaunchTiming(poll_s=0.05, stop_grace_s=2.0, failure_grace_s=1.0)
 
 

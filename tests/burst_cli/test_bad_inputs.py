@@ -216,7 +216,7 @@ def test_file_that_is_no_text_is_named(burst, tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["config", "launch"])
 def test_a_real_process_refuses_with_code_2(tmp_path: Path, verb: str) -> None:
     argv = [sys.executable, "-m", "burst_cli", verb, "exp=tinny"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
     assert_refused(result.returncode, result.stderr, "did you mean exp=tiny?")
     assert result.stdout == ""
     assert not (tmp_path / "runs").exists()

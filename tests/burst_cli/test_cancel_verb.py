@@ -42,7 +42,7 @@ def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
         assert f"cancelled tiny/{living.run.run_id} after step 5" in result.out
         assert ": stopped" in result.out
         assert "waiting for its end" in result.err
-        assert living.controller.wait(20) == 130
+        assert living.controller.wait(200) == 130
         assert processes(living.run) == []
         assert living.run.read_state()["exit_code"] == 130
     finally:

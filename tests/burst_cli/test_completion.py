@@ -135,7 +135,7 @@ def test_completion_imports_neither_torch_nor_hydra() -> None:
     code = "import sys; from burst_cli.app import main; main([]); print('\\n' + ' '.join(sys.modules), file=sys.stderr)"
     variables = {**os.environ, **environment("zsh", "burst launch exp=ti")}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=variables, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=variables, timeout=200
     )
     assert '"exp=tiny"' in result.stdout
     assert {name.partition(".")[0] for name in result.stderr.split()}.isdisjoint(
@@ -167,7 +167,7 @@ def type_into_bash(folder: Path, keys: str) -> str:
         check=True,
         cwd=ROOT,
         env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        timeout=60,
+        timeout=200,
     ).stdout
     command = folder / "burst"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m burst_cli "$@"\n')

@@ -184,5 +184,7 @@ def test_installed_package_finds_its_own_files(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "conf", site / "burst_cli" / "conf")
     argv = [sys.executable, "-m", "burst_cli", "config", "exp=llama7b_1m"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    result = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment, timeout=60)
+    result = subprocess.run(
+        argv, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment, timeout=200
+    )
     assert "# conf/exp/llama7b_1m.yaml" in result.stdout

@@ -249,13 +249,13 @@ def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir
     )
     command = [sys.executable, "-c", code]
     page = [*command, "--format", "html", "--output", str(tmp_path / "r.html")]
-    result = subprocess.run(page, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(page, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     found = Structure((tmp_path / "r.html").read_text())
     assert found.tags["figure"] == 0
     assert any("matplotlib is not installed" in text for text in found.of("p"))
     picture = subprocess.run(
-        [*command, "--png", str(tmp_path / "r.png")], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [*command, "--png", str(tmp_path / "r.png")], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert picture.returncode == 2
     assert "--png needs matplotlib" in picture.stderr

@@ -102,7 +102,7 @@ def test_completed_run_has_nothing_to_resume_and_a_failed_one_starts_its_next_at
 ) -> None:
     living = LivingRun(root, "raise")
     try:
-        assert living.controller.wait(60) == 1
+        assert living.controller.wait(200) == 1
         monkeypatch.setenv("FAKE_MODE", "ok")
         result = burst("resume", "--plain")
         assert result.code == 0, result.err
@@ -129,7 +129,7 @@ def test_killed_launcher_is_replaced_and_the_run_loses_nothing(burst, root: Path
         # Not the lock: it holds that too while it asks the nodes, and lets go of it before it leads.
         wait_for(lambda: living.run.read_state()["pid"] == resumed.pid, "a new leader")
         assert burst("cancel").code == 0
-        _, err = resumed.communicate(timeout=60)
+        _, err = resumed.communicate(timeout=200)
         assert resumed.returncode == 130, err
         assert "taking it over, attempt 1" in err
         assert len(living.run.read_metrics()) == 5
@@ -153,7 +153,7 @@ def test_detached_leader_takes_over_in_the_background(burst, root: Path) -> None
         living.wait_steps()
         living.kill()
         leaving = start_resume(root, "--detach", "--json")
-        out, err = leaving.communicate(timeout=60)
+        out, err = leaving.communicate(timeout=200)
         assert leaving.returncode == 0, err
         document = json.loads(out)
         assert document["detached"] is True

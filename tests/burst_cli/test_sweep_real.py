@@ -15,7 +15,7 @@ import pytest
 
 from engine.runs import RunFolder, list_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parent.parent.parent
 LENGTHS = (128, 256, 512, 1024)
@@ -62,7 +62,7 @@ def test_sweep_killed_three_times_runs_each_cell_exactly_once(tmp_path: Path, en
         _wait_for_ended(runs_dir, ended, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    done = subprocess.run([*begun, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*begun, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     cells = json.loads(done.stdout)["cells"]
     states = [cell["state"] for cell in cells]
@@ -73,7 +73,7 @@ def test_sweep_killed_three_times_runs_each_cell_exactly_once(tmp_path: Path, en
         run = RunFolder(Path(path))
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
         assert [move["state"] for move in run.read_state()["history"]].count("completed") == 1
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while (strays := _strays(runs_dir)) and time.monotonic() < deadline:
         time.sleep(0.1)  # the launch of a killed sweep ends a moment after its run
     assert not strays
@@ -84,7 +84,7 @@ def _report_has_every_cell(tmp_path: Path, environment: dict[str, str], sweep_id
     target = tmp_path / "report.html"
     words = ["report", "--sweep", sweep_id, "--format", "html", "--output", str(target)]
     made = [sys.executable, "-m", "burst_cli", *words]
-    subprocess.run(made, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(made, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=200)
     text = target.read_text()
     assert "<svg" in text
     assert "oom" in text.lower()
@@ -93,7 +93,7 @@ def _report_has_every_cell(tmp_path: Path, environment: dict[str, str], sweep_id
 
 
 def _wait_for_ended(runs_dir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 1200
     while time.monotonic() < deadline and process.poll() is None:
         states = [run.read_state()["state"] for run in list_runs(runs_dir)]
         if states.count("completed") + states.count("oom") >= count:

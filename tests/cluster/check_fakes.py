@@ -66,7 +66,7 @@ class FakeProcess:
 
     def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
         if self._pieces is None:
-            assert self._complete.wait(5)
+            assert self._complete.wait(200)
             found = re.search(r"fence='(@@[0-9a-f]{32})'", self.script)
             assert found
             self._pieces = self._tell(found.group(1))

@@ -180,7 +180,7 @@ class FaultRig:
             pids = [pid for pid, values in self.processes(run.run_id).items() if values.get("RANK") == str(rank)]
             return min(pids) if pids else None
 
-        return int(wait_for(found, 30.0))
+        return int(wait_for(found, START_S))
 
     def pids_of(self, run: RunFolder, node: str, what: str) -> list[int]:
         """Processes of the run on a node whose command line holds `what`, ranks left out."""

@@ -101,11 +101,11 @@ def start_fleet(
         assert process.stdin is not None
         process.stdin.close()
         process.kill()
-        process.wait(20)
+        process.wait(200)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the fleet did not start: {log.read_text()}")

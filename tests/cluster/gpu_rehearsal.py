@@ -43,7 +43,7 @@ def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), pause_s: int = 0, lim
         "BURST_PROBE_ROOT": str(root),
     }
     answer = subprocess.run(
-        [*shell, "-s"], input=build_script(["gpu"], fence, settings), capture_output=True, env=environment, timeout=120
+        [*shell, "-s"], input=build_script(["gpu"], fence, settings), capture_output=True, env=environment, timeout=200
     )
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 

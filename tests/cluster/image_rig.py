@@ -75,7 +75,7 @@ class LauncherEngine:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(15)
+            self._process.wait(200)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -269,7 +269,7 @@ def _is_agent(process: psutil.Process, home: str) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 200.0) -> None:
     """Return as soon as `condition()`; fails the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

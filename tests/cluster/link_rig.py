@@ -86,7 +86,7 @@ class RemoteRun:
         return total
 
 
-def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = 60.0, beat_s: float = 0.2) -> Any:
+def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = 200.0, beat_s: float = 0.2) -> Any:
     """What `is_so` says of a poll as soon as it is true; meanwhile the lease is renewed, as a controller would."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -108,7 +108,7 @@ class Led:
     error: BaseException | None = None
     thread: threading.Thread | None = None
 
-    def wait(self, timeout_s: float = 90.0) -> LaunchOutcome:
+    def wait(self, timeout_s: float = 200.0) -> LaunchOutcome:
         """Its outcome."""
         assert self.thread is not None
         self.thread.join(timeout_s)
@@ -152,7 +152,7 @@ class SlurmBench:
     def client(self, *argv: str) -> str:
         """What a command of Slurm printed."""
         return subprocess.run(
-            argv, env=self.environment, capture_output=True, text=True, timeout=60, check=True
+            argv, env=self.environment, capture_output=True, text=True, timeout=200, check=True
         ).stdout.strip()
 
     def plan(self, mode: str, nodes: int = 2, **cluster: object) -> LaunchPlan:
@@ -218,7 +218,7 @@ class SlurmBench:
         """Run a command on a node; make: a folder that must be there before."""
         if make is not None:
             make.mkdir(parents=True, exist_ok=True)
-        subprocess.run(node.inside(*argv), check=True, timeout=20)
+        subprocess.run(node.inside(*argv), check=True, timeout=200)
 
     def lose(self, node: Node) -> None:
         """Power off: everything of Slurm and of its jobs on this node is gone at once."""
@@ -245,17 +245,19 @@ class SlurmBench:
         return found
 
     def kill_controller(self) -> None:
-        """The controller is gone: until it is, its socket listens."""
+        """The controller is gone, and with the last of its threads the socket that listens."""
         controller = psutil.Process(int((self.testbed.folder.slurm_conf.parent / "slurmctld.pid").read_text()))
         controller.kill()
-        wait_for(lambda: has_ended(controller))
+        slurm = self.testbed.slurm
+        assert slurm is not None
+        wait_for(lambda: has_ended(controller) and not slurm.controller_answers())
 
     def wait_idle(self) -> None:
         """Return once Slurm has cleared all nodes."""
         wait_for(lambda: set(self.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
 
 
-def wait_for(ready: Callable[[], object], describe: Callable[[], str] = lambda: "", timeout_s: float = 60.0) -> None:
+def wait_for(ready: Callable[[], object], describe: Callable[[], str] = lambda: "", timeout_s: float = 200.0) -> None:
     """Return once `ready()`."""
     deadline = time.monotonic() + timeout_s
     while not ready():

@@ -48,7 +48,7 @@ class BridgeClient:
     def all(self, op: str) -> list[Message]:
         return [message for message in self.messages if message["op"] == op]
 
-    def wait(self, op: str, timeout_s: float = 60.0, accept: Callable[[Message], Any] = bool) -> Message:
+    def wait(self, op: str, timeout_s: float = 200.0, accept: Callable[[Message], Any] = bool) -> Message:
         """The newest message with that op that is accepted, once there is one."""
         deadline = time.monotonic() + timeout_s
         while not (found := [message for message in self.all(op) if accept(message)]):
@@ -67,7 +67,7 @@ class BridgeClient:
         return self._end()
 
     def _end(self) -> int:
-        code = self.process.wait(10)
+        code = self.process.wait(200)
         if self._thread.is_alive():
             self._thread.join(10)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):

@@ -20,7 +20,7 @@ from cluster.supervise.node.sweep import sweep
 
 HERE = Path(__file__).parent
 PYTHON_PATH = f"{HERE.parent.parent}{os.pathsep}{HERE}"
-WAIT_S = 60.0  # on a machine that is busy elsewhere; else fractions of a second
+WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
 _numbers = itertools.count()
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from machine_clock import machine_time
 
 from cluster.access.fanout import Outcome, fan_out
 from cluster.access.hosts import Host
@@ -40,7 +41,7 @@ def test_no_more_than_width_run_at_once() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        together.wait(30)
+        together.wait(200)
         time.sleep(0.02)  # for a fourth, should it be let in
         with lock:
             running -= 1
@@ -55,7 +56,7 @@ def test_outcomes_come_before_the_slowest_is_done() -> None:
 
     def work(host: Host) -> None:
         if host.name == "n0":
-            assert gate.wait(10)
+            assert gate.wait(200)
 
     def note(outcome: Outcome[None]) -> None:
         seen.append(outcome.host.name)
@@ -83,7 +84,7 @@ def test_after_an_interrupt_nothing_more_begins() -> None:
         begun.append(host.name)
         threads.add(threading.current_thread())
         if host.name != "n0":
-            assert interrupted.wait(30)
+            assert interrupted.wait(200)
 
     def interrupt(outcome: Outcome[None]) -> None:
         raise KeyboardInterrupt
@@ -117,9 +118,9 @@ def test_an_interrupted_process_does_not_wait_for_what_hangs(tmp_path: Path) -> 
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
-    begin = time.monotonic()
+    begin = machine_time()
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == -signal.SIGINT
-    assert time.monotonic() - begin < 5
+    assert process.wait(200) == -signal.SIGINT
+    assert machine_time() - begin < 5
     assert process.stdout.read() == b""
     process.stdout.close()

@@ -20,6 +20,7 @@ import pytest
 from fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from machine_clock import machine_time
 
 from cluster.access.connection import CommandResult
 from cluster.access.fanout import Outcome, fan_out
@@ -164,7 +165,7 @@ def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
         "    process.close_stdin()\n"
         "    while data := process.read(1 << 16, 20):\n"
         "        total += len(data)\n"
-        "    assert process.wait(5).exit_code == 0\n"
+        "    assert process.wait(200).exit_code == 0\n"
         "    assert connection.run(['x'], max_output_bytes=1000).truncated\n"
         "print(json.dumps([total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))\n"
     )
@@ -172,7 +173,7 @@ def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
         [sys.executable, "-c", script, str(fleet.config_file)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
     total, grown_kib = json.loads(answer.stdout)
@@ -188,47 +189,47 @@ def test_a_server_that_ignores_the_window_is_left(fleet: Fleet) -> None:
         connection.transport.join(60)  # nobody reads: what is sent beyond the window would fill memory
         assert not connection.transport.is_active()
         with pytest.raises(SshError) as caught:
-            process.wait(5)
+            process.wait(200)
         assert caught.value.kind is SshFailure.LOST
 
 
 @pytest.mark.parametrize("name", ["silent", "stall", "mute-login", "behind-silent-gate"])
 def test_connecting_never_takes_longer_than_its_limit(fleet: Fleet, name: str) -> None:
     (host,) = hosts_of(fleet, name, connect_timeout_s=0.5)
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SshError) as caught:
         connect(host)
     assert caught.value.kind is SshFailure.TIMEOUT
-    assert time.monotonic() - begin < 1.5
+    assert machine_time() - begin < 1.5
 
 
 def test_a_command_never_takes_longer_than_its_limit(fleet: Fleet) -> None:
     (host,) = hosts_of(fleet, "deaf")
     with connect(host) as connection:
-        begin = time.monotonic()
+        begin = machine_time()
         with pytest.raises(SshError, match=r"within 0\.4 s"):
             connection.run(["cat"], stdin=b"x" * (8 << 20), timeout_s=0.4)
-        assert time.monotonic() - begin < 1.5
+        assert machine_time() - begin < 1.5
 
 
 def test_writing_to_a_command_that_never_reads_fails(fleet: Fleet) -> None:
     (host,) = hosts_of(fleet, "deaf")
     with SshPool(stall_s=0.5) as pool, pool.connect(host) as connection:
         process = connection.start(["cat"])
-        begin = time.monotonic()
+        begin = machine_time()
         with pytest.raises(SshError, match="has read nothing") as caught:
             process.write(b"x" * (32 << 20))
         assert caught.value.kind is SshFailure.LOST
-        assert time.monotonic() - begin < 10
+        assert machine_time() - begin < 10
 
 
 def test_a_dead_jump_host_is_waited_for_once(fleet: Fleet) -> None:
     (host,) = hosts_of(fleet, "behind-silent-gate", connect_timeout_s=1.0)
     hosts = [host.with_name(f"node{number}") for number in range(6)]
-    begin = time.monotonic()
+    begin = machine_time()
     with SshPool() as pool:
         outcomes = fan_out(hosts, pool.connect, width=2)
-    assert time.monotonic() - begin < 3
+    assert machine_time() - begin < 3
     assert all(isinstance(outcome.error, SshError) for outcome in outcomes.values())
     assert "jump host silent" in str(outcomes["node5"].error)
 
@@ -280,8 +281,8 @@ def raw_server(answer: bytes) -> Iterator[Host]:
 @settings(max_examples=12, deadline=None)
 def test_no_message_of_a_stranger_is_a_bug_of_ours(noise: bytes) -> None:
     with raw_server(b"SSH-2.0-strange\r\n" + noise) as host:
-        begin = time.monotonic()
+        begin = machine_time()
         with pytest.raises(SshError) as caught:
             connect(host)
         assert caught.value.kind in (SshFailure.PROTOCOL, SshFailure.TIMEOUT)
-        assert time.monotonic() - begin < 2
+        assert machine_time() - begin < 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from machine_clock import machine_time
 
 from cluster.access.deadline import Deadline
 from cluster.access.hosts import Host
@@ -71,23 +71,23 @@ def test_when_all_fail_the_most_telling_failure_is_told(port: int) -> None:
 
 def test_an_address_that_hangs_ends_with_the_deadline() -> None:
     with full_listener() as port:
-        begin = time.monotonic()
+        begin = machine_time()
         with pytest.raises(SshError) as caught:
             open_socket(Host("node1", "127.0.0.1", port), Deadline.after(0.3))
         assert caught.value.kind is SshFailure.TIMEOUT
-        assert time.monotonic() - begin < 1.5
+        assert machine_time() - begin < 1.5
 
 
 def test_a_name_service_that_hangs_ends_with_the_deadline() -> None:
     never = threading.Event()
 
     def ask(host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
-        never.wait(20)
+        never.wait(200)
         return []
 
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SshError, match="no name server") as caught:
         open_socket(Host("node1", "node1.example"), Deadline.after(0.3), ask)
     never.set()
     assert caught.value.kind is SshFailure.DNS
-    assert time.monotonic() - begin < 1.5
+    assert machine_time() - begin < 1.5

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from machine_clock import machine_time
 
 from cluster.access.connection import quote_command
 from cluster.access.deadline import Deadline
@@ -110,7 +111,7 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
         yield Server(host, log, process.pid)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(200)
 
 
 def _user() -> str:
@@ -120,7 +121,7 @@ def _user() -> str:
 
 
 def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
@@ -187,11 +188,11 @@ def test_a_flood_of_errors_is_cut_and_does_not_stop_the_output(connection: SshCo
 
 
 def test_several_commands_share_a_connection(connection: SshConnection) -> None:
-    begin = time.monotonic()
+    begin = machine_time()
     hosts = [connection.host.with_name(f"n{number}") for number in range(8)]
     found = fan_out(hosts, lambda host: connection.run(["sh", "-c", f"sleep 2; echo {host.name}"]).stdout)
     assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(8)]
-    assert time.monotonic() - begin < 10  # one after the other: 16
+    assert machine_time() - begin < 10  # one after the other: 16
 
 
 def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection) -> None:
@@ -202,7 +203,7 @@ def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection
         process.read(100, 0.2)
     process.write(b"two\n")
     process.close_stdin()
-    result = process.wait(5)
+    result = process.wait(200)
     assert (result.stdout, result.exit_code) == (b"two\n", 0)
     process.close()
 
@@ -210,19 +211,19 @@ def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection
 def test_writing_after_the_end_of_input_is_an_error_and_no_loop(connection: SshConnection) -> None:
     process = connection.start(["sleep", "5"])
     process.close_stdin()
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SshError, match="no longer reads"):
         process.write(b"x")
-    assert time.monotonic() - begin < 10  # one after the other: 16
+    assert machine_time() - begin < 10  # one after the other: 16
     process.close()
 
 
 def test_closing_from_another_thread_ends_a_read(connection: SshConnection) -> None:
     process = connection.start(["sleep", "30"])
     threading.Timer(0.2, process.close).start()
-    begin = time.monotonic()
+    begin = machine_time()
     assert process.read(100) == b""
-    assert time.monotonic() - begin < 5
+    assert machine_time() - begin < 5
 
 
 def test_writing_to_a_command_that_has_ended_is_told(connection: SshConnection) -> None:
@@ -235,18 +236,18 @@ def test_writing_to_a_command_that_has_ended_is_told(connection: SshConnection) 
 
 def test_a_writer_who_waits_is_told_when_the_command_ends(connection: SshConnection) -> None:
     process = connection.start(["sleep", "0.5"])
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SshError, match="no longer reads"):
         process.write(b"x" * (16 << 20))
-    assert time.monotonic() - begin < 5
+    assert machine_time() - begin < 5
 
 
 def test_a_command_ends_with_its_limit_and_the_connection_lives_on(connection: SshConnection) -> None:
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SshError) as caught:
         connection.run(["sleep", "20"], timeout_s=0.3)
     assert caught.value.kind is SshFailure.COMMAND_TIMEOUT
-    assert time.monotonic() - begin < 2
+    assert machine_time() - begin < 2
     assert connection.run(["echo", "on"]).stdout == b"on\n"
 
 
@@ -258,11 +259,11 @@ def test_a_dead_link_is_noticed_while_a_command_runs(server: Server, sign: signa
         process = connection.start(["sleep", "20"])
         os.kill(session, sign)
         try:
-            begin = time.monotonic()
+            begin = machine_time()
             with pytest.raises(SshError) as caught:
                 process.wait(15)
             assert caught.value.kind is SshFailure.LOST
-            assert time.monotonic() - begin < limit_s
+            assert machine_time() - begin < limit_s
             with pytest.raises(SshError, match="has ended"):
                 connection.run(["true"])
         finally:
@@ -313,12 +314,12 @@ def agent_with(folder: Path, *keys: Path) -> Iterator[str]:
         yield str(path)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(200)
 
 
 def _wait_for_socket(path: Path) -> None:
     """Until somebody answers there: its name is there before anybody listens."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as guest:
             guest.connect(str(path))

@@ -6,13 +6,13 @@ import io
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from check_fakes import GROUPS, HEALTHY, FakeFleet, FakeGroup, answer
+from machine_clock import machine_time
 from test_probe_script import run_script
 
 from burst_cli.check_view import print_usable
@@ -29,7 +29,7 @@ from engine.config_cluster import ClusterConfig, ExpectedHardware
 CONFIG = ClusterConfig()
 
 
-def check(fleet: FakeFleet, timeout_s: float = 5.0, groups: tuple[LoadedGroup, ...] = GROUPS) -> FleetReport:
+def check(fleet: FakeFleet, timeout_s: float = 60.0, groups: tuple[LoadedGroup, ...] = GROUPS) -> FleetReport:
     return check_nodes(fleet.hosts, CONFIG, CheckOptions(groups=groups, connect=fleet.connect, timeout_s=timeout_s))
 
 
@@ -59,9 +59,9 @@ def test_an_empty_list_is_empty() -> None:
 
 def test_results_are_waited_for_and_not_slept_for() -> None:
     """It slept five seconds and read what was there: slower nodes were lost, and fast fleets waited."""
-    begin = time.monotonic()
+    begin = machine_time()
     check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}))
-    assert time.monotonic() - begin < 1.5
+    assert machine_time() - begin < 1.5
     slow = check(FakeFleet({"fast": HEALTHY, "slow": answer({"host.disk": "fail"}, delay_s=1.0)}))
     assert slow.nodes["slow"].verdict is Verdict.FAIL
 
@@ -73,7 +73,7 @@ def test_checks_at_the_same_time_share_nothing() -> None:
 
     def run(verdict: str) -> None:
         def tell(fence: str) -> Iterator[bytes]:
-            meet.wait(5)
+            meet.wait(200)
             yield from answer({"host.disk": verdict})(fence)
 
         reports[verdict] = check(FakeFleet({"n1": tell}))
@@ -96,7 +96,7 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=environment,
         capture_output=True,
-        timeout=120,
+        timeout=200,
     )
     assert is_complete(command.stdout, fence)
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, FakeGroup, answer, frame
+from machine_clock import machine_time
 
 from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
@@ -25,7 +26,7 @@ CONFIG = ClusterConfig(name="prod")
 
 
 def check(fleet: FakeFleet, config: ClusterConfig = CONFIG, **options: object) -> FleetReport:
-    chosen = CheckOptions(**{"groups": GROUPS, "connect": fleet.connect, "timeout_s": 2.0, **options})
+    chosen = CheckOptions(**{"groups": GROUPS, "connect": fleet.connect, "timeout_s": 20.0, **options})
     return check_nodes(fleet.hosts, config, chosen)
 
 
@@ -79,9 +80,10 @@ def test_each_node_gets_its_own_verdict() -> None:
 
 def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
     fleet = FakeFleet({f"n{n}": silent for n in range(8)})
-    begin = time.monotonic()
+    begin, began = machine_time(), time.monotonic()
     report = check(fleet, timeout_s=0.6)
-    assert 0.6 <= time.monotonic() - begin < 2.0
+    assert time.monotonic() - began >= 0.6
+    assert machine_time() - begin < 2.0
     assert set(verdicts(report).values()) == {"UNKNOWN"}
 
 
@@ -96,11 +98,11 @@ def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
                 told.set()
 
     def slow(fence: str) -> Iterator[bytes]:
-        assert told.wait(5), "the slow node was waited for before the fast one was told"
+        assert told.wait(200), "the slow node was waited for before the fast one was told"
         yield from answer({"host.disk": "ok"})(fence)
 
     fleet = FakeFleet({"slow": slow, "fast": HEALTHY})
-    options = CheckOptions(groups=GROUPS, connect=fleet.connect, timeout_s=6)
+    options = CheckOptions(groups=GROUPS, connect=fleet.connect, timeout_s=60)
     assert check_nodes(fleet.hosts, CONFIG, options, Observer()).usable == ("slow", "fast")
 
 
@@ -124,7 +126,7 @@ def test_connections_are_closed_after_an_interrupt() -> None:
     fleet = FakeFleet({"a": HEALTHY, "b": later})
     with pytest.raises(KeyboardInterrupt):
         check_nodes(fleet.hosts, CONFIG, CheckOptions(groups=GROUPS, connect=fleet.connect), Interrupted())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while not all(connection.closed for connection in fleet.connections.values()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

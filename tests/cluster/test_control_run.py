@@ -420,11 +420,11 @@ def test_node_that_is_just_being_started_when_its_launcher_breaks_is_killed_as_w
 
     def start(spec: NodeSpec) -> None:
         link.is_asked.set()
-        may_begin.wait(10)
+        may_begin.wait(200)
         begin(spec)
 
     def fail() -> None:
-        assert link.is_asked.wait(60)
+        assert link.is_asked.wait(200)
         raise BrokenPipeError("the reader left")
 
     link.start = start  # type: ignore[method-assign]

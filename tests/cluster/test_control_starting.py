@@ -20,7 +20,7 @@ class SlowlyNamed:
     @property
     def node(self) -> str:
         self.is_taken.set()
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(200)
         return "n1"
 
     def start(self, spec: Any) -> None:
@@ -30,12 +30,12 @@ class SlowlyNamed:
 def test_who_halts_knows_everybody_who_was_or_will_be_asked(tmp_path: Path) -> None:
     link: Any = SlowlyNamed()
     starter = Starter([link], [None])  # type: ignore[list-item]
-    assert link.is_taken.wait(10)
+    assert link.is_taken.wait(200)
     threading.Timer(0.2, link.may_go_on.set).start()
     starter.halt()
     asked = set(starter.asked)
     link.may_go_on.set()
-    assert link.has_begun.wait(10)
+    assert link.has_begun.wait(200)
     assert asked == {"n1"}
 
 
@@ -43,7 +43,7 @@ def test_after_a_halt_nobody_is_asked(tmp_path: Path) -> None:
     world = World(tmp_path, ("n1", "n2", "n3"))
     world.links[0].gate = threading.Event()
     starter = Starter(world.links, [None] * 3, width=1)  # type: ignore[list-item, arg-type]
-    assert world.links[0].is_asked.wait(10)
+    assert world.links[0].is_asked.wait(200)
     starter.halt()
     world.links[0].gate.set()
     while not starter.is_done:

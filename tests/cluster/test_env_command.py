@@ -66,7 +66,7 @@ def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sourced(path: Path, name: str) -> str:
     """The value of a variable after a real shell has read the file."""
     command = ["sh", "-c", f'. "$1" && printf %s "${name}"', "sh", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
 
 
 # This machine
@@ -140,7 +140,7 @@ def test_help_teaches_and_loads_no_ssh(verb: str) -> None:
     program = (
         f"import sys; from burst_cli.app import main; main(['env', '{verb}', '-h']); print('paramiko' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     assert "Exit codes" in " ".join(done.stdout.split())
 

@@ -49,7 +49,7 @@ def environment(*values: str, reason: str = "why") -> NodeEnvironment:
 def by_shell(text: str, names: list[str]) -> list[str]:
     """The values that a real sh has after sourcing `text`."""
     script = text + "\n" + "".join(f'printf "%s\\0" "${name}"\n' for name in names)
-    done = subprocess.run(["sh", "-eu"], input=script.encode(), capture_output=True, check=True, timeout=20)
+    done = subprocess.run(["sh", "-eu"], input=script.encode(), capture_output=True, check=True, timeout=200)
     assert done.stderr == b""
     return done.stdout.decode().split("\0")[:-1]
 
@@ -195,6 +195,6 @@ def test_dotenv_round_trips_through_the_docker_client(tmp_path: Path) -> None:
     (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.DOTENV), encoding="utf-8")
     with docker_engine(tmp_path) as (host, bodies):
         command = ["docker", "-H", host, "create", "--env-file", str(tmp_path / "node1.env"), "image"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert bodies, done.stderr
     assert bodies[0]["Env"] == [f"V{index}={value}" for index, value in enumerate(HOSTILE)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from env_hardware import furnish, probe
+from machine_clock import machine_time
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, DifferenceKind, LiveSource, compare_live, read_live
@@ -196,6 +196,6 @@ def test_a_rank_may_have_the_debug_files_of_its_run_and_a_login_may_not() -> Non
 
 
 def test_looking_at_processes_is_quick_on_a_busy_machine(root: Path) -> None:
-    begin = time.monotonic()
+    begin = machine_time()
     probe("env_live")
-    assert time.monotonic() - begin < 20
+    assert machine_time() - begin < 20

@@ -92,7 +92,7 @@ def ask(
     if root is not None:
         variables["BURST_PROBE_ROOT"] = str(root)
     done = subprocess.run(
-        ["sh", "-s"], input=script.encode(), capture_output=True, env=variables, timeout=60, check=False
+        ["sh", "-s"], input=script.encode(), capture_output=True, env=variables, timeout=200, check=False
     )
     assert done.stderr == b""
     return NodeProbe("n1", read_sections(done.stdout, fence))

@@ -213,7 +213,7 @@ def ask_real_log(folder: Path) -> NodeProbe:
     head = script[: script.index("# The GPUs of a node.")]
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     answer = subprocess.run(
-        ["sh", "-s"], input=(head + script[start:end]).encode(), capture_output=True, env=environment, timeout=60
+        ["sh", "-s"], input=(head + script[start:end]).encode(), capture_output=True, env=environment, timeout=200
     )
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 

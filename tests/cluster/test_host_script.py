@@ -73,7 +73,7 @@ def ask(
         capture_output=True,
         cwd=folder,
         env={"PATH": path, "HOME": str(folder), **environment},
-        timeout=60,
+        timeout=200,
         check=False,
     )
     return NodeProbe("node1", read_sections(result.stdout, fence))

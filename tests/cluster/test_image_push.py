@@ -138,9 +138,9 @@ def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(r
     }
     with (tmp_path / "log").open("wb") as log:
         launcher = subprocess.Popen([*command, "--image", image.name], env=environment, stdout=log, stderr=log)
-        wait_until(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node", 60.0)
+        wait_until(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node")
         launcher.send_signal(number)
-        code = launcher.wait(20)
+        code = launcher.wait(200)
     wait_until(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
     left = {node: {path.stem: path.stat().st_size for path in rig.cache(node).iterdir()} for node in rig.names}
     pushed = rig.push(image)

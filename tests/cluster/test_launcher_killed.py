@@ -16,7 +16,7 @@ from testbed_fixture import Testbeds
 
 from engine.runs import FINAL_STATES, RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 LANES = 4
 TIMES = 50

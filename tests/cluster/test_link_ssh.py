@@ -17,6 +17,7 @@ import pytest
 from bridge_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, hello, spec_of, status, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machine_clock import machine_time
 
 from cluster.access.connection import CommandResult
 from cluster.access.hosts import Host
@@ -173,11 +174,11 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_beat(run, node):
 def test_no_call_waits_for_a_node_that_says_nothing(run, node):
     node.wire.script = lambda stream: time.sleep(30)
     link = node.link(run, LinkTiming(silence_s=30.0))
-    begin = time.monotonic()
+    begin = machine_time()
     link.follow()
     for _ in range(100):
         link.poll(), link.beat(), link.stop("x", 1.0), link.request_stacks("n")
-    elapsed = time.monotonic() - begin
+    elapsed = machine_time() - begin
     assert link.poll().heard_s > 0
     with pytest.raises(SshError, match=r"was not seen clearing up within 0\.1 s"):
         link.sweep(0.1)
@@ -275,7 +276,7 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
             link.close()
             link.join(5.0)
     with closing(*links):
-        wait_until(lambda: links[-1].poll().is_synced, 20.0)
+        wait_until(lambda: links[-1].poll().is_synced)
     writer.join()
 
     assert (run / LOG).read_bytes() == body
@@ -294,7 +295,7 @@ def test_launchers_killed_at_random_moments_lose_and_double_nothing(run, node, s
             node.append(LOG, body[at : at + 20_000])
             time.sleep(0.01)
     finally:
-        assert killing.wait(60) == 0
+        assert killing.wait(200) == 0
     before = (run / LOG).stat().st_size
     node.end()
     link = node.link(run)
@@ -373,7 +374,7 @@ def test_nothing_that_a_bridge_says_breaks_the_link_or_leaves_the_run_folder(run
     link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.02, silence_s=0.3))
     with closing(link):
         link.follow()
-        wait_until(lambda: not node.wire.scripts, 30.0)
+        wait_until(lambda: not node.wire.scripts)
         wait_until(lambda: link.poll().phase == "running")
         node.end()
         wait_until(lambda: link.poll().is_synced)

@@ -131,8 +131,8 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
     time.sleep(2.0)
     here = led.run.log().stat().st_size
     led.mend()
-    led_until(link, lambda seen: led.run.log().stat().st_size > here and seen.problem is None, 40.0)
-    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome, 40.0)
+    led_until(link, lambda seen: led.run.log().stat().st_size > here and seen.problem is None)
+    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
 
     assert outcome["exit_code"] == 0
     assert led.run.check_logs(4) == 4 * 1600 * 100
@@ -147,7 +147,7 @@ def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led)
     led_until(link, lambda seen: seen.problem)
     link.stop("Ctrl-C", 3.0)
     led.mend()
-    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome, 40.0)
+    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
 
     assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "Ctrl-C")
     assert led.run.check_logs() > 0
@@ -159,11 +159,11 @@ def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led
     link.follow()
     led_until(link, lambda seen: seen.phase == "running")
     led.fault("link_down")
-    wait_for(lambda: (led.run.there / "nodes" / led.node / "outcome.json").exists(), "the end of the lease", 30.0)
+    wait_for(lambda: (led.run.there / "nodes" / led.node / "outcome.json").exists(), "the end of the lease")
     assert link.poll().phase == "running"  # as far as is known here
     assert link.poll().heard_s > 2
     led.mend()
-    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome, 40.0)
+    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
 
     assert outcome["cause"] == "lease"
     assert led.run.check_logs() > 0
@@ -186,7 +186,7 @@ def test_a_launcher_killed_at_any_moment_is_followed_by_one_that_goes_on(led):
             launcher.wait()
     link = led.link()
     link.follow()
-    led_until(link, lambda seen: seen.is_synced, 90.0)
+    led_until(link, lambda seen: seen.is_synced)
 
     assert led.run.check_logs(4) == 4 * 7500 * 100
 

@@ -154,9 +154,9 @@ def test_an_interrupt_ends_what_it_started(lay: Callable[..., LaunchPlan], tmp_p
     """Also a node that has been asked to begin and has not begun yet."""
     plan = lay(tmp_path / "run" / f"20260101-000000-00dea{ranks}", "wait", 2)
     script = start(tmp_path)
-    wait_until(lambda: len(processes(plan)) >= ranks, "the start of the ranks", 60)
+    wait_until(lambda: len(processes(plan)) >= ranks, "the start of the ranks")
     script.send_signal(signal.SIGINT)
-    script.communicate(timeout=60)
+    script.communicate(timeout=200)
     assert script.returncode == 130
     wait_until(lambda: processes(plan) == [], "the end of the ranks")
     time.sleep(2.0)

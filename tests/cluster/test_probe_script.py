@@ -35,7 +35,7 @@ def run_script(fragment: str, shell: list[str], **settings: str) -> dict[str, Se
     script = assemble_script([fragment], fence, settings)
     # Not a pipe: what a killed section leaves behind would hold it open.
     with tempfile.TemporaryFile() as output:
-        subprocess.run([*shell, "-s"], input=script, stdout=output, timeout=60, check=True)
+        subprocess.run([*shell, "-s"], input=script, stdout=output, timeout=200, check=True)
         output.seek(0)
         answer = output.read()
     assert is_complete(answer, fence)

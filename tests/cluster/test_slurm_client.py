@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from machine_clock import machine_time
 
 from cluster.slurm.client import SlurmClient, SlurmError, client_environment
 from cluster.slurm.job import SlurmJob
@@ -135,11 +136,11 @@ def test_slurm_that_cannot_be_used_has_an_exit_code_of_its_own(fake, script, wor
 
 def test_a_command_that_hangs_is_given_up(fake):
     client = fake("sinfo", "exec sleep 60")
-    begin = time.monotonic()
+    begin = machine_time()
     with pytest.raises(SlurmError, match="got no answer"):
         client._run(("sinfo",), timeout_s=0.3)
 
-    assert time.monotonic() - begin < 5
+    assert machine_time() - begin < 5
 
 
 def test_a_machine_without_slurm_is_told_the_package():
@@ -187,7 +188,7 @@ def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_
     job = SlurmJob(
         RunFolder(tmp_path / "20260131-120000-abc123"), JobRecord("abc", "batch"), client, poll_s=0.05
     ).watch()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while job.status is None and time.monotonic() < deadline:
         time.sleep(0.02)
     job.close()
@@ -202,7 +203,7 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
     job = SlurmJob(run, JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
 
     assert job.wait_ended(10)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 200
     while read_record(tmp_path) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     record = read_record(tmp_path)
@@ -216,7 +217,7 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
 def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
     client = fake("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     job = SlurmJob(RunFolder(tmp_path), JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while job.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
     job.close()

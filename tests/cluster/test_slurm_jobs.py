@@ -140,7 +140,7 @@ def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbe
     bench = SlurmBench(make_testbed(nodes=1, slurm=True), tmp_path)
     monkeypatch.setenv("SLURM_CONF", bench.environment["SLURM_CONF"])
     bench.kill_controller()
-    outcome = bench.lead(bench.plan("ok", nodes=1)).wait(60)
+    outcome = bench.lead(bench.plan("ok", nodes=1)).wait(200)
 
     assert outcome.failure is not None
     assert outcome.exit_code == 3

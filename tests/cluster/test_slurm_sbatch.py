@@ -135,7 +135,7 @@ def run_script(tmp_path: Path, token: str | None, said: str) -> subprocess.Compl
     script = tmp_path / "job"
     script.write_text(sbatch_text(job))
     environment = {"PATH": f"{tools}:/usr/bin:/bin"}
-    return subprocess.run(["bash", str(script), said], env=environment, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["bash", str(script), said], env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from machine_clock import machine_time
 from slurm_rig import SlurmBench
 from testbed_fixture import next_name
 
@@ -33,7 +34,7 @@ up(TestbedSpec(sys.argv[1], nodes=2, slurm=True), Path(sys.argv[2]))
 def slurm(testbed, *argv: str) -> str:
     """What a client of Slurm prints."""
     environment = {**os.environ, "SLURM_CONF": str(testbed.folder.slurm_conf)}
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
 
 
 def slurm_processes(folder: Path) -> list[str]:
@@ -108,10 +109,10 @@ def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):
 def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
     testbed = make_testbed(nodes=1, slurm=True)
     SlurmBench(testbed, tmp_path).kill_controller()
-    begin = time.monotonic()
+    begin = machine_time()
 
     status = read_status(testbed.name)
-    elapsed_s = time.monotonic() - begin
+    elapsed_s = machine_time() - begin
 
     assert status.nodes[0].slurm == "no controller"
     assert elapsed_s < 2

@@ -308,7 +308,7 @@ def test_what_is_no_request_ends_the_bridge(data: bytes, open_bridge: OpenBridge
     bridge = open_bridge()
     bridge.write(data)
     assert bridge.wait("error")["text"]
-    assert bridge.process.wait(5) == 0
+    assert bridge.process.wait(200) == 0
 
 
 def test_requests_for_a_folder_that_is_not_there_are_answered(tmp_path: Path, open_bridge: OpenBridge) -> None:

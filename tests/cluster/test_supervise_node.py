@@ -112,7 +112,7 @@ def test_signal_does_not_reach_a_process_that_got_the_number_later() -> None:
         assert not processes.send_signal(child.pid, "1", signal.SIGKILL)
         assert child.poll() is None
         assert processes.send_signal(child.pid, processes.process_start(child.pid) or "", signal.SIGKILL)
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(200) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()
@@ -290,7 +290,7 @@ def foreground(spec: dict[str, object]) -> subprocess.Popen[str]:
 
 def test_foreground_gives_the_exit_code_of_the_command(rig: Rig) -> None:
     process = foreground(rig.spec("exits"))
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=200)
     assert (process.returncode, rig.outcome()["deaths"][0]["exit_code"]) == (1, 7), said
 
 
@@ -299,7 +299,7 @@ def test_foreground_ends_the_run_when_it_is_told_to(rig: Rig) -> None:
     wait_for(lambda: len(list(Path(rig.files().log_dir).glob("rank*.log"))) == 2, "the ranks")
     time.sleep(0.3)
     kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert (rig.outcome()["cause"], rig.outcome()["stop_cause"]) == ("stop", "SIGTERM")
     assert rig.processes() == []
 
@@ -308,7 +308,7 @@ def test_foreground_that_is_refused_leaves_word_in_the_run_folder(rig: Rig, tmp_
     rig.start()
     other = Rig(tmp_path)
     process = foreground(other.spec() | {"node": rig.name()})
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=200)
     assert process.returncode == 1
     assert rig.run_id in said
     outcome = read_json(str(other.folder / "alpha" / "nodes" / rig.name() / "outcome.json")) or {}

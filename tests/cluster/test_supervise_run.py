@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from machine_clock import machine_time
 from supervise_rig import HERE, PYTHON_PATH, Rig, is_gone, kill, names_of, new_run_id, wait_for
 
 from cluster.supervise.node.daemon import start
@@ -226,10 +227,11 @@ def test_stop_gives_ranks_time_to_finish(rig: Rig) -> None:
 
 def test_rank_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig) -> None:
     rig.start("stubborn")
-    begin = time.monotonic()
+    begin, began = machine_time(), time.monotonic()
     stop(rig, 1.0)
     outcome = rig.outcome()
-    assert 0.9 < time.monotonic() - begin < 6.0
+    assert time.monotonic() - began > 0.9
+    assert machine_time() - begin < 6.0
     assert {death["exit_code"] for death in outcome["deaths"]} <= {-9, None}  # None: torchrun reaped it first
 
 
@@ -401,6 +403,6 @@ def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: 
     spec = rig.spec(argv=[sys.executable, "-c", ""])
     command = [sys.executable, "-c", _UNWRITABLE]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=60)
+    done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=200)
     assert b"cannot write the outcome" in done.stderr
     assert done.returncode == 0

@@ -24,7 +24,7 @@ def ask(rig: Rig, nonce: str) -> dict[str, Any]:
     """What stacks_done.json says of the ranks."""
     request_stacks(str(rig.folder / "alpha"), rig.name(), nonce)
     done = rig.files().stacks_done
-    answer = wait_for(lambda: (read_json(done) or {}).get("nonce") == nonce and read_json(done), "the answer", 10.0)
+    answer = wait_for(lambda: (read_json(done) or {}).get("nonce") == nonce and read_json(done), "the answer")
     return dict(answer["ranks"])
 
 

@@ -84,11 +84,11 @@ def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
 def test_a_terminated_up_takes_itself_down(burst, name):
     argv = (sys.executable, "-m", "burst_cli", "testbed", "up", "--nodes", "16", "--name", name)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as building:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while not folder_of(name).state_file.exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         building.send_signal(signal.SIGTERM)
-        code = building.wait(30)
+        code = building.wait(200)
 
     assert code == 130
     assert leftovers(name) == []

@@ -89,7 +89,7 @@ def test_openssh_reaches_a_node_by_the_configuration(testbed4):
     node = testbed4.node_names[1]
     argv = ["ssh", "-F", str(testbed4.folder.ssh_config), node, "hostname"]
 
-    assert subprocess.run(argv, capture_output=True, text=True, timeout=20).stdout.strip() == node
+    assert subprocess.run(argv, capture_output=True, text=True, timeout=200).stdout.strip() == node
 
 
 def test_the_client_key_is_private_and_nothing_listens_on_this_machine(testbed4):
@@ -103,7 +103,7 @@ def test_a_password_is_never_asked_for(testbed4):
     node = testbed4.node_names[0]
     options = ("-o", "PubkeyAuthentication=no", "-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1")
     argv = ("ssh", "-F", str(testbed4.folder.ssh_config), *options, node, "true")
-    said = subprocess.run(argv, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL).stderr
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL).stderr
 
     assert "Permission denied (publickey)" in said
 
@@ -196,7 +196,7 @@ def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbe
     with connect(testbed.host(testbed.node_names[0])) as connection:
         # In a session and a network namespace of its own, the way daemons and containers are.
         connection.run(["sh", "-c", f"setsid unshare --net sleep {_SECONDS} </dev/null >/dev/null 2>&1 &"])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while not _sleepers() and time.monotonic() < deadline:  # its shell may end before it is what it is to be
             time.sleep(0.01)
         assert _sleepers()
@@ -231,7 +231,7 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     awaited = moment.format(folder=folder_of(name).path, name=name)
     building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config), awaited])
     try:
-        seen = building.wait(120) == -signal.SIGKILL and bool(leftovers(name))
+        seen = building.wait(200) == -signal.SIGKILL and bool(leftovers(name))
     finally:
         building.kill()
         tear_down(name, config)
@@ -258,7 +258,7 @@ def _throughput(receiver: tuple[str, ...], sender: tuple[str, ...], address: str
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as receiving:
         assert receiving.stdout is not None
         assert receiving.stdout.readline() == "ready\n"
-        subprocess.run((*sender, sys.executable, "-c", _SEND, address), check=True, timeout=30)
+        subprocess.run((*sender, sys.executable, "-c", _SEND, address), check=True, timeout=200)
         return float(receiving.stdout.readline())
 
 

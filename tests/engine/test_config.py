@@ -214,7 +214,7 @@ def test_fingerprint_does_not_change_between_processes() -> None:
     code = "from engine.config import *; print(config_fingerprint(RunConfig()))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200
     )
     assert result.stdout.strip() == config_fingerprint(RunConfig())
 
@@ -223,7 +223,7 @@ def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
     code = "import sys, engine.config, engine.config_checks; print(*sys.modules)"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200
     )
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
     assert loaded.isdisjoint({"torch", "numpy", "hydra", "omegaconf", "typer", "rich", "paramiko"})

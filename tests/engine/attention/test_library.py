@@ -269,7 +269,7 @@ def test_the_package_is_torch_free_until_a_name_is_used() -> None:
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(ROOT / "examples/attention.py")], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [*command, str(ROOT / "examples/attention.py")], capture_output=True, text=True, cwd=ROOT, timeout=200
     )
     assert done.returncode == 0, done.stderr
     hidden = torch.randn(1, 1000, 12, 64, generator=torch.Generator().manual_seed(0))

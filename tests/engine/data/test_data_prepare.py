@@ -229,7 +229,7 @@ def test_a_killed_process_leaves_no_data_and_blocks_nobody(corpus: Path, cache: 
     config = text_config(corpus)
     process = multiprocessing.get_context("spawn").Process(target=prepare_and_die, args=(config,))
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=200)
     assert process.exitcode == -signal.SIGKILL
     assert [path.name for path in (cache / "data").iterdir() if ".tmp-" in path.name]
     path = prepare(config).path
@@ -314,9 +314,9 @@ def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Pa
     processes = [context.Process(target=prepare_in_process, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    answers = [results.get(timeout=60) for _ in processes]
+    answers = [results.get(timeout=200) for _ in processes]
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=200)
     assert len({answer[:2] for answer in answers}) == 1
     assert sum(built for *_, built in answers) == 1
     assert len(list((cache / "data").iterdir())) == 1

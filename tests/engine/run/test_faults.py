@@ -158,7 +158,7 @@ def test_what_is_raised_counts_as_what_it_plays(kind: str, found: str, exit_code
 )
 def test_a_process_ends_as_it_was_told(kind: str, code: int) -> None:
     process = struck(kind)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == code
     assert output.decode() == f"BURST_FAULT: now {kind} on rank 0 at step 3\n"
 
@@ -176,13 +176,13 @@ def test_a_process_that_hangs_stays_and_can_be_killed(kind: str) -> None:
     assert b"BURST_FAULT: now" in process.stdout.readline()
     state = wait_for_state(process.pid, "T" if kind == "stop" else "S")
     process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=200) == -signal.SIGKILL
     process.communicate()
     assert state == ("T" if kind == "stop" else "S")
 
 
 def wait_for_state(pid: int, wanted: str) -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     state = ""
     while state != wanted and time.monotonic() < deadline:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -205,13 +205,13 @@ def duration_s(faults: Faults, step: int) -> float:
 
 
 def test_a_flood_has_its_million_lines() -> None:
-    output, _ = struck("flood").communicate(timeout=60)
+    output, _ = struck("flood").communicate(timeout=200)
     assert output.count(b"\n") == FLOOD_LINES + 1
     assert output.endswith(b"flood line 999999\n")
 
 
 def test_garbage_holds_every_byte_and_one_very_long_line() -> None:
-    output, _ = struck("garbage").communicate(timeout=60)
+    output, _ = struck("garbage").communicate(timeout=200)
     assert bytes(range(256)) in output
     assert b"\x1b[2J" in output
     assert max(map(len, output.split(b"\n"))) == LONG_LINE_BYTES

@@ -216,7 +216,7 @@ def test_torchrun_alone_trains_a_run(corpus: DataConfig, new_run: Any) -> None:
     run = new_run(run_config(corpus))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     with start(*torchrun, "-m", "engine.train", str(run.path / "config.yaml")) as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     assert "step 6/6" in output
     assert run.read_state()["state"] == "completed"
@@ -225,11 +225,11 @@ def test_torchrun_alone_trains_a_run(corpus: DataConfig, new_run: Any) -> None:
 def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, new_run: Any) -> None:
     run = new_run(run_config(corpus, steps=100_000, eval_interval_steps=None))
     with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     assert run.read_state()["state"] == "cancelled"
     summary = run.read_summary()
@@ -243,7 +243,7 @@ def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, new_run
 )
 def test_the_target_says_what_it_wants(args: list[str], exit_code: int, words: str) -> None:
     with start("-m", "engine.train", *args) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=200)
     assert process.returncode == exit_code
     assert words in output
     assert "Traceback" not in output
