@@ -34,6 +34,8 @@ _PHASES = {
     "prepare data": 2,
     "build model": 3,
     "measure peak": 4,
+    "restore": 5,
+    "first weights": 5,
     "load batch": 6,
     "count labels": 7,
     "forward": 8,

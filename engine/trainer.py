@@ -24,7 +24,7 @@ from engine.guard import Verdict
 from engine.memory.policy import policy_name
 from engine.memory.recompute import recomputed_by
 from engine.metrics import StepCost, StepMeter
-from engine.model.parallelize import build_model
+from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.needle.tasks import needle_tasks
 from engine.parallel.mesh import (
     Mesh,
@@ -77,7 +77,7 @@ class Trainer:
             )
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
-        self.model, self.attention = build_model(config, mesh)
+        self.model, self.attention = build_empty_model(config, mesh)
         choice = self.attention.kernel_choice
         if choice is not None:
             recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
@@ -105,7 +105,7 @@ class Trainer:
         if self.config.train.evaluate_only:
             return self._evaluate_only()
         total = self.config.train.steps
-        position = self._checkpoints.restore()
+        position = self._checkpoints.restore() or self._begin()
         self.sampler.start_at(position.step, position.samples)
         self._recorder.phase("train")
         rows: list[dict[str, Any]] = []
@@ -141,6 +141,8 @@ class Trainer:
     def _evaluate_only(self) -> dict[str, Any]:
         """Evaluates the weights that are named; returns the summary. Nothing of the optimizer is ever made."""
         evaluated = self._checkpoints.restore_weights()
+        if evaluated is None:
+            self._begin()
         step = 0 if evaluated is None else evaluated.step
         self._recorder.phase("evaluate")
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
@@ -150,6 +152,12 @@ class Trainer:
         summary = self._summarise([row], "completed") | source | {"steps": 0}
         self._end(summary)
         return summary
+
+    def _begin(self) -> Position:
+        """Where training begins, with its first weights: nothing else has filled the model."""
+        self._recorder.phase("first weights")
+        set_first_weights(self.model, self.config)
+        return Position()
 
     def _end(self, summary: dict[str, Any]) -> None:
         if self.mesh.rank == 0:

@@ -59,10 +59,13 @@ class RunCheckpoints:
             }
             self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note)
 
-    def restore(self) -> Position:
-        """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else the beginning."""
+    def restore(self) -> Position | None:
+        """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.
+
+        Fills every weight of the model, or none.
+        """
         if self._checkpointer is None:
-            return Position()
+            return None
         self._recorder.phase("restore")
         settings = self._config.train.checkpoint
         tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
@@ -71,7 +74,7 @@ class RunCheckpoints:
             source = Path(settings.resume_from).expanduser()
             manifest = self._checkpointer.restore_from(source, tensors, self._check_data)
         if manifest is None:
-            return Position()
+            return None
         position = Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
         self._train_step.guard.load(_table(manifest.state.get("guard")))
         self._recorder.restored(position.step, str(manifest.facts.get("run_id")))

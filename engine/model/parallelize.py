@@ -44,11 +44,19 @@ def build_model(
     `attention`: as `parallelize`.
     """
     model, attention = build_empty_model(config, mesh, attention)
+    set_first_weights(model, config)
+    return model, attention
+
+
+def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
+    """The weights that training begins with: those of model.init_from, else drawn by the seed. All ranks must call.
+
+    Raises ConfigError where the folder holds no such model.
+    """
     if config.model.init_from is None:
         init_weights(model, config.seed)
     else:
         load_weights(model, Path(config.model.init_from).expanduser())
-    return model, attention
 
 
 def build_empty_model(

@@ -29,8 +29,9 @@ __all__ = ["RANK_LOGS_VARIABLE", "RUN_ID_VARIABLE", "RankStatus", "leave", "run_
 class RankStatus:
     """Where a rank is; the trainer keeps it current so that an error, or somebody outside, can say where it was.
 
-    phase: import torch, start, prepare data, build model, measure peak; in a step load batch, count labels, forward,
-    loss, backward, optimizer; evaluate; train when it is none of these. `waits` knows for whom the rank waits.
+    phase: import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load batch,
+    count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these.
+    `waits` knows for whom the rank waits.
     `reserve` is address space (untouched, so no memory) for saying what went wrong after memory ran out.
     """
 

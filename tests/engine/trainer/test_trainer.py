@@ -108,7 +108,7 @@ def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfi
     phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
     (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
     assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
-    assert phases[:5] == ["prepare data", "build model", "measure peak", "train", "evaluate"]
+    assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
 
 
 def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
