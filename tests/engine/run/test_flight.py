@@ -67,11 +67,15 @@ def recorded() -> dict[str, Any]:
     late = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3), group=group))
     if dist.get_rank() != 1:
         late.start()
-    record = flight_record(WaitClock())
-    deadline = time.monotonic() + 200
-    while dist.get_rank() != 1 and last_of_test(record)["seq"] < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)  # the thread is on its way
+    # The thread is on its way; a collective counts as done a moment after whoever called it goes on.
+    awaited = (1, "completed") if dist.get_rank() == 1 else (2, "scheduled")
+    deadline = time.monotonic() + 60
+    while True:
         record = flight_record(WaitClock())
+        last = last_of_test(record)
+        if (last["seq"], last["state"]) == awaited or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     dist.barrier()  # of another group: all have their records
     if dist.get_rank() == 1:
         late.start()
