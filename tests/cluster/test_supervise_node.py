@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervise_rig import PYTHON_PATH, Rig, is_gone, kill, wait_for
+from supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, wait_for
 
 import cluster.supervise.node
 from cluster.supervise.bundle import bridge_text
@@ -289,7 +289,7 @@ def foreground(spec: dict[str, object]) -> subprocess.Popen[str]:
 
 
 def test_foreground_gives_the_exit_code_of_the_command(rig: Rig) -> None:
-    process = foreground(rig.spec("exits"))
+    process = foreground(rig.spec("exits", environment=UNHURRIED))
     _, said = process.communicate(timeout=200)
     assert (process.returncode, rig.outcome()["deaths"][0]["exit_code"]) == (1, 7), said
 

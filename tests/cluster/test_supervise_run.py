@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from machine_clock import machine_time
-from supervise_rig import HERE, PYTHON_PATH, Rig, is_gone, kill, names_of, new_run_id, wait_for
+from supervise_rig import HERE, PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, names_of, new_run_id, wait_for
 
 from cluster.supervise.node.daemon import start
 from cluster.supervise.node.folder import read_json, request_stop
@@ -296,12 +296,8 @@ def test_lease_does_not_depend_on_the_clock_of_whoever_beats(rig: Rig) -> None:
 # --- what kills -------------------------------------------------------------------------------------------------------
 
 
-# How a rank ended is to be had only until the parent asks for it: this one takes its time.
-_UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "2"}
-
-
 def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
-    rig.start(environment=_UNHURRIED)
+    rig.start(environment=UNHURRIED)
     rank = rig.ranks()["1"]
     before = time.time_ns()
     kill(rank)
@@ -315,7 +311,7 @@ def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
 
 
 def test_exit_code_of_a_rank_is_known(rig: Rig) -> None:
-    rig.start("exits", environment=_UNHURRIED)
+    rig.start("exits", environment=UNHURRIED)
     outcome = rig.outcome()
     assert [(death["rank"], death["exit_code"]) for death in outcome["deaths"]][:1] == [(1, 7)]
 
