@@ -35,8 +35,8 @@ demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, 
 
 test: $(READY)  ## Run every test that needs no special machine
 	$(PY) -m pytest --durations 10 -m "not alone and not thorough" -n $(JOBS) --dist worksteal --ignore tests/cluster tests
-	$(PY) -m pytest --durations 10 -m "alone and not thorough" --ignore tests/cluster tests
-	$(PY) -m pytest --durations 20 -m "not thorough" -n $(JOBS) --dist loadfile tests/cluster
+	$(PY) -m pytest --durations 10 -m "alone and not thorough" tests
+	$(PY) -m pytest --durations 20 -m "not alone and not thorough" -n $(JOBS) --dist loadfile tests/cluster
 
 thorough: $(READY)  ## Run the variations that `make test` leaves out
 	$(PY) -m pytest -m thorough
