@@ -24,8 +24,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
 
 
-def config_of(corpus: DataConfig, steps: int = 6, **sections: Any) -> RunConfig:
-    train = {"steps": steps, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
+def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
+    train = {"steps": 6, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
     return tiny_config(train=train, model={"vocab_size": 320}, data=corpus, **sections)
 
 
@@ -52,7 +52,7 @@ def train_without_end(path: str, config: RunConfig, fault: str) -> str:
 
 
 # Of the slow rank, longer than a busy machine holds up any other: who is late by more is the straggler, and rightly so.
-SLOW_S = 3.0
+SLOW_S = 2.0
 
 
 def new_run(tmp_path: Path, config: RunConfig) -> RunFolder:
@@ -76,13 +76,13 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
 
 
 def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = config_of(corpus, steps=4, attention={"preset": "burst"})
+    config = config_of(corpus, attention={"preset": "burst"})
     run = new_run(tmp_path, config)
     assert ranks(4).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};2;3") == [0] * 4
     rows = run.read_metrics()
-    assert [row["straggler_rank"] for row in rows[2:]] == [2] * 2, rows
+    assert [row["straggler_rank"] for row in rows[2:]] == [2] * 4, rows
     for row in rows[2:]:
-        assert row["rank_wait_s_max"] >= SLOW_S / 2
+        assert row["rank_wait_s_max"] >= 0.9 * SLOW_S
         assert 0 <= row["rank_wait_s_min"] <= row["rank_wait_s_max"] - SLOW_S / 2
         assert row["step_time_s"] >= SLOW_S
     assert all(row["rank_wait_s_max"] is not None for row in rows[:2])
@@ -93,10 +93,10 @@ def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     preset = "single" if parallel["dp_shard_size"] == 2 else "ring"
-    config = config_of(corpus, steps=4, attention={"preset": preset}, parallel=parallel)
+    config = config_of(corpus, attention={"preset": preset}, parallel=parallel)
     run = new_run(tmp_path, config)
-    assert ranks(2).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};1;3") == [0, 0]
-    assert [row["straggler_rank"] for row in run.read_metrics()[2:]] == [1] * 2, run.read_metrics()
+    assert ranks(2).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};1;2") == [0, 0]
+    assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 5, run.read_metrics()
 
 
 def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
