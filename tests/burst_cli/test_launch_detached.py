@@ -77,9 +77,10 @@ def test_launcher_returns_once_the_ranks_run_and_names_the_verbs(folder: Path) -
 
 
 def test_detached_run_comes_to_its_end_alone(folder: Path) -> None:
-    document = json.loads(detach(folder, "ok", "--json").stdout)
+    document = json.loads(detach(folder, "gate", "--json").stdout)
     run = the_run(folder)
     assert (document["run_id"], document["detached"]) == (run.run_id, True)
+    (run.path / "gate").touch()
     assert ended(run) == "completed"
     wait_for(lambda: process_start(document["controller_pid"]) is None)  # it says how it went once it leads no more
     log = (run.path / CONTROLLER_LOG).read_text()

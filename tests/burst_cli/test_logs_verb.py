@@ -310,15 +310,16 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
     block = b"".join(b"step %09d of a loop that nobody meant to log\n" % number for number in range(20_000))
     with path.open("ab") as file:
         file.write(b"o\n")
-        for _ in range(300):
-            file.write(block)
-        file.write(b"z" * (100 * MIB) + b"\nafter the flood\n")
-        file.flush()
-        deadline = time.monotonic() + END_S
-        while not any("after the flood" in line for line in reader.lines):
-            assert time.monotonic() < deadline
-            peak = max(peak, watched.memory_info().rss)
-            time.sleep(0.02)
+        for burst in range(3):  # of 88 MiB: of more than COUNT_BYTES between two looks only the size would be told
+            for _ in range(100):
+                file.write(block)
+            file.write(b"z" * (100 * MIB * (burst == 2)) + b"\nend of burst %d\n" % burst)
+            file.flush()
+            deadline = time.monotonic() + END_S
+            while not any(f"end of burst {burst}" in line for line in reader.lines):
+                assert time.monotonic() < deadline
+                peak = max(peak, watched.memory_info().rss)
+                time.sleep(0.02)
     living.transition("completed")
     assert reader.end() == 0
     assert peak < 300 * MIB
@@ -327,7 +328,7 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
     assert str(path) in skipped[0]
     counts = [int(line.split("... ")[1].split(" line")[0].replace(",", "")) for line in skipped]
     shown = len(reader.lines) - len(skipped) - 1  # `one` was there before
-    assert sum(counts) + shown == 300 * 20_000 + 3
+    assert sum(counts) + shown == 300 * 20_000 + 1 + 3 * 2
     path.unlink()  # a test folder is kept for a while
 
 

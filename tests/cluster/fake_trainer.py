@@ -1,6 +1,7 @@
 """A stand-in for `engine.train` that starts fast: `python -m fake_trainer RUN/config.yaml`, conduct by FAKE_MODE.
 
-FAKE_RANK (1) misbehaves. FAKE_LEAD is the run folder of rank 0 where that is another one.
+FAKE_RANK (1) misbehaves. FAKE_LEAD is the run folder of rank 0 where that is another one. Mode `gate` goes on
+once there is a file `gate` in the run folder.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
         while len(lead.read_metrics()) < step:  # ranks of a real run keep step by their collectives
             time.sleep(0.01)
         act(mode, rank, step)
+    while mode == "gate" and not (lead.path / "gate").exists():
+        time.sleep(0.01)
     if mode in ("ignore", "sleep", "wait"):
         time.sleep(FOREVER_S)
     if rank == 0 and mode != "incomplete":
@@ -54,7 +57,7 @@ def act(mode: str, rank: int, step: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "sleep" and step == 1:
         subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
-    if step != 3 or mode in ("ok", "ignore", "sleep", "wait", "incomplete"):
+    if step != 3 or mode in ("ok", "gate", "ignore", "sleep", "wait", "incomplete"):
         return
     if rank != int(os.environ.get("FAKE_RANK", "1")):
         time.sleep(FOREVER_S)

@@ -391,7 +391,9 @@ spec = parse_spec(json.load(sys.stdin))
 files = NodeFiles(spec.folder, spec.node)
 make_folder(files.log_dir)
 os.makedirs(files.outcome + "/in the way")
-supervisor.Supervisor(spec).run()
+made = supervisor.Supervisor(spec)
+made.announce()
+made.run()
 """
 
 
@@ -402,3 +404,17 @@ def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: 
     done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=200)
     assert b"cannot write the outcome" in done.stderr
     assert done.returncode == 0
+
+
+def test_what_could_not_start_never_looks_as_if_it_ran_before_its_outcome_is_there(rig: Rig) -> None:
+    spec = rig.spec(argv=["/nowhere/torchrun"])
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    process = subprocess.Popen([sys.executable, "-c", _UNWRITABLE], stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(spec).encode())
+    process.stdin.close()
+    phases = set()
+    while process.poll() is None:
+        phases.add(rig.status()["phase"])
+        time.sleep(0.01)
+    assert phases - {"none", "lost"} == {"starting"}

@@ -207,7 +207,6 @@ class Supervisor:
 
     def _finish(self, code: Optional[int], problem: Optional[str], cause: str = "start_failed") -> Document:
         """The outcome, once nothing of the run is left; `problem`: why there is no regular end, of kind `cause`."""
-        self._phase = "stopping"
         ended_at, ended_ns = now_text(), now_ns()
         self.health.close()
         if code is not None:
@@ -231,7 +230,8 @@ class Supervisor:
             "memory": self._kill_facts(),
             "leftover_pids": leftover,
         }
-        self._phase = "ended"
+        if self._phase != "starting":  # what never ran is not to look as if it had, for as long as its outcome takes
+            self._phase = "ended"
         self._tell(force=True)
         self._write_outcome(outcome)
         return outcome
