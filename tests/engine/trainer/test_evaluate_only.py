@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from ranks import Pools
 from tiny_training import tiny_config
+from whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
-from engine.config import AttentionConfig, DataConfig, RunConfig, dump_config
+from engine.config import AttentionConfig, RunConfig
 from engine.config_checkpoint import CheckpointConfig
-from engine.run.rank_process import RankStatus, run_rank
-from engine.runs import RunFolder, create_run
-from engine.trainer import Trainer, run_training
+from engine.run.rank_process import RankStatus
+from engine.runs import RunFolder
+from engine.trainer import Trainer
 
 RELATIVE = 1e-5  # the same fp32 sums in another order
 FIGURES = ("validation_loss", "validation_bits_per_byte", "needle_accuracy")
@@ -29,39 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> RunConfig:
     """Three steps on two ranks with a checkpoint at the end, and needles at two depths."""
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    data = DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
     train = {"seq_len": 120, "steps": 3, "warmup_metric_steps": 1, "eval_batches": 2, "peak_flops_per_device": 1e12}
     needles = {"eval_needle_depths": 2, "eval_needle_samples": 2, "eval_position_buckets": 3}
     return tiny_config(
         train={**train, **needles, "checkpoint": CheckpointConfig(every_steps=3)},
         model={"vocab_size": 320},
         attention={"preset": "burst"},
-        data=replace(data, validation_fraction=0.2),
+        data=replace(small_corpus(folder), validation_fraction=0.2),
     )
-
-
-def on_rank(path: str, config: RunConfig) -> int:
-    run = RunFolder(Path(path))
-    return run_rank(run, lambda status: run_training(config, run, status))
-
-
-def until_error(path: str, config: RunConfig) -> str:
-    try:
-        run_training(config, RunFolder(Path(path)), RankStatus())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def new_run(folder: Path, name: str, config: RunConfig) -> RunFolder:
-    return create_run(folder / "runs" / "test" / f"20260101-000000-{name}", {"config.yaml": dump_config(config)})
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, config: RunConfig, ranks: Pools) -> RunFolder:
-    run = new_run(folder, "aaaaaa", config)
-    assert ranks(2).run(on_rank, str(run.path), config) == [0, 0]
+    run = create_run_of(config, folder / "runs", "aaaaaa")
+    assert ranks(2).run(train_on_rank, str(run.path), config) == [0, 0]
     return run
 
 
@@ -83,8 +65,8 @@ def test_on_the_same_ranks_every_figure_is_the_same_number(
     trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
     same = replace(evaluation_of(config, trained.path), attention=config.attention)
-    run = new_run(folder, "abcabc", same)
-    assert ranks(2).run(on_rank, str(run.path), same) == [0, 0]
+    run = create_run_of(same, folder / "runs", "abcabc")
+    assert ranks(2).run(train_on_rank, str(run.path), same) == [0, 0]
     (row,), expected = run.read_metrics(), trained.read_metrics()[-1]
     names = (*FIGURES, "needle_gain", *TABLES)
     assert {name: row[name] for name in names} == {name: expected[name] for name in names}
@@ -94,8 +76,8 @@ def test_the_evaluation_of_a_run_has_its_last_figures(
     trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
     own = evaluation_of(config, trained.path)
-    run = new_run(folder, "bbbbbb", own)
-    assert ranks(1).run(on_rank, str(run.path), own) == [0]
+    run = create_run_of(own, folder / "runs", "bbbbbb")
+    assert ranks(1).run(train_on_rank, str(run.path), own) == [0]
     (row,), summary = run.read_metrics(), run.read_summary()
     assert summary is not None
     expected = trained.read_metrics()[-1]
@@ -120,8 +102,9 @@ def test_the_evaluation_of_a_run_has_its_last_figures(
 def test_length_and_step_may_be_others(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
     """Longer than the training split, even: nothing is trained."""
     own = evaluation_of(config, trained.path / "checkpoints" / "step-00000003", seq_len=9000)
-    run = new_run(folder, "cccccc", replace(own, attention=AttentionConfig(preset="ring")))
-    assert ranks(2).run(on_rank, str(run.path), replace(own, attention=AttentionConfig(preset="ring"))) == [0, 0]
+    own = replace(own, attention=AttentionConfig(preset="ring"))
+    run = create_run_of(own, folder / "runs", "cccccc")
+    assert ranks(2).run(train_on_rank, str(run.path), own) == [0, 0]
     (row,) = run.read_metrics()
     assert row["needle_by_depth"][1]["position"] > 8000
     assert row["validation_loss_by_position"][-1]["first"] == 4500
@@ -141,20 +124,20 @@ def optimizer_entries(path: str, config: RunConfig) -> int:
 
 def test_no_memory_is_spent_on_an_optimizer(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
     own = evaluation_of(config, trained.path)
-    assert ranks(1).run(optimizer_entries, str(new_run(folder, "dddddd", own).path), own) == [0]
+    assert ranks(1).run(optimizer_entries, str(create_run_of(own, folder / "runs", "dddddd").path), own) == [0]
 
 
 def test_weights_of_another_model_are_refused(
     trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
     own = evaluation_of(replace(config, model=replace(config.model, ffn_hidden_size=96)), trained.path)
-    (error,) = ranks(1).run(until_error, str(new_run(folder, "eeeeee", own).path), own)
+    (error,) = ranks(1).run(train_until_error, str(create_run_of(own, folder / "runs", "eeeeee").path), own)
     assert "is of another model or optimizer: model.layers.0.mlp.down_proj.weight is float32 [32, 64] there" in error
 
 
 def test_needles_that_do_not_fit_end_a_run_before_it_trains(folder: Path, config: RunConfig, ranks: Pools) -> None:
     own = replace(config, train=replace(config.train, seq_len=40))
-    run = new_run(folder, "ffffff", own)
-    (error,) = ranks(1).run(until_error, str(run.path), replace(own, attention=AttentionConfig(preset="single")))
+    run = create_run_of(own, folder / "runs", "ffffff")
+    (error,) = ranks(1).run(train_until_error, str(run.path), replace(own, attention=AttentionConfig(preset="single")))
     assert error.startswith("ConfigError: train.eval_needle_depths: sentence, question and answer take up to")
     assert run.read_metrics() == []

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import Pools
 from tiny_training import tiny_config
+from whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
-from engine.config import DataConfig, RunConfig, dump_config
-from engine.run.rank_process import RankStatus, run_rank
-from engine.runs import RunFolder, create_run
-from engine.trainer import run_training
+from engine.config import DataConfig, RunConfig
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
@@ -31,39 +28,25 @@ def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
 
 def train_with_fault(path: str, config: RunConfig, fault: str) -> int:
     """Exit code of this rank."""
-    run = RunFolder(Path(path))
-    os.environ["BURST_FAULT"] = fault
-    try:
-        return run_rank(run, lambda status: run_training(config, run, status))
-    finally:
-        del os.environ["BURST_FAULT"]
+    with mock.patch.dict(os.environ, BURST_FAULT=fault):
+        return train_on_rank(path, config)
 
 
-def train_without_end(path: str, config: RunConfig, fault: str) -> str:
+def train_until_fault(path: str, config: RunConfig, fault: str) -> str:
     """The error of this rank, as text."""
-    os.environ["BURST_FAULT"] = fault
-    try:
-        run_training(config, RunFolder(Path(path)), RankStatus())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        del os.environ["BURST_FAULT"]
-    return "no error"
+    with mock.patch.dict(os.environ, BURST_FAULT=fault):
+        return train_until_error(path, config)
 
 
 # Of the slow rank, longer than a busy machine holds up any other: who is late by more is the straggler, and rightly so.
 SLOW_S = 2.0
 
 
-def new_run(tmp_path: Path, config: RunConfig) -> RunFolder:
-    return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": dump_config(config)})
-
-
 def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
     ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
     config = config_of(corpus, attention={"preset": "burst"})
-    run = new_run(tmp_path, config)
+    run = create_run_of(config, tmp_path)
     assert ranks(2).run(train_with_fault, str(run.path), config, "nan;1;3") == [1, 1]
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     for error in run.rank_errors():
@@ -77,7 +60,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
 
 def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = config_of(corpus, attention={"preset": "burst"})
-    run = new_run(tmp_path, config)
+    run = create_run_of(config, tmp_path)
     assert ranks(4).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};2;3") == [0] * 4
     rows = run.read_metrics()
     assert [row["straggler_rank"] for row in rows[2:]] == [2] * 4, rows
@@ -94,14 +77,14 @@ def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
 ) -> None:
     preset = "single" if parallel["dp_shard_size"] == 2 else "ring"
     config = config_of(corpus, attention={"preset": preset}, parallel=parallel)
-    run = new_run(tmp_path, config)
+    run = create_run_of(config, tmp_path)
     assert ranks(2).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};1;2") == [0, 0]
     assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 5, run.read_metrics()
 
 
 def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = config_of(corpus, parallel={"tp_size": 2}, attention={"preset": "megatron_tp"})
-    run = new_run(tmp_path, config)
+    run = create_run_of(config, tmp_path)
     assert ranks(2).run(train_with_fault, str(run.path), config, "slow:0.01;1;2") == [0, 0]
     for row in run.read_metrics():
         assert (row["straggler_rank"], row["rank_wait_s_min"], row["rank_wait_s_max"]) == (None, None, None)
@@ -109,7 +92,7 @@ def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: Dat
 
 def test_a_rank_alone_has_nobody_to_wait_for(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = config_of(corpus)
-    run = new_run(tmp_path, config)
+    run = create_run_of(config, tmp_path)
     assert ranks(1).run(train_with_fault, str(run.path), config, "disk;0;4") == [1]
     rows = run.read_metrics()
     assert [row["rank_wait_s_max"] for row in rows] == [None] * 3
@@ -131,12 +114,12 @@ def test_other_ranks_than_configured_are_refused_on_every_rank(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, cluster: dict[str, int], words: str
 ) -> None:
     config = config_of(corpus, attention={"preset": "burst"}, cluster=cluster)
-    for error in ranks(2).run(train_without_end, str(new_run(tmp_path, config).path), config, "nan;0;1"):
+    for error in ranks(2).run(train_until_fault, str(create_run_of(config, tmp_path).path), config, "nan;0;1"):
         assert error.startswith("ConfigError: ")
         assert words in error
 
 
 def test_a_fault_that_cannot_be_read_is_a_configuration_error(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = config_of(corpus)
-    error = ranks(1).run(train_without_end, str(new_run(tmp_path, config).path), config, "kill;1;3")[0]
+    error = ranks(1).run(train_until_fault, str(create_run_of(config, tmp_path).path), config, "kill;1;3")[0]
     assert error == "ConfigError: BURST_FAULT: 'kill;1;3': there is no rank 1 among 1"

@@ -11,20 +11,17 @@ import pytest
 import torch
 from ranks import Pools
 from tiny_training import tiny_config
+from whole_runs import create_run_of, small_corpus, train_on_rank
 
 import engine.trainer
-from engine.config import AttentionConfig, DataConfig, RunConfig, dump_config
+from engine.config import AttentionConfig, RunConfig
 from engine.config_checkpoint import CheckpointConfig
 from engine.model.parallelize import build_empty_model
-from engine.run.rank_process import run_rank
-from engine.runs import RunFolder, create_run
-from engine.trainer import run_training
+from engine.runs import RunFolder
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("first_weights")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     return tiny_config(
         train={
             "steps": 4,
@@ -35,7 +32,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         },
         model={"vocab_size": 320, "tie_embeddings": request.param},
         attention={"preset": "burst"},
-        data=DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared")),
+        data=small_corpus(tmp_path_factory.mktemp("first_weights")),
     )
 
 
@@ -50,19 +47,14 @@ def empty_means_nan(*args: Any) -> Any:
 
 def train(path: str, config: RunConfig, sets_first_weights: bool) -> int:
     """Exit code of this rank, whose weights are no numbers until somebody sets them."""
-    run = RunFolder(Path(path))
     set_them = engine.trainer.set_first_weights
     with (
         mock.patch.object(engine.trainer, "build_empty_model", empty_means_nan),
         mock.patch.object(engine.trainer, "set_first_weights", side_effect=set_them) as asked,
     ):
-        code = run_rank(run, lambda status: run_training(config, run, status))
+        code = train_on_rank(path, config)
     assert asked.call_count == int(sets_first_weights)
     return code
-
-
-def new_run(folder: Path, name: str, config: RunConfig) -> RunFolder:
-    return create_run(folder / "test" / f"20260101-000000-{name}", {"config.yaml": dump_config(config)})
 
 
 def last_losses(run: RunFolder) -> tuple[float, float]:
@@ -73,20 +65,20 @@ def last_losses(run: RunFolder) -> tuple[float, float]:
 def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
     ranks: Pools, config: RunConfig, tmp_path: Path
 ) -> None:
-    whole = new_run(tmp_path, "aaaaaa", config)
+    whole = create_run_of(config, tmp_path, "aaaaaa")
     assert ranks(2).run(train, str(whole.path), config, True) == [0, 0]
 
     half = replace(config, train=replace(config.train, steps=2))
-    begun = new_run(tmp_path, "bbbbbb", half)
+    begun = create_run_of(half, tmp_path, "bbbbbb")
     assert ranks(2).run(train, str(begun.path), half, True) == [0, 0]
     going_on = CheckpointConfig(resume_from=str(begun.path))
     resumed_config = replace(config, train=replace(config.train, checkpoint=going_on))
-    resumed = new_run(tmp_path, "cccccc", resumed_config)
+    resumed = create_run_of(resumed_config, tmp_path, "cccccc")
     assert ranks(2).run(train, str(resumed.path), resumed_config, False) == [0, 0]
     assert last_losses(resumed) == last_losses(whole)
 
     only = replace(resumed_config.train, evaluate_only=True, checkpoint=CheckpointConfig(resume_from=str(whole.path)))
     evaluation = replace(config, train=only, attention=AttentionConfig(preset="single"))
-    evaluated = new_run(tmp_path, "dddddd", evaluation)
+    evaluated = create_run_of(evaluation, tmp_path, "dddddd")
     assert ranks(1).run(train, str(evaluated.path), evaluation, False) == [0]
     assert evaluated.read_metrics()[-1]["validation_loss"] == pytest.approx(last_losses(whole)[1], rel=1e-5)

@@ -11,16 +11,15 @@ import pytest
 from ranks import Pools
 from tiny_training import tiny_config
 from torch import Tensor
+from whole_runs import create_run_of, small_corpus, train_on_rank
 
 from engine import trainer
 from engine.checkpoint.manifest import Manifest, read_manifest
-from engine.config import DataConfig, RunConfig, dump_config
+from engine.config import RunConfig
 from engine.config_checkpoint import CheckpointConfig
 from engine.config_guard import GuardConfig
 from engine.run.faults import NO_FAULTS, Faults
-from engine.run.rank_process import run_rank
-from engine.runs import RunFolder, create_run
-from engine.trainer import run_training
+from engine.runs import RunFolder
 
 RANKS = 2
 
@@ -45,13 +44,11 @@ class Injury:
 
 
 def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: CheckpointConfig) -> RunConfig:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    data = DataConfig(format="text", paths=(str(tmp_path / "text.txt"),), prepared_dir=str(tmp_path / "prepared"))
     train = {"steps": steps, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
     return tiny_config(
         train={**train, "guard": guard, "checkpoint": checkpoint},
         model={"vocab_size": 320},
-        data=data,
+        data=small_corpus(tmp_path),
         attention={"preset": "ring"},
         parallel={"cp_size": RANKS},
     )
@@ -59,13 +56,12 @@ def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: Checkp
 
 def train(path: str, config: RunConfig, injury: Injury) -> int:
     """Exit code of this rank."""
-    run = RunFolder(Path(path))
     with mock.patch.object(trainer, "read_faults", injury.faults):
-        return run_rank(run, lambda status: run_training(config, run, status))
+        return train_on_rank(path, config)
 
 
 def run_with(ranks: Pools, tmp_path: Path, config: RunConfig, injury: Injury) -> tuple[RunFolder, list[int]]:
-    run = create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": dump_config(config)})
+    run = create_run_of(config, tmp_path)
     return run, ranks(RANKS).run(train, str(run.path), config, injury)
 
 

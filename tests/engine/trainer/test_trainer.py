@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from ranks import Pools
 from tiny_training import tiny_config
+from whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
-from engine.config import DataConfig, RunConfig, dump_config
+from engine.config import DataConfig, RunConfig
 from engine.errors import ConfigError
 from engine.parallel.mesh import build_mesh
-from engine.run.rank_process import RankStatus, run_rank
+from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
-from engine.runs import RunFolder, create_run
-from engine.trainer import load_data, run_training
+from engine.runs import RunFolder
+from engine.trainer import load_data
 
 ROOT = Path(__file__).parents[3]
 CONTRACT = [
@@ -55,9 +56,7 @@ CONTRACT = [
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
@@ -71,34 +70,9 @@ def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     )
 
 
-@pytest.fixture
-def new_run(tmp_path: Path) -> Any:
-    """Makes the folder of a run with a config."""
-
-    def make(config: RunConfig) -> RunFolder:
-        return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": dump_config(config)})
-
-    return make
-
-
-def train_on_rank(path: str, config: RunConfig) -> int:
-    """Exit code of this rank, as engine.train would end."""
-    run = RunFolder(Path(path))
-    return run_rank(run, lambda status: run_training(config, run, status))
-
-
-def train_until_error(path: str, config: RunConfig) -> str:
-    """The error of this rank, as text; the call of a library user, without the frame of a rank."""
-    try:
-        run_training(config, RunFolder(Path(path)), RankStatus())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = run_config(corpus)
-    run = new_run(config)
+    run = create_run_of(config, tmp_path)
     assert ranks(2).run(train_on_rank, str(run.path), config) == [0, 0]
     rows = run.read_metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -111,9 +85,9 @@ def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfi
     assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
 
 
-def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = run_config(corpus)
-    run = new_run(config)
+    run = create_run_of(config, tmp_path)
     ranks(2).run(train_on_rank, str(run.path), config)
     summary, rows = run.read_summary(), run.read_metrics()
     expected = {
@@ -141,14 +115,14 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = tiny_config(
         optimizer={"learning_rate": 1e30, "max_grad_norm": None},
         train={"steps": 50},
         model={"vocab_size": 320},
         data=corpus,
     )
-    run = new_run(config)
+    run = create_run_of(config, tmp_path)
     assert ranks(1).run(train_on_rank, str(run.path), config) == [1]
     error = run.first_rank_error()
     assert "training has diverged" in error["message"]
@@ -158,9 +132,9 @@ def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: Da
     assert run.read_state()["state"] == "failed"
 
 
-def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = tiny_config(data=corpus, attention={"preset": "burst"}, model={"head_dim": 7})
-    run = new_run(config)
+    run = create_run_of(config, tmp_path)
     codes = ranks(2).run(train_on_rank, str(run.path), config)
     assert codes == [2, 2], run.rank_errors()
     assert run.read_state()["state"] == "failed"
@@ -178,24 +152,24 @@ def error_of_loading(path: str, config: RunConfig) -> str:
 
 
 def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
-    ranks: Pools, corpus: DataConfig, new_run: Any
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(data=corpus, attention={"preset": "burst"})
-    for error in ranks(2).run(error_of_loading, str(new_run(config).path), config):
+    for error in ranks(2).run(error_of_loading, str(create_run_of(config, tmp_path).path), config):
         assert "model.vocab_size: got 64" in error
         assert "set model.vocab_size=" in error
 
 
-def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = run_config(corpus)
     config = tiny_config(data=corpus, model={"vocab_size": 320}, parallel={"dp_shard_size": 3})
-    errors = ranks(2).run(train_until_error, str(new_run(config).path), config)
+    errors = ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
     assert all("does not divide 2 ranks" in error for error in errors)
 
 
-def test_a_profile_is_written_per_rank(ranks: Pools, corpus: DataConfig, new_run: Any) -> None:
+def test_a_profile_is_written_per_rank(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = run_config(corpus, profile="2:3", steps=3)
-    run = new_run(config)
+    run = create_run_of(config, tmp_path)
     ranks(2).run(train_on_rank, str(run.path), config)
     assert sorted(path.name for path in (run.path / "profile").iterdir()) == ["rank0000.json", "rank0001.json"]
 
@@ -212,8 +186,8 @@ def start(*args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_torchrun_alone_trains_a_run(corpus: DataConfig, new_run: Any) -> None:
-    run = new_run(run_config(corpus))
+def test_torchrun_alone_trains_a_run(corpus: DataConfig, tmp_path: Path) -> None:
+    run = create_run_of(run_config(corpus), tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     with start(*torchrun, "-m", "engine.train", str(run.path / "config.yaml")) as process:
         output, _ = process.communicate(timeout=200)
@@ -222,8 +196,8 @@ def test_torchrun_alone_trains_a_run(corpus: DataConfig, new_run: Any) -> None:
     assert run.read_state()["state"] == "completed"
 
 
-def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, new_run: Any) -> None:
-    run = new_run(run_config(corpus, steps=100_000, eval_interval_steps=None))
+def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, tmp_path: Path) -> None:
+    run = create_run_of(run_config(corpus, steps=100_000, eval_interval_steps=None), tmp_path)
     with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
         deadline = time.monotonic() + 200
         while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:

@@ -1,0 +1,36 @@
+"""Whole training runs on ranks of a pool: a small corpus, a run folder, and how each rank ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import DataConfig, RunConfig, dump_config
+from engine.run.rank_process import RankStatus, run_rank
+from engine.runs import RunFolder, create_run
+from engine.trainer import run_training
+
+
+def small_corpus(folder: Path) -> DataConfig:
+    """A text in `folder`, which the first run prepares there."""
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+
+
+def create_run_of(config: RunConfig, folder: Path, name: str = "abcdef") -> RunFolder:
+    """The folder of a run whose id ends with `name`."""
+    return create_run(folder / "test" / f"20260101-000000-{name}", {"config.yaml": dump_config(config)})
+
+
+def train_on_rank(path: str, config: RunConfig) -> int:
+    """Exit code of this rank, as engine.train would end."""
+    run = RunFolder(Path(path))
+    return run_rank(run, lambda status: run_training(config, run, status))
+
+
+def train_until_error(path: str, config: RunConfig) -> str:
+    """The error of this rank, as text; the call of a library user, without the frame of a rank."""
+    try:
+        run_training(config, RunFolder(Path(path)), RankStatus())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
