@@ -73,6 +73,11 @@ def steps_done(one: TestbedRun) -> int:
     return len(one.run.read_metrics())
 
 
+def is_under_way(one: TestbedRun) -> bool:
+    """Whether ranks do steps, and the launcher knows that all nodes have begun: before, what goes is a failed start."""
+    return steps_done(one) >= 5 and one.run.read_state()["nodes_started_at"] is not None
+
+
 def test_run_on_two_nodes_completes_with_all_its_files_here(start: Callable[..., TestbedRun]) -> None:
     one = start("ok")
     outcome, _ = lead(one)
@@ -111,7 +116,7 @@ def test_supervisor_that_is_killed_is_blamed_and_its_node_swept(start: Callable[
     second = one.testbed.node_names[1]
 
     def kill() -> None:
-        if steps_done(one) >= 5:
+        if is_under_way(one):
             for process in supervisors(one.run.run_id):
                 with contextlib.suppress(psutil.Error):  # one that has just been killed
                     if second in process.cmdline():
@@ -128,7 +133,7 @@ def test_node_that_is_cut_off_is_lost_and_stops_by_its_lease(start: Callable[...
     cut: list[float] = []
 
     def sever() -> None:
-        if steps_done(one) == 5 and not cut:
+        if is_under_way(one) and not cut:
             set_fault(one.testbed, second, "link_down")
             cut.append(time.monotonic())
 
@@ -143,7 +148,7 @@ def test_stop_request_reaches_all_nodes(start: Callable[..., TestbedRun]) -> Non
     one, stop = start("wait"), StopRequests()
 
     def press() -> None:
-        if steps_done(one) >= 5:
+        if is_under_way(one):
             stop.count, stop.cause = 1, "Ctrl-C"
 
     outcome, _ = lead(one, press, stop)

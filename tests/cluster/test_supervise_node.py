@@ -89,8 +89,9 @@ def test_psutil_tells_what_proc_tells() -> None:
         facts = processes_psutil.process_facts(child.pid)
         assert facts is not None
         assert facts.parent == entry.parent == os.getpid()
-        assert processes_psutil.process_environ(child.pid) == processes.read_environ(child.pid)
-        assert processes_psutil.process_environ(child.pid)[b"MARK"] == "é".encode()  # type: ignore[index]
+        environ = wait_for(lambda: processes_psutil.process_environ(child.pid), "its environment")  # which comes late
+        assert environ == processes.read_environ(child.pid)
+        assert environ[b"MARK"] == "é".encode()
         assert child.pid in processes_psutil.process_pids()
         wait_for(lambda: (processes_psutil.process_resident_bytes(child.pid) or 0) > 2**20, "its memory")
         assert processes_psutil.process_cpu_seconds(child.pid) is not None
