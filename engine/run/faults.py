@@ -188,11 +188,12 @@ def _flood() -> None:
 def _print_garbage() -> None:
     sys.stdout.flush()
     escapes = b"\x1b[2J\x1b]0;title\x07\x1b[31m[bold red]not markup[/]\x1b[999;999H\r\x9b1A\xe2\x80\xae\xff\xfe\x00\n"
-    os.write(1, bytes(range(256)) + b"\n" + escapes)
     block = b"x" * 2**20
-    for _ in range(LONG_LINE_BYTES // len(block)):
-        os.write(1, block)
-    os.write(1, b"\n")
+    with open(1, "wb", closefd=False) as out:  # buffered: os.write may write less than it is given
+        out.write(bytes(range(256)) + b"\n" + escapes)
+        for _ in range(LONG_LINE_BYTES // len(block)):
+            out.write(block)
+        out.write(b"\n")
 
 
 STRIKES: Mapping[str, Callable[[], None]] = {
