@@ -303,14 +303,14 @@ def test_follows_files_old_new_and_replaced_to_the_end(
 
 
 def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, reader: Reader) -> None:
-    """370 MB as fast as they can be written: no line is lost in the count, and the memory of the reader stays small."""
+    """400 MB in three bursts: no line is lost in the count, and the memory of the reader stays small."""
     reader.wait_for("one")
     path = living.log_path("tb1", 0)
     watched, peak = psutil.Process(reader.process.pid), 0
     block = b"".join(b"step %09d of a loop that nobody meant to log\n" % number for number in range(20_000))
     with path.open("ab") as file:
         file.write(b"o\n")
-        for burst in range(3):  # of 88 MiB: of more than COUNT_BYTES between two looks only the size would be told
+        for burst in range(3):  # of less than COUNT_BYTES: of more between two looks only the size would be told
             for _ in range(100):
                 file.write(block)
             file.write(b"z" * (100 * MIB * (burst == 2)) + b"\nend of burst %d\n" % burst)

@@ -198,7 +198,7 @@ class FakeConnection:
             process.cut()
 
     def run(self, *_: Any, **__: Any) -> CommandResult:
-        raise NotImplementedError  # the protocol asks for the method; a link that ran commands would be a mistake here
+        raise AssertionError("a link speaks with its node through the bridge, and runs no commands")
 
     def __enter__(self) -> FakeConnection:
         return self

@@ -386,7 +386,7 @@ import json, os, sys
 from cluster.supervise.node import supervisor
 from cluster.supervise.node.folder import NodeFiles, make_folder
 from cluster.supervise.node.spec import parse_spec
-supervisor._PATIENCE_S = 1.0
+supervisor._PATIENCE_S = float(sys.argv[1])
 spec = parse_spec(json.load(sys.stdin))
 files = NodeFiles(spec.folder, spec.node)
 make_folder(files.log_dir)
@@ -399,7 +399,7 @@ made.run()
 
 def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: Rig) -> None:
     spec = rig.spec(argv=[sys.executable, "-c", ""])
-    command = [sys.executable, "-c", _UNWRITABLE]
+    command = [sys.executable, "-c", _UNWRITABLE, "1"]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=200)
     assert b"cannot write the outcome" in done.stderr
@@ -409,12 +409,14 @@ def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: 
 def test_what_could_not_start_never_looks_as_if_it_ran_before_its_outcome_is_there(rig: Rig) -> None:
     spec = rig.spec(argv=["/nowhere/torchrun"])
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    process = subprocess.Popen([sys.executable, "-c", _UNWRITABLE], stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-c", _UNWRITABLE, "200"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdin is not None
+    assert process.stderr is not None
     process.stdin.write(json.dumps(spec).encode())
     process.stdin.close()
-    phases = set()
-    while process.poll() is None:
-        phases.add(rig.status()["phase"])
-        time.sleep(0.01)
-    assert phases - {"none", "lost"} == {"starting"}
+    assert b"cannot write the outcome" in process.stderr.readline()
+    assert rig.status()["phase"] == "starting"
+    process.terminate()  # who is asked to go waits no longer
+    assert process.wait(200) == 0
+    process.stderr.close()
