@@ -1,6 +1,6 @@
 """`burst check-nodes` on a fleet of simulated nodes: time, CPU and memory, beside ClusterShell's `clush`.
 
-The nodes are SSH servers in one process on this machine (tests/cluster/fleet.py); they answer the probe's script with
+The nodes are SSH servers in one process on this machine (tests/testkit/fleet.py); they answer the probe's script with
 what a node with eight H100 and thirteen adapters (fake ones, of the testbed) answered to it once. `burst` and `clush`
 bring the same answers home; `verb` is `burst check-nodes`, which judges and compares them, too. Every twentieth node
 is faulty: refusing, silent, with another host key, refusing our key, breaking off. All read the same SSH configuration,
@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.rig.host import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 GROUPS = ("gpu", "ib", "net", "host")
 FAULTS = ("refuse", "silent", "wrong_key", "deny", "die")
@@ -65,7 +65,7 @@ def plan_modes(nodes: int) -> dict[str, str]:
 
 def record_answer() -> bytes:
     """What a node of the testbed answers to the probe, with the fleet's placeholder for the fence."""
-    from fleet import FENCE
+    from testkit.fleet import FENCE
 
     from cluster.probe.script import build_script
     from cluster.testbed.identity import hardware_files
@@ -166,7 +166,7 @@ def _timed(
 
 def measure(nodes: int, repeats: int, timeout_s: float, *, with_clush: bool) -> dict[str, Any]:
     """All turns on one fleet, and the medians."""
-    from fleet import start_fleet
+    from testkit.fleet import start_fleet
 
     modes = plan_modes(nodes)
     faulty = tuple(name for name, mode in modes.items() if mode != "ok")

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from image_rig import LauncherEngine, busybox_tree, launcher_engine, noise, prose  # noqa: E402
+from testkit.image_rig import LauncherEngine, busybox_tree, launcher_engine, noise, prose  # noqa: E402
 
 from cluster.testbed.build import Testbed, up  # noqa: E402
 from cluster.testbed.spec import TestbedSpec, parse_rate  # noqa: E402

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cluster.testbed.build import Testbed
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 LINE_BYTES = 100
 LOOK_S = 0.5
@@ -112,7 +112,7 @@ class Counter:
 
 def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
     """Run one case; nothing of it is left afterwards but its files in `base`."""
-    from link_rig import RemoteRun, start_launcher
+    from testkit.link_rig import RemoteRun, start_launcher
 
     from cluster.access.ssh import SshPool
 
@@ -139,7 +139,7 @@ def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
 
 
 def _watch(case: Case, testbed: Testbed, runs: Sequence[Any], launcher: psutil.Process, begin: float) -> Figures:
-    from link_rig import bridges_on
+    from testkit.link_rig import bridges_on
 
     counters = {"launcher": Counter(), "bridges": Counter(), "sshd": Counter()}
     late: list[float] = []
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    from testbed_fixture import Testbeds
+    from testkit.testbed_fixture import Testbeds
 
     before = machine()
     rows = []

@@ -1,6 +1,6 @@
-"""docs/faults.md from the rows that a run of tests/cluster/test_fault_table.py left:
+"""docs/faults.md from the rows that a run of tests/cluster/launch/test_fault_table.py left:
 
-BURST_FAULT_ROWS=/tmp/rows python -m pytest tests/cluster/test_fault_table.py && python scripts/fault_table.py /tmp/rows
+BURST_FAULT_ROWS=/tmp/rows python -m pytest tests/cluster/launch/test_fault_table.py && python scripts/fault_table.py /tmp/rows
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Every row is a launch of two ranks on two nodes of the virtual cluster (real ssh
 on purpose, as the tests found it. *Stopped* is the time from the fault until the launch had ended and no process of the
 run was left on any node; a refused launch shows how long it took to say so. No row left a process, a container or a
 lock behind; a test fails if one does. Made by `python scripts/fault_table.py` from runs of
-`tests/cluster/test_fault_table.py`.
+`tests/cluster/launch/test_fault_table.py`.
 """
 
 

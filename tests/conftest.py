@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
-from ranks import Pools
+from testkit.ranks import Pools
 
 # Libraries read it when they are loaded. Tests fill all cores as it is: threads that wait for each other while another
 # process computes made tests of small matrices three times slower.
@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-pytest_plugins = ("skip_rule", "testbed_fixture")
+pytest_plugins = ("testkit.skip_rule", "testkit.testbed_fixture")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import signal
 import time
 
 import psutil
-from machine_clock import COUNTED_S, machine_time
+from testkit.machine_clock import COUNTED_S, machine_time
 
 
 def test_it_counts_what_the_clock_on_the_wall_counts() -> None:

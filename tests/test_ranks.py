@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MAX_WORKERS, Pools, RankFailedError
+from testkit.ranks import MAX_WORKERS, Pools, RankFailedError
 
 
 def sum_of_ranks(start: int) -> tuple[int, float]:

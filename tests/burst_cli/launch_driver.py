@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from testkit import KIT
+
 from burst_cli.launching import LaunchManner, run_plan
 from cluster.control.timing import LaunchTiming
 from cluster.facts import probe_local_node
@@ -19,8 +21,6 @@ from cluster.plan import build_launch_plan, with_files
 from engine.config import DataConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.runs import new_run_path
-
-FAKES = Path(__file__).parent.parent / "cluster"
 
 
 def main() -> int:
@@ -34,11 +34,11 @@ def main() -> int:
     cluster = ClusterConfig(ranks_per_node=2, lease_s=5.0 if "--short-lease" in flags else 60.0)
     config = RunConfig(data=data, train=TrainConfig(steps=5, seq_len=64), cluster=cluster)
     facts = probe_local_node()
-    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{FAKES}")
+    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{KIT}")
     path = new_run_path(runs_dir, "tiny")
     plan = build_launch_plan(config, facts, path, module="fake_trainer")
     if "--real" not in flags:
-        argv = (sys.executable, str(FAKES / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
+        argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
         if "--broken" in flags:
             argv = ("/no/such/python", *argv[1:])
         plan = with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))

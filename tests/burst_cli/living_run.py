@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from testkit import KIT
+
 from cluster.control.controller import Manner, control
 from cluster.control.open import open_links
 from cluster.control.outcome import SilentObserver
@@ -26,7 +28,6 @@ from engine.config_cluster import ClusterConfig
 from engine.runs import RunFolder, create_run, list_runs, new_run_path
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKES = ROOT / "tests" / "cluster"
 WAIT_S = 200.0
 TIMING = LaunchTiming(poll_s=0.05, stop_grace_s=2.0, failure_grace_s=1.0)
 
@@ -80,9 +81,9 @@ class LivingRun:
 def _plan(path: Path, lease_s: float = 60.0):
     config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2, lease_s=lease_s))
     facts = probe_local_node()
-    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{FAKES}")
+    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{KIT}")
     plan = build_launch_plan(config, facts, path, module="fake_trainer")
-    argv = (sys.executable, str(FAKES / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
+    argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
     return with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
 
 

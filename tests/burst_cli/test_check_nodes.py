@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_fakes import GROUPS, HEALTHY, FakeFleet, answer
 from rich.console import Console
+from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
 
 from burst_cli.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
 from burst_cli.commands.check_nodes import Output, run_check

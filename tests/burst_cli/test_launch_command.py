@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_table import kill_run, run_processes, wait_until_gone
 from rich.console import Console
+from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.app import main
 from burst_cli.launching import prepare_data

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_table import kill_run, run_processes, wait_until_gone
+from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.detach import CONTROLLER_LOG
 from cluster.control.busy import find_controller

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_table import kill_run, run_processes
+from testkit.process_table import kill_run, run_processes
 
 from burst_cli.app import main
 from engine.config import load_config

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_table import kill_run, run_processes
+from testkit.process_table import kill_run, run_processes
 
 from engine.runs import RunFolder, list_runs
 

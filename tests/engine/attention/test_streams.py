@@ -11,7 +11,7 @@ import torch
 from attention_oracle import causal, gather, oracle, random_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_machine import DeadlockError, DeferredArithmetic, Machine, MachineStreams, Network
+from testkit.stream_machine import DeadlockError, DeferredArithmetic, Machine, MachineStreams, Network
 from torch import Tensor
 
 from engine.attention.allocate import Home, PlanBuilder, Rows, Value

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
+from testkit.ranks import Pools
 from torch import Tensor
 
 from engine.attention.mask import Mask

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Pools
-from tiny_training import start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import start_run, tiny_config
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.commit import hash_file, list_checkpoints

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from ranks import Pools, RankFailedError
-from tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
+from testkit.ranks import Pools, RankFailedError
+from testkit.tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.manifest import CheckpointError, Manifest, read_manifest

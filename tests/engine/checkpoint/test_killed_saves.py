@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import fork_server
 from safetensors.torch import load_file
+from testkit.ranks import fork_server
 from torch import nn
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pools
+from testkit.ranks import Pools
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

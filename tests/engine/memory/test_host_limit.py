@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.attention.topology import Topology
 from engine.config import MemoryConfig, RunConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import mesh_of, own_part, random_batches, tiny_config, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import mesh_of, own_part, random_batches, tiny_config, whole
 
 from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.presets import PRESETS, resolve_attention

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Pools
-from tiny_training import own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig

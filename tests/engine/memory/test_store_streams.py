@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stream_machine import Access, Machine, MachineStreams, access
+from testkit.stream_machine import Access, Machine, MachineStreams, access
 from torch import Tensor
 
 from engine.attention.plan import Channel

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_helpers import SHAPES, SMALL, build, make_tokens
-from ranks import Pools
-from tiny_training import TINY, mesh_of, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, mesh_of, whole
 from torch import Tensor
 
 from engine.attention.api import local_attention

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 
 from engine.config import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
 from engine.model.dropout import Dropout, dropped, row_keys

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config, train_losses, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import (
+    TinyRun,
+    full_weights,
+    own_part,
+    random_batches,
+    start_run,
+    tiny_config,
+    train_losses,
+    whole,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import RunConfig

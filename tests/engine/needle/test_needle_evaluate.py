@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from needle_corpus import make_tasks, write_split
-from ranks import Pools
-from tiny_training import TINY, start_run, tiny_config, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, start_run, tiny_config, whole
 from torch import Tensor, nn
 
 from engine.config import LossConfig, RunConfig

@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import PRESETS, TINY_MODEL, full_weights, own_part, random_batches, start_run, tiny_config, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import (
+    PRESETS,
+    TINY_MODEL,
+    full_weights,
+    own_part,
+    random_batches,
+    start_run,
+    tiny_config,
+    whole,
+)
 
 from engine.config import ModelConfig, ParallelConfig
 from engine.optim import clip_gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import Pools
+from testkit.ranks import Pools
 
 from engine.attention.topology import Topology
 from engine.config import ParallelConfig

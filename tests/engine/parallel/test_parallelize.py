@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
 from torch.distributed.tensor import DTensor
 
 from engine.config import LossConfig

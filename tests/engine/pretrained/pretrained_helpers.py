@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny_training import full_weights, own_part, random_batches, start_run, tiny_config, whole
+from testkit.tiny_training import full_weights, own_part, random_batches, start_run, tiny_config, whole
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.state import training_tensors

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from pretrained_helpers import config_of, facts, imported_weights, train_and_save
-from ranks import Pools, RankFailedError
-from tiny_training import random_batches, tiny_config
+from testkit.ranks import Pools, RankFailedError
+from testkit.tiny_training import random_batches, tiny_config
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

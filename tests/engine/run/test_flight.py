@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from ranks import Pools
+from testkit.ranks import Pools
 
 from engine.run.flight import MAX_ENTRIES, flight_record, reduce_trace
 from engine.waits import WaitClock

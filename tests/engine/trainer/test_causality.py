@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import random_batches, start_run, tiny_config, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import random_batches, start_run, tiny_config, whole
 
 from engine.config import AttentionConfig, RunConfig
 from engine.parallel.shard import shard_batch

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.deterministic
-from ranks import Pools
-from tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
 
 from engine.config import RunConfig
 from engine.determinism import deterministic_algorithms

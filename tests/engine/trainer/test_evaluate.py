@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TINY, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config
 
 from engine.config import ParallelConfig, RunConfig
 from engine.evaluate import Evaluation, bits_per_byte, evaluate, position_edges

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ranks import Pools
-from tiny_training import tiny_config
-from whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
 from engine.config import DataConfig, RunConfig
 

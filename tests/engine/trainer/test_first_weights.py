@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import tiny_config
-from whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 
 import engine.trainer
 from engine.config import AttentionConfig, RunConfig

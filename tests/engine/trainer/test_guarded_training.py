@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ranks import Pools
-from tiny_training import tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 from torch import Tensor
-from whole_runs import create_run_of, small_corpus, train_on_rank
 
 from engine import trainer
 from engine.checkpoint.manifest import Manifest, read_manifest

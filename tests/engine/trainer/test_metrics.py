@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from engine.config import RunConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

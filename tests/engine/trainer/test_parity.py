@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import Pools
-from tiny_training import TINY, own_part, random_batches, start_run, tiny_config, train_losses
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config, train_losses
 
 from engine.config import AttentionConfig, ParallelConfig, RunConfig
 from engine.config_cluster import ClusterConfig

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Pools
-from tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config, whole
+from testkit.ranks import Pools
+from testkit.tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config, whole
 
 from engine.attention.presets import PRESETS
 from engine.config import RunConfig

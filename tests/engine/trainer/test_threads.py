@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_training import tiny_config
+from testkit.tiny_training import tiny_config
 
 from engine.parallel.mesh import Placement
 from engine.trainer import set_threads, usable_cores

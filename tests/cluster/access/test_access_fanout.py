@@ -1,0 +1,127 @@
+"""Many hosts at once: bounded width, outcomes as they come, interrupts that leave quickly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from testkit import ROOT
+from testkit.machine_clock import machine_time
+
+from cluster.access.fanout import Outcome, fan_out
+from cluster.access.hosts import Host
+from cluster.errors import SshError, SshFailure
+
+HOSTS = [Host(f"n{number}", f"n{number}") for number in range(12)]
+
+
+def test_outcomes_are_in_the_order_of_hosts_and_errors_stay_with_theirs() -> None:
+    def work(host: Host) -> str:
+        if host.name == "n3":
+            raise SshError(host.name, SshFailure.REFUSED, "no")
+        return host.name.upper()
+
+    found = fan_out(HOSTS, work, width=4)
+    assert list(found) == [host.name for host in HOSTS]
+    assert [name for name, outcome in found.items() if not outcome.ok] == ["n3"]
+    assert found["n5"].value == "N5"
+
+
+def test_no_more_than_width_run_at_once() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3)
+
+    def work(host: Host) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        together.wait(200)
+        time.sleep(0.02)  # for a fourth, should it be let in
+        with lock:
+            running -= 1
+
+    fan_out(HOSTS, work, width=3)
+    assert most == 3
+
+
+def test_outcomes_come_before_the_slowest_is_done() -> None:
+    gate = threading.Event()
+    seen: list[str] = []
+
+    def work(host: Host) -> None:
+        if host.name == "n0":
+            assert gate.wait(200)
+
+    def note(outcome: Outcome[None]) -> None:
+        seen.append(outcome.host.name)
+        if len(seen) == len(HOSTS) - 1:
+            gate.set()
+
+    fan_out(HOSTS, work, on_outcome=note)
+    assert seen[-1] == "n0"
+
+
+def test_a_bug_in_the_work_is_raised() -> None:
+    def work(host: Host) -> None:
+        raise KeyError(host.name)
+
+    with pytest.raises(KeyError):
+        fan_out(HOSTS, work)
+
+
+def test_after_an_interrupt_nothing_more_begins() -> None:
+    begun: list[str] = []
+    threads: set[threading.Thread] = set()
+    interrupted = threading.Event()
+
+    def work(host: Host) -> None:
+        begun.append(host.name)
+        threads.add(threading.current_thread())
+        if host.name != "n0":
+            assert interrupted.wait(200)
+
+    def interrupt(outcome: Outcome[None]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fan_out(HOSTS, work, width=2, on_outcome=interrupt)
+    interrupted.set()
+    while alive := [thread for thread in [*threads] if thread.is_alive()]:
+        alive[0].join()
+    assert len(begun) <= 3
+
+
+def test_no_hosts_is_no_work() -> None:
+    assert fan_out([], lambda host: host.name) == {}
+
+
+def test_an_interrupted_process_does_not_wait_for_what_hangs(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import time\n"
+        "from cluster.access.fanout import fan_out\n"
+        "from cluster.access.hosts import Host\n"
+        "def work(host):\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(60)\n"
+        "fan_out([Host('a', 'a'), Host('b', 'b')], work, width=1)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    begin = machine_time()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(200) == -signal.SIGINT
+    assert machine_time() - begin < 5
+    assert process.stdout.read() == b""
+    process.stdout.close()

@@ -1,0 +1,287 @@
+"""Faulty SSH servers: each is named with the right failure, in its own time, in bounded memory, whatever it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from testkit import ROOT
+from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
+from testkit.machine_clock import machine_time
+
+from cluster.access.connection import CommandResult
+from cluster.access.fanout import Outcome, fan_out
+from cluster.access.hosts import Host
+from cluster.access.resolve import resolve_hosts
+from cluster.access.ssh import SshPool, connect
+from cluster.errors import SshError, SshFailure
+from cluster.remote_text import clean_text
+from engine.config_cluster import SshConfig
+
+CONNECT_S = 2.0
+COMMAND_S = 3.0
+NODES: dict[str, Mode] = {mode.replace("_", "-"): mode for mode in get_args(Mode)} | {
+    "gate": "ok",
+    "behind": "ok",
+    "behind-refuse": "refuse",
+    "behind-wrong-key": "wrong_key",
+    "behind-silent-gate": "ok",
+    "behind-denying-gate": "ok",
+}
+JUMPS = {
+    "behind": "gate",
+    "behind-refuse": "gate",
+    "behind-wrong-key": "gate",
+    "behind-silent-gate": "silent",
+    "behind-denying-gate": "deny",
+}
+FAILURES = {
+    "refuse": SshFailure.REFUSED,
+    "silent": SshFailure.TIMEOUT,
+    "stall": SshFailure.TIMEOUT,
+    "endless-banner": SshFailure.PROTOCOL,
+    "not-ssh": SshFailure.PROTOCOL,
+    "hang-up": SshFailure.PROTOCOL,
+    "wrong-key": SshFailure.HOST_KEY_CHANGED,
+    "unknown-key": SshFailure.HOST_KEY_UNKNOWN,
+    "deny": SshFailure.AUTH,
+    "malformed": SshFailure.PROTOCOL,
+    "mute-login": SshFailure.TIMEOUT,
+    "mute-exec": SshFailure.COMMAND_TIMEOUT,
+    "die": SshFailure.LOST,
+    "deaf": SshFailure.COMMAND_TIMEOUT,
+    "behind-refuse": SshFailure.UNREACHABLE,  # the fleet's jump host gives no more than an error number
+    "behind-wrong-key": SshFailure.HOST_KEY_CHANGED,
+    "behind-silent-gate": SshFailure.TIMEOUT,
+    "behind-denying-gate": SshFailure.AUTH,
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with start_fleet(tmp_path_factory.mktemp("fleet"), NODES, jumps=JUMPS) as fleet:
+        yield fleet
+
+
+def hosts_of(fleet: Fleet, *names: str, connect_timeout_s: float = CONNECT_S) -> tuple[Host, ...]:
+    ssh = SshConfig(config_file=str(fleet.config_file), connect_timeout_s=connect_timeout_s)
+    return resolve_hosts(names, ssh)
+
+
+@pytest.fixture(scope="module")
+def checked(fleet: Fleet) -> tuple[Mapping[str, Outcome[CommandResult]], float]:
+    """One command on every node at once: (outcomes, seconds)."""
+    begin = time.monotonic()
+    with SshPool() as pool:
+
+        def work(host: Host) -> CommandResult:
+            with pool.connect(host) as connection:
+                return connection.run(["cat"], stdin=b"hello", timeout_s=COMMAND_S, max_output_bytes=1 << 20)
+
+        outcomes = fan_out(hosts_of(fleet, *NODES), work)
+    return outcomes, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_fault_has_its_name(checked: tuple[Mapping[str, Outcome[CommandResult]], float], name: str) -> None:
+    outcome = checked[0][name]
+    assert isinstance(outcome.error, SshError)
+    assert outcome.error.kind is FAILURES[name], str(outcome.error)
+    assert outcome.error.host == name
+    assert str(outcome.error).isprintable()
+    assert outcome.elapsed_s < CONNECT_S + COMMAND_S + 1
+
+
+@pytest.mark.parametrize("name", ["ok", "busy-door", "slow", "gate", "behind"])
+def test_healthy_and_merely_slow_nodes_answer(
+    checked: tuple[Mapping[str, Outcome[CommandResult]], float], name: str
+) -> None:
+    value = checked[0][name].value
+    assert value is not None, str(checked[0][name].error)
+    assert (value.ok, value.stdout) == (True, b"hello")
+
+
+def test_all_nodes_take_as_long_as_the_slowest_and_not_the_sum(
+    checked: tuple[Mapping[str, Outcome[CommandResult]], float],
+) -> None:
+    assert checked[1] < CONNECT_S + COMMAND_S + 2
+    assert sum(outcome.elapsed_s for outcome in checked[0].values()) > 2 * checked[1]
+
+
+def test_an_error_of_a_jump_host_names_both(checked: tuple[Mapping[str, Outcome[CommandResult]], float]) -> None:
+    text = str(checked[0]["behind-denying-gate"].error)
+    assert text.startswith("behind-denying-gate: jump host deny:")
+
+
+def test_a_flood_is_read_to_its_end_and_cut(checked: tuple[Mapping[str, Outcome[CommandResult]], float]) -> None:
+    value = checked[0]["flood"].value
+    assert value is not None
+    assert (len(value.stdout), value.truncated, value.ok) == (1 << 20, True, False)
+
+
+def test_garbage_comes_raw_and_is_harmless_once_cleaned(
+    checked: tuple[Mapping[str, Outcome[CommandResult]], float],
+) -> None:
+    value = checked[0]["garbage"].value
+    assert value is not None
+    assert value.stdout == GARBAGE
+    assert all(character.isprintable() or character in "\t\n" for character in clean_text(value.stdout))
+    assert "red" in clean_text(value.stdout)
+
+
+def test_a_command_killed_by_a_signal_has_no_exit_code(
+    checked: tuple[Mapping[str, Outcome[CommandResult]], float],
+) -> None:
+    value = checked[0]["signal"].value
+    assert value is not None
+    assert (value.exit_code, value.ok) == (None, False)
+
+
+def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
+    script = (
+        "import json, resource, sys\n"
+        "from cluster.access.resolve import resolve_hosts\n"
+        "from cluster.access.ssh import connect\n"
+        "from engine.config_cluster import SshConfig\n"
+        "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "total = 0\n"
+        "with connect(host) as connection:\n"
+        "    process = connection.start(['x'])\n"
+        "    process.close_stdin()\n"
+        "    while data := process.read(1 << 16, 20):\n"
+        "        total += len(data)\n"
+        "    assert process.wait(200).exit_code == 0\n"
+        "    assert connection.run(['x'], max_output_bytes=1000).truncated\n"
+        "print(json.dumps([total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script, str(fleet.config_file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=200,
+        check=True,
+    )
+    total, grown_kib = json.loads(answer.stdout)
+    assert total == FLOOD_BYTES // 65536 * 65536
+    assert grown_kib < 64 << 10  # of 100 MiB that came twice
+
+
+def test_a_server_that_ignores_the_window_is_left(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "greedy")
+    with connect(host) as connection:
+        process = connection.start(["x"])
+        process.close_stdin()
+        connection.transport.join(60)  # nobody reads: what is sent beyond the window would fill memory
+        assert not connection.transport.is_active()
+        with pytest.raises(SshError) as caught:
+            process.wait(200)
+        assert caught.value.kind is SshFailure.LOST
+
+
+@pytest.mark.parametrize("name", ["silent", "stall", "mute-login", "behind-silent-gate"])
+def test_connecting_never_takes_longer_than_its_limit(fleet: Fleet, name: str) -> None:
+    (host,) = hosts_of(fleet, name, connect_timeout_s=0.5)
+    begin = machine_time()
+    with pytest.raises(SshError) as caught:
+        connect(host)
+    assert caught.value.kind is SshFailure.TIMEOUT
+    assert machine_time() - begin < 1.5
+
+
+def test_a_command_never_takes_longer_than_its_limit(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "deaf")
+    with connect(host) as connection:
+        begin = machine_time()
+        with pytest.raises(SshError, match=r"within 0\.4 s"):
+            connection.run(["cat"], stdin=b"x" * (8 << 20), timeout_s=0.4)
+        assert machine_time() - begin < 1.5
+
+
+def test_writing_to_a_command_that_never_reads_fails(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "deaf")
+    with SshPool(stall_s=0.5) as pool, pool.connect(host) as connection:
+        process = connection.start(["cat"])
+        begin = machine_time()
+        with pytest.raises(SshError, match="has read nothing") as caught:
+            process.write(b"x" * (32 << 20))
+        assert caught.value.kind is SshFailure.LOST
+        assert machine_time() - begin < 10
+
+
+def test_a_dead_jump_host_is_waited_for_once(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "behind-silent-gate", connect_timeout_s=1.0)
+    hosts = [host.with_name(f"node{number}") for number in range(6)]
+    begin = machine_time()
+    with SshPool() as pool:
+        outcomes = fan_out(hosts, pool.connect, width=2)
+    assert machine_time() - begin < 3
+    assert all(isinstance(outcome.error, SshError) for outcome in outcomes.values())
+    assert "jump host silent" in str(outcomes["node5"].error)
+
+
+def test_a_name_without_an_address_is_a_dns_failure() -> None:
+    with pytest.raises(SshError) as caught:
+        connect(Host("nowhere", "nowhere.invalid", connect_timeout_s=5))
+    assert caught.value.kind is SshFailure.DNS
+
+
+def test_an_address_without_a_route_is_not_a_timeout() -> None:
+    with pytest.raises(SshError) as caught:
+        connect(Host("here", "255.255.255.255", connect_timeout_s=5))
+    assert caught.value.kind is SshFailure.UNREACHABLE
+
+
+def test_without_known_hosts_every_key_is_unknown(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "ok")
+    with pytest.raises(SshError) as caught:
+        connect(replace(host, known_hosts=()))
+    assert caught.value.kind is SshFailure.HOST_KEY_UNKNOWN
+
+
+@contextlib.contextmanager
+def raw_server(answer: bytes) -> Iterator[Host]:
+    """A server that sends `answer` to whoever connects, then nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    guest, _ = listener.accept()
+                    guests.append(guest)
+                    guest.sendall(answer)
+
+        guests: list[socket.socket] = []
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield Host("raw", "127.0.0.1", listener.getsockname()[1], connect_timeout_s=0.3)
+        listener.shutdown(socket.SHUT_RDWR)
+        for guest in guests:
+            guest.close()
+
+
+@example(b"\xff\xff\xff\xfc\x04" + b"\x00" * 64)
+@example(struct.pack(">IB", 12, 4) + b"\x14" + b"\xff" * 10)
+@example(struct.pack(">IB", 12, 4) + b"\x01" + b"\xff" * 10)
+@given(st.binary(max_size=80))
+@settings(max_examples=12, deadline=None)
+def test_no_message_of_a_stranger_is_a_bug_of_ours(noise: bytes) -> None:
+    with raw_server(b"SSH-2.0-strange\r\n" + noise) as host:
+        begin = machine_time()
+        with pytest.raises(SshError) as caught:
+            connect(host)
+        assert caught.value.kind in (SshFailure.PROTOCOL, SshFailure.TIMEOUT)
+        assert machine_time() - begin < 2

@@ -1,0 +1,469 @@
+"""Connections to a real OpenSSH server: keys, quoting, streams, dead links, crowded doors; and that nothing leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from testkit.machine_clock import machine_time
+
+from cluster.access.connection import quote_command
+from cluster.access.deadline import Deadline
+from cluster.access.fanout import fan_out
+from cluster.access.hosts import Host
+from cluster.access.sockets import open_socket
+from cluster.access.ssh import SshConnection, SshPool, connect
+from cluster.access.transport import SshTransport
+from cluster.errors import SshError, SshFailure
+
+WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
+NASTY = [
+    "$(touch x)",
+    "`id`",
+    "a'b\"c",
+    "-n",
+    "--",
+    "",
+    "two\nlines",
+    "\\",
+    "*",
+    "~",
+    "!!",
+    "\x1b[2J",
+    "é\u202e",
+    "\r",
+    "|&;<>",
+]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running sshd. log: what it said; host: how to reach it."""
+
+    host: Host
+    log: Path
+    pid: int
+
+
+@contextlib.contextmanager
+def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
+    """An sshd of this user's own on a free port of 127.0.0.1, with an ed25519 and an RSA host key."""
+    sshd = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
+    if sshd is None:
+        pytest.skip("sshd is not installed")  # where CI is set, a skip fails the session
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, kind in (("host_ed25519", ["ed25519"]), ("host_rsa", ["rsa", "-b", "2048"]), ("id", ["ed25519"])):
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", str(folder / name), "-t", *kind], check=True)
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+    with socket.socket() as reserved:
+        # Nobody else is given a port that is bound; sshd may share it with one who does not listen.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        with _run_sshd(sshd, folder, reserved.getsockname()[1], options) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Iterator[Server]:
+    lines = [
+        f"ListenAddress 127.0.0.1:{port}",
+        f"HostKey {folder}/host_ed25519",
+        f"HostKey {folder}/host_rsa",
+        f"AuthorizedKeysFile {folder}/authorized_keys",
+        f"PidFile {folder}/pid",
+        "StrictModes no",
+        "UsePAM no",
+        "PermitRootLogin yes",
+        "MaxSessions 100",
+        *options,
+    ]
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+    log = folder / "log"
+    process = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(log)])
+    kind, key = (folder / "host_ed25519.pub").read_text().split()[:2]
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
+    host = Host(
+        "node1",
+        "127.0.0.1",
+        port,
+        user=_user(),
+        key_names=(f"[127.0.0.1]:{port}",),
+        identity_files=(str(folder / "id"),),
+        known_hosts=(str(folder / "known_hosts"),),
+        agent_socket="",
+    )
+    try:
+        _wait_for(port)
+        yield Server(host, log, process.pid)
+    finally:
+        process.terminate()
+        process.wait(200)
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError("sshd does not listen")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with start_sshd(tmp_path_factory.mktemp("sshd"), "MaxStartups 200") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def connection(server: Server) -> Iterator[SshConnection]:
+    with connect(server.host) as connection:
+        yield connection
+
+
+def test_a_command_gives_its_streams_and_its_exit_code(connection: SshConnection) -> None:
+    result = connection.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\xff\0put")
+    assert (result.stdout, result.stderr, result.exit_code) == (b"in\xff\0put", b"err\n", 3)
+    assert not result.ok
+
+
+def test_a_killed_command_has_no_exit_code(connection: SshConnection) -> None:
+    assert connection.run(["sh", "-c", "kill -9 $$"]).exit_code is None
+
+
+@example(NASTY)
+@given(WORDS)
+@settings(max_examples=60, deadline=None)
+def test_no_word_is_interpreted_by_a_shell(words: list[str]) -> None:
+    line = quote_command(["printf", "%s\\0", "first", *words])
+    result = subprocess.run(["sh", "-c", line], capture_output=True, check=True, cwd="/")
+    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in words]
+
+
+@example(NASTY)
+@given(WORDS)
+@settings(max_examples=8, deadline=None)
+def test_no_word_is_interpreted_by_a_node(connection: SshConnection, words: list[str]) -> None:
+    result = connection.run(["printf", "%s\\0", "first", *words])
+    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in words]
+
+
+@pytest.mark.parametrize("argv", [[], ["a\0b"]])
+def test_what_is_no_command_is_refused(argv: list[str]) -> None:
+    with pytest.raises(ValueError, match="not a command"):
+        quote_command(argv)
+
+
+def test_large_streams_pass_in_both_directions_at_once(connection: SshConnection) -> None:
+    data = os.urandom(1 << 20) * 20
+    result = connection.run(["cat"], stdin=data, max_output_bytes=len(data))
+    assert result.ok
+    assert result.stdout == data
+
+
+def test_a_flood_of_errors_is_cut_and_does_not_stop_the_output(connection: SshConnection) -> None:
+    result = connection.run(["sh", "-c", "head -c 30000000 /dev/zero >&2; echo done"])
+    assert result.stdout == b"done\n"
+    assert (len(result.stderr), result.truncated) == (1 << 20, True)
+
+
+def test_several_commands_share_a_connection(connection: SshConnection) -> None:
+    begin = machine_time()
+    hosts = [connection.host.with_name(f"n{number}") for number in range(8)]
+    found = fan_out(hosts, lambda host: connection.run(["sh", "-c", f"sleep 2; echo {host.name}"]).stdout)
+    assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(8)]
+    assert machine_time() - begin < 10  # one after the other: 16
+
+
+def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection) -> None:
+    process = connection.start(["cat"])
+    process.write(b"one\n")
+    assert process.read(100, 5) == b"one\n"
+    with pytest.raises(SshError, match=r"within 0\.2 s"):
+        process.read(100, 0.2)
+    process.write(b"two\n")
+    process.close_stdin()
+    result = process.wait(200)
+    assert (result.stdout, result.exit_code) == (b"two\n", 0)
+    process.close()
+
+
+def test_writing_after_the_end_of_input_is_an_error_and_no_loop(connection: SshConnection) -> None:
+    process = connection.start(["sleep", "5"])
+    process.close_stdin()
+    begin = machine_time()
+    with pytest.raises(SshError, match="no longer reads"):
+        process.write(b"x")
+    assert machine_time() - begin < 10  # one after the other: 16
+    process.close()
+
+
+def test_closing_from_another_thread_ends_a_read(connection: SshConnection) -> None:
+    process = connection.start(["sleep", "30"])
+    threading.Timer(0.2, process.close).start()
+    begin = machine_time()
+    assert process.read(100) == b""
+    assert machine_time() - begin < 5
+
+
+def test_writing_to_a_command_that_has_ended_is_told(connection: SshConnection) -> None:
+    process = connection.start(["true"])
+    assert process.read(1, 5) == b""
+    with pytest.raises(SshError) as caught:
+        process.write(b"x" * (8 << 20))
+    assert caught.value.kind is SshFailure.LOST
+
+
+def test_a_writer_who_waits_is_told_when_the_command_ends(connection: SshConnection) -> None:
+    process = connection.start(["sleep", "0.5"])
+    begin = machine_time()
+    with pytest.raises(SshError, match="no longer reads"):
+        process.write(b"x" * (16 << 20))
+    assert machine_time() - begin < 5
+
+
+def test_a_command_ends_with_its_limit_and_the_connection_lives_on(connection: SshConnection) -> None:
+    begin = machine_time()
+    with pytest.raises(SshError) as caught:
+        connection.run(["sleep", "20"], timeout_s=0.3)
+    assert caught.value.kind is SshFailure.COMMAND_TIMEOUT
+    assert machine_time() - begin < 2
+    assert connection.run(["echo", "on"]).stdout == b"on\n"
+
+
+@pytest.mark.parametrize(("sign", "limit_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
+def test_a_dead_link_is_noticed_while_a_command_runs(server: Server, sign: signal.Signals, limit_s: float) -> None:
+    with SshPool(keepalive_s=0.3) as pool, pool.connect(server.host) as connection:
+        # The parent of a command is the server process of this one connection.
+        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        process = connection.start(["sleep", "20"])
+        os.kill(session, sign)
+        try:
+            begin = machine_time()
+            with pytest.raises(SshError) as caught:
+                process.wait(15)
+            assert caught.value.kind is SshFailure.LOST
+            assert machine_time() - begin < limit_s
+            with pytest.raises(SshError, match="has ended"):
+                connection.run(["true"])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(session, signal.SIGKILL)
+
+
+def test_keepalives_keep_a_quiet_connection(server: Server) -> None:
+    with SshPool(keepalive_s=0.2) as pool, pool.connect(server.host) as connection:
+        assert connection.run(["sh", "-c", "sleep 1.5; echo still"]).stdout == b"still\n"
+
+
+def test_a_server_with_several_keys_shows_the_one_that_is_known(server: Server, tmp_path: Path) -> None:
+    kind, key = (server.log.parent / "host_rsa.pub").read_text().split()[:2]
+    known = tmp_path / "known_hosts"
+    known.write_text(f"{server.host.key_names[0]} {kind} {key}\n")
+    with connect(replace(server.host, known_hosts=(str(known),))) as connection:
+        assert connection.transport.get_remote_server_key().get_name() == "ssh-rsa"
+
+
+def test_keys_that_cannot_be_used_are_skipped_with_a_word(server: Server, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "passphrase", "-f", str(locked)], check=True)
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"\xff no key")
+    files = (str(tmp_path / "none"), str(locked), str(garbage))
+    with pytest.raises(SshError) as caught:
+        connect(replace(server.host, identity_files=files))
+    assert caught.value.kind is SshFailure.AUTH
+    text = str(caught.value)
+    assert f"{locked} (encrypted" in text
+    assert f"{garbage} (not a private key" in text
+    assert "none)" not in text
+    assert str(tmp_path / "none") not in text
+    with connect(replace(server.host, identity_files=(*files, *server.host.identity_files))):
+        pass
+
+
+@contextlib.contextmanager
+def agent_with(folder: Path, *keys: Path) -> Iterator[str]:
+    path = folder / "agent"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_socket(path)
+        for key in keys:
+            command = ["ssh-add", "-q", str(key)]
+            subprocess.run(command, env=os.environ | {"SSH_AUTH_SOCK": str(path)}, check=True)
+        yield str(path)
+    finally:
+        process.terminate()
+        process.wait(200)
+
+
+def _wait_for_socket(path: Path) -> None:
+    """Until somebody answers there: its name is there before anybody listens."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as guest:
+            guest.connect(str(path))
+            return
+        time.sleep(0.01)
+    raise RuntimeError("ssh-agent does not listen")
+
+
+def test_the_agents_keys_are_offered_unless_only_named_ones_may_be(server: Server, tmp_path: Path) -> None:
+    key = Path(server.host.identity_files[0])
+    with agent_with(tmp_path, key) as path:
+        bare = replace(server.host, identity_files=(), agent_socket=path)
+        with connect(bare) as connection:
+            # No forwarding: a session of ours must not be a way to the agent.
+            assert connection.run(["sh", "-c", "echo [$SSH_AUTH_SOCK]"]).stdout == b"[]\n"
+        with pytest.raises(SshError, match="tried: none"):
+            connect(replace(bare, identities_only=True))
+        shutil.copy(f"{key}.pub", tmp_path / "id.pub")
+        with connect(replace(bare, identities_only=True, identity_files=(str(tmp_path / "id"),))):
+            pass
+
+
+def test_an_agent_that_does_not_answer_is_done_without(server: Server, tmp_path: Path) -> None:
+    with connect(replace(server.host, agent_socket=str(tmp_path / "none"))):
+        pass
+
+
+def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
+    with start_sshd(tmp_path / "crowded", "MaxStartups 1") as server, contextlib.ExitStack() as stack:
+        place = (server.host.address, server.host.port)
+        stranger = stack.enter_context(socket.create_connection(place))
+        while stranger.recv(4) != b"SSH-":  # until the server has forgotten who came before
+            stranger = stack.enter_context(socket.create_connection(place))
+        with pytest.raises(SshError, match="Exceeded MaxStartups"):
+            connect(replace(server.host, connect_timeout_s=60))  # it gives up after some attempts, long before that
+        threading.Timer(0.5, stranger.close).start()
+        with connect(replace(server.host, connect_timeout_s=8)) as connection:
+            assert connection.run(["echo", "in"]).stdout == b"in\n"
+
+
+class CountingPool(SshPool):
+    """Counts who has begun to connect and is not logged in yet.
+
+    Whoever is logged in leaves the door once the server has answered him as such: by then sshd's own count, which lags
+    behind, has left him out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._counted = threading.Lock()
+
+    def open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
+        with self._counted:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        return open_socket(host, deadline)
+
+    def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
+        try:
+            super()._enter(host, transport, deadline)
+            transport.open("session", deadline.left_s).close()
+        finally:
+            with self._counted:
+                self.now -= 1
+
+
+def test_few_strangers_at_once_stand_at_one_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_sshd(tmp_path / "door", "MaxStartups 12", "LogLevel VERBOSE") as server, CountingPool() as pool:
+        hosts = [server.host.with_name(f"n{number}") for number in range(32)]
+        monkeypatch.setattr("cluster.access.ssh.open_socket", pool.open_socket)
+
+        def work(host: Host) -> bool:
+            with pool.connect(host) as connection:
+                return connection.run(["true"]).ok
+
+        assert all(outcome.value for outcome in fan_out(hosts, work).values())
+        assert 1 < pool.most <= 8
+        assert "drop connection" not in server.log.read_text()
+
+
+def test_a_user_that_is_not_let_in_is_an_auth_failure(server: Server) -> None:
+    with pytest.raises(SshError) as caught:
+        connect(replace(server.host, user="nobody-of-that-name"))
+    assert caught.value.kind is SshFailure.AUTH
+    assert "authorized_keys" in str(caught.value)
+
+
+def test_a_second_factor_is_not_a_log_in(tmp_path: Path) -> None:
+    with start_sshd(
+        tmp_path / "two", "AuthenticationMethods publickey,password", "PasswordAuthentication yes"
+    ) as server:
+        with pytest.raises(SshError) as caught:
+            connect(server.host)
+        assert caught.value.kind is SshFailure.AUTH
+        assert "password" in str(caught.value)
+
+
+def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: Path) -> None:
+    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, SshPool() as pool:
+        hosts = [replace(server.host, name=f"n{number}", jump=gate.host) for number in range(12)]
+
+        def work(host: Host) -> bytes:
+            with pool.connect(host) as connection:
+                return connection.run(["echo", host.name]).stdout
+
+        found = fan_out(hosts, work)
+        assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(12)]
+        assert gate.log.read_text().count("Accepted publickey") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "words"),
+    [
+        ("AllowTcpForwarding yes", SshFailure.REFUSED, "Connection refused"),
+        ("AllowTcpForwarding no", SshFailure.UNREACHABLE, "AllowTcpForwarding"),
+    ],
+)
+def test_what_a_jump_host_cannot_reach_is_told_in_its_words(
+    tmp_path: Path, option: str, kind: SshFailure, words: str
+) -> None:
+    with start_sshd(tmp_path / "gate", option) as gate, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        target = replace(gate.host, name="behind", port=closed.getsockname()[1], jump=gate.host)
+        with pytest.raises(SshError) as caught:
+            connect(target)
+    assert caught.value.kind is kind
+    assert words in str(caught.value)
+
+
+def test_a_secret_on_stdin_is_in_no_argument_and_no_error(connection: SshConnection) -> None:
+    canary = "canary-7c1f93ab"
+    process = connection.start(["sh", "-c", "read -r secret; sleep 5"])
+    process.write(f"{canary}\n".encode())
+    assert not any(canary.encode() in _command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+    with pytest.raises(SshError) as caught:
+        process.wait(0.2)
+    process.close()
+    with pytest.raises(SshError) as again:
+        connection.run(["sleep", "5"], stdin=canary.encode(), timeout_s=0.2)
+    assert canary not in repr(caught.value) + repr(again.value)
+
+
+def _command_line(path: Path) -> bytes:
+    with contextlib.suppress(OSError):  # a process that has just ended
+        return path.read_bytes()
+    return b""

@@ -1,0 +1,277 @@
+"""The whole check with nodes that answer from memory: nobody hides or delays anybody, nothing unseen passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from testkit.check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, FakeGroup, answer, frame
+from testkit.machine_clock import machine_time
+
+from cluster.access.hosts import Host
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.groups import LoadedGroup, load_groups
+from cluster.checks.run import CheckOptions, check_nodes, check_this_machine, watch
+from cluster.checks.selection import Selection, read_selection
+from cluster.checks.verdicts import FleetReport, NodeReport
+from cluster.errors import SshError, SshFailure
+from cluster.probe.section import NodeProbe
+from engine.config_cluster import ClusterConfig, ExpectedHardware, SshConfig
+
+CONFIG = ClusterConfig(name="prod")
+
+
+def check(fleet: FakeFleet, config: ClusterConfig = CONFIG, **options: object) -> FleetReport:
+    chosen = CheckOptions(**{"groups": GROUPS, "connect": fleet.connect, "timeout_s": 20.0, **options})
+    return check_nodes(fleet.hosts, config, chosen)
+
+
+def verdicts(report: FleetReport) -> dict[str, str]:
+    return {name: node.verdict.value for name, node in report.nodes.items()}
+
+
+def findings(report: FleetReport, node: str, check: str) -> list[Finding]:
+    return [finding for finding in report.nodes[node].findings if finding.check == check]
+
+
+def half(fence: str) -> Iterator[bytes]:
+    yield f"\n{fence} begin host.disk 1.00\nok".encode()
+    yield GONE
+
+
+def silent(fence: str) -> Iterator[bytes]:
+    yield SILENCE
+
+
+def refused(name: str) -> SshError:
+    return SshError(name, SshFailure.REFUSED, "refuses connections", "is sshd running?")
+
+
+def test_each_node_gets_its_own_verdict() -> None:
+    fleet = FakeFleet(
+        {
+            "good": HEALTHY,
+            "warned": answer({"host.disk": "warn"}),
+            "bad": answer({"host.disk": "fail"}),
+            "refuses": refused("refuses"),
+            "dies": half,
+            "lacks_tool": answer({"host.disk": ("sh: df: not found", 127)}),
+            "blank": answer({}),
+        }
+    )
+    report = check(fleet)
+    assert verdicts(report) == {
+        "good": "OK",
+        "warned": "WARN",
+        "bad": "FAIL",
+        "refuses": "FAIL",
+        "dies": "UNKNOWN",
+        "lacks_tool": "UNKNOWN",
+        "blank": "UNKNOWN",
+    }
+    assert report.usable == ("good", "warned")
+    assert report.exit_code == 1
+    assert findings(report, "refuses", "ssh.reach")[0].remedy == "is sshd running?"
+
+
+def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
+    fleet = FakeFleet({f"n{n}": silent for n in range(8)})
+    begin, began = machine_time(), time.monotonic()
+    report = check(fleet, timeout_s=0.6)
+    assert time.monotonic() - began >= 0.6
+    assert machine_time() - begin < 2.0
+    assert set(verdicts(report).values()) == {"UNKNOWN"}
+
+
+def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
+    told = threading.Event()
+
+    class Observer:
+        def started(self, node: str) -> None: ...
+        def phase(self, text: str) -> None: ...
+        def finished(self, report: NodeReport) -> None:
+            if report.node == "fast":
+                told.set()
+
+    def slow(fence: str) -> Iterator[bytes]:
+        assert told.wait(200), "the slow node was waited for before the fast one was told"
+        yield from answer({"host.disk": "ok"})(fence)
+
+    fleet = FakeFleet({"slow": slow, "fast": HEALTHY})
+    options = CheckOptions(groups=GROUPS, connect=fleet.connect, timeout_s=60)
+    assert check_nodes(fleet.hosts, CONFIG, options, Observer()).usable == ("slow", "fast")
+
+
+def test_every_connection_is_closed() -> None:
+    fleet = FakeFleet({"a": HEALTHY, "b": half, "c": answer({"host.disk": "fail"})})
+    check(fleet)
+    assert all(connection.closed for connection in fleet.connections.values())
+
+
+def test_connections_are_closed_after_an_interrupt() -> None:
+    class Interrupted:
+        def started(self, node: str) -> None: ...
+        def phase(self, text: str) -> None: ...
+        def finished(self, report: NodeReport) -> None:
+            raise KeyboardInterrupt
+
+    def later(fence: str) -> Iterator[bytes]:
+        time.sleep(0.3)
+        yield from answer({})(fence)
+
+    fleet = FakeFleet({"a": HEALTHY, "b": later})
+    with pytest.raises(KeyboardInterrupt):
+        check_nodes(fleet.hosts, CONFIG, CheckOptions(groups=GROUPS, connect=fleet.connect), Interrupted())
+    deadline = time.monotonic() + 200
+    while not all(connection.closed for connection in fleet.connections.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class BrokenGroup(FakeGroup):
+    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
+        raise IndexError("list index out of range")
+
+    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+        raise KeyError("driver")
+
+
+class EmptyGroup(FakeGroup):
+    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
+        return []
+
+
+@pytest.mark.parametrize(("group", "text"), [(BrokenGroup(), "IndexError"), (EmptyGroup(), "gave a result")])
+def test_a_group_that_breaks_or_says_nothing_is_unknown(group: FakeGroup, text: str) -> None:
+    report = check(FakeFleet({"n1": HEALTHY}), groups=(LoadedGroup(group),))
+    assert report.nodes["n1"].verdict is Verdict.UNKNOWN
+    assert text in findings(report, "n1", "host")[0].observed
+
+
+def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:
+    def breaks(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+        raise ZeroDivisionError
+
+    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), groups=(LoadedGroup(FakeGroup(), check_fleet=breaks),))
+    assert set(verdicts(report).values()) == {"UNKNOWN"}
+
+
+def test_a_library_that_stumbles_over_one_server_spoils_one_node() -> None:
+    fleet = FakeFleet({"n1": HEALTHY, "n2": HEALTHY})
+
+    def connect(host: Host) -> FakeConnection:
+        if host.name == "n2":
+            raise AttributeError("NoneType has no attribute get_name")
+        return fleet.connect(host)
+
+    report = check(fleet, connect=connect)
+    assert verdicts(report) == {"n1": "OK", "n2": "UNKNOWN"}
+
+
+def with_driver(version: str) -> object:
+    return answer({"host.disk": "ok", "host.traits": f"gpu.driver={version}"})
+
+
+def test_the_node_with_another_driver_is_named() -> None:
+    fleet = FakeFleet(
+        {"n1": with_driver("550"), "n2": with_driver("535"), "n3": with_driver("550"), "n4": refused("n4")}
+    )
+    report = check(fleet)
+    assert verdicts(report) == {"n1": "OK", "n2": "FAIL", "n3": "OK", "n4": "FAIL"}
+    (odd,) = findings(report, "n2", "gpu.driver")
+    assert (odd.observed, odd.expected) == ("535", "550, as 2 of 3 nodes have")
+    assert findings(report, "n4", "gpu.driver") == []  # who was not reached is not blamed for more
+
+
+def test_the_configuration_names_the_driver_for_all() -> None:
+    fleet = FakeFleet({"n1": with_driver("550"), "n2": with_driver("550")})
+    report = check(fleet, replace(CONFIG, expected=ExpectedHardware(driver="535")))
+    assert set(verdicts(report).values()) == {"FAIL"}
+
+
+def test_a_clock_that_is_off_fails_its_node() -> None:
+    report = check(FakeFleet(dict.fromkeys(("n1", "n2", "n3", "n4"), HEALTHY), ahead_s={"n3": 9.0}))
+    assert verdicts(report) == {"n1": "OK", "n2": "OK", "n3": "FAIL", "n4": "OK"}
+
+
+def test_skipped_findings_do_not_count() -> None:
+    report = check(FakeFleet({"n1": answer({"host.disk": "fail"})}), selection=Selection(skip=("host.disk",)))
+    assert report.usable == ("n1",)
+
+
+def test_a_check_asked_for_that_nobody_made_is_unknown() -> None:
+    report = check(FakeFleet({"n1": HEALTHY}), selection=read_selection(["host.inodes"]))
+    assert report.nodes["n1"].verdict is Verdict.UNKNOWN
+
+
+def test_settings_of_a_group_reach_its_probe() -> None:
+    group = LoadedGroup(FakeGroup(), probe_settings=lambda config: {"BURST_IMAGE": config.name})
+    fleet = FakeFleet({"n1": HEALTHY})
+    check(fleet, groups=(group,))
+    assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
+
+
+def test_bad_nodes_are_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.jsonl"
+    for _ in range(2):
+        report = check(FakeFleet({"n1": HEALTHY, "n2": refused("n2")}), history=path)
+    assert report.to_dict()["nodes"]["n2"]["history"] == {"failed": 2, "of": 2}
+    assert report.to_dict()["nodes"]["n1"]["history"] == {"failed": 0, "of": 2}
+
+
+def test_a_history_that_cannot_be_kept_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    report = check(FakeFleet({"n1": HEALTHY}), history=tmp_path / "file" / "nodes.jsonl")
+    assert report.usable == ("n1",)
+    assert "history" in report.notes[0]
+
+
+def test_no_more_than_fan_out_nodes_are_asked_at_once() -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def counted(fence: str) -> Iterator[bytes]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+        yield frame(fence, "host.disk", "ok")
+
+    check(FakeFleet({f"n{n}": counted for n in range(12)}), replace(CONFIG, ssh=SshConfig(fan_out=3)))
+    assert most <= 3
+
+
+def test_nodes_of_a_flood_do_not_add_up_in_memory() -> None:
+    def flood(fence: str) -> Iterator[bytes]:
+        while True:
+            yield b"x" * 65536
+
+    report = check(FakeFleet({"n1": flood, "n2": HEALTHY}))
+    assert verdicts(report) == {"n1": "UNKNOWN", "n2": "OK"}
+
+
+def test_watching_pauses_between_checks() -> None:
+    events: list[str] = []
+    report = FleetReport({})
+
+    def once() -> FleetReport:
+        events.append("check")
+        return report
+
+    reports = watch(once, lambda: events.append("pause"))
+    next(reports), next(reports)
+    assert events == ["check", "pause", "check"]
+
+
+def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
+    report = check_this_machine(CONFIG, CheckOptions(groups=load_groups(["host"]), timeout_s=60))
+    (node,) = report.nodes.values()
+    assert node.group_verdict("ssh") is None
+    assert node.group_verdict("host") is not None
+    assert findings(report, node.node, "host.limits") == []

@@ -1,0 +1,57 @@
+"""Group host against a real container engine, on a node of a testbed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+
+from host_sections import DOCKER
+from testkit.testbed_fixture import MakeTestbed
+
+from cluster.access.ssh import SshConnection, connect
+from cluster.checks.finding import Verdict
+from cluster.checks.host import GROUP, probe_settings
+from cluster.parse.host import parse_engine, parse_image
+from cluster.probe.run import probe_node
+from cluster.probe.section import NodeProbe
+
+PAYLOAD = b"x" * 100_000
+
+
+def tar_of_one_file() -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo("file")
+        entry.size = len(PAYLOAD)
+        archive.addfile(entry, io.BytesIO(PAYLOAD))
+    return packed.getvalue()
+
+
+def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
+    probe = probe_node(connection, ["host"], settings=probe_settings(DOCKER))
+    return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
+
+
+def test_engine_and_image_of_a_real_daemon(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(nodes=1, docker=True)
+    with connect(testbed.host(testbed.node_names[0])) as connection:
+        probe, without = ask(connection)
+        engine = parse_engine(probe)
+        assert (
+            connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip() == engine.version
+        )
+        assert engine.room is not None
+        assert (without["host.docker"], without["host.image"]) == (Verdict.OK, Verdict.WARN)
+        assert connection.run(["docker", "import", "-", "burst:cuda"], stdin=tar_of_one_file()).ok
+        probe, having = ask(connection)
+        image, told = parse_image(probe), json.loads(connection.run(["docker", "inspect", "burst:cuda"]).stdout)[0]
+        assert having["host.image"] is Verdict.OK
+        assert image is not None
+        assert image.size_bytes == told["Size"] >= len(PAYLOAD)
+        made_of = [told["Architecture"], told["Os"], told["Created"], told["RootFS"]["Layers"]]
+        assert image.identity == hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+        testbed.nodes[0].stop_docker()
+        _, dead = ask(connection)
+        assert (dead["host.docker"], dead["host.image"]) == (Verdict.FAIL, Verdict.UNKNOWN)

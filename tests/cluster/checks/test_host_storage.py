@@ -1,0 +1,244 @@
+"""The shared folder, proven by files: on this machine through real shells, and on a testbed with private mounts."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from testkit.local_connection import LocalConnection
+from testkit.testbed_fixture import MakeTestbed
+
+from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.access.ssh import connect
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.storage import WRITE_SCRIPT, Answer, FolderTest, check_shared_folder, judge_folder, read_answer
+from cluster.errors import SshError, SshFailure
+from engine.errors import ConfigError
+
+OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
+
+
+class ElsewhereConnection(LocalConnection):
+    """A node on which the shared folder lies at another place of this machine."""
+
+    def __init__(self, name: str, shared: Path, own: Path) -> None:
+        super().__init__(name)
+        self._shared, self._own = str(shared), str(own)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        moved = stdin.replace(self._shared.encode(), self._own.encode())
+        return super().run(argv, stdin=moved, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+
+
+class FailingConnection(LocalConnection):
+    """A node that raises `error` at the command number `at`."""
+
+    def __init__(self, name: str, error: SshFailure, at: int) -> None:
+        super().__init__(name)
+        self._error, self._left = error, at
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        self._left -= 1
+        if self._left < 0:
+            raise SshError(self.host.name, self._error, "gone")
+        return super().run(argv, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+
+
+def local(*names: str) -> dict[str, LocalConnection]:
+    return {name: LocalConnection(name) for name in names}
+
+
+def verdicts(found: Sequence[Finding]) -> dict[str, Verdict]:
+    return {finding.node: finding.severity for finding in found}
+
+
+def of(found: Sequence[Finding], node: str) -> Finding:
+    return next(finding for finding in found if finding.node == node)
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "it's $(touch pwned)", "-rf", "new\nline", "ünï"])
+def test_a_shared_folder_passes_and_is_left_empty(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    assert verdicts(check_shared_folder(local("a", "b", "c"), str(folder))) == {"a": OK, "b": OK, "c": OK}
+    assert list(folder.iterdir()) == []
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_what_is_in_the_folder_already_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / ".burst-check-0").write_text("mine")
+    check_shared_folder(local("a", "b"), str(tmp_path))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(".burst-check-0", "mine")]
+
+
+def test_a_node_with_another_folder_at_that_place_is_named(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    own.mkdir()
+    nodes = {**local("b", "c"), "a": ElsewhereConnection("a", shared, own)}
+    found = check_shared_folder({name: nodes[name] for name in ("a", "b", "c")}, str(shared), patience_s=0)
+    assert verdicts(found) == {"a": FAIL, "b": OK, "c": OK}
+    assert "does not see what b, c wrote" in of(found, "a").observed
+    assert "mounted at" in of(found, "a").observed
+    assert list(shared.iterdir()) == list(own.iterdir()) == []
+
+
+def test_when_nobody_shares_nobody_is_ok(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    places = {name: tmp_path / name for name in ("a", "b")}
+    for place in (shared, *places.values()):
+        place.mkdir()
+    nodes = {name: ElsewhereConnection(name, shared, place) for name, place in places.items()}
+    assert verdicts(check_shared_folder(nodes, str(shared), patience_s=0)) == {"a": FAIL, "b": FAIL}
+
+
+def test_a_folder_that_is_missing_on_one_node_is_named(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    nodes = {**local("a", "b"), "c": ElsewhereConnection("c", shared, tmp_path / "nowhere")}
+    found = check_shared_folder(nodes, str(shared))
+    assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
+    assert "not there" in of(found, "c").observed
+
+
+def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = check_shared_folder(local("a"), str(tmp_path / "file"))
+    assert finding.severity is FAIL
+    assert "not a folder" in finding.observed
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_node_that_is_lost_midway_is_unknown_and_leaves_nothing(tmp_path: Path, at: int) -> None:
+    nodes = {**local("a", "b"), "c": FailingConnection("c", SshFailure.LOST, at)}
+    assert verdicts(check_shared_folder(nodes, str(tmp_path))) == {"a": OK, "b": OK, "c": UNKNOWN}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_node_on_which_the_folder_hangs_fails(tmp_path: Path, at: int) -> None:
+    nodes = {**local("a", "b"), "c": FailingConnection("c", SshFailure.COMMAND_TIMEOUT, at)}
+    found = check_shared_folder(nodes, str(tmp_path))
+    assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
+    assert "did not answer" in of(found, "c").observed
+
+
+def test_a_file_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
+    found = check_shared_folder({"a": FailingConnection("a", SshFailure.LOST, 2)}, str(tmp_path))
+    assert [finding.severity for finding in found] == [OK, WARN]
+    assert str(tmp_path / ".burst-check-") in found[1].remedy
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    class Interrupted(LocalConnection):
+        commands = 0
+
+        def run(self, argv: Sequence[str], **options: object) -> CommandResult:  # type: ignore[override]
+            self.commands += 1
+            if self.commands == 2:
+                raise KeyboardInterrupt
+            return super().run(argv, **options)  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        check_shared_folder({"a": Interrupted("a")}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["", "relative", "~/shared", "/a\0b"])
+def test_only_absolute_paths_are_folders(folder: str) -> None:
+    with pytest.raises(ConfigError, match="absolute"):
+        check_shared_folder({}, folder)
+
+
+def test_an_existing_file_is_never_written(tmp_path: Path) -> None:
+    (tmp_path / "f.0").write_text("mine")
+    settings = f"folder={tmp_path}\nfile=f\nown=0\nword=word\n"
+    result = LocalConnection("a").run(["sh", "-s"], stdin=f"{settings}{WRITE_SCRIPT}".encode())
+    assert read_answer(result, "word").end == "refused"
+    assert (tmp_path / "f.0").read_text() == "mine"
+
+
+def answers(*lines: str, said: str = "") -> Answer:
+    return Answer(lines, said)
+
+
+SAW_ALL = answers("saw 0", "saw 1", "saw 2", "looked")
+
+
+@pytest.mark.parametrize(
+    ("written", "looked", "expected", "words"),
+    [
+        (answers("written"), SAW_ALL, OK, ""),
+        (answers("refused", said="sh: cannot create /s/x: Read-only file system"), SAW_ALL, FAIL, "read-only"),
+        (answers("refused", said="sh: cannot create /s/x: Permission denied"), SAW_ALL, FAIL, "permission denied"),
+        (answers("refused", said="printf: No space left on device"), SAW_ALL, FAIL, "no space left"),
+        (answers("absent", said="ls: cannot access '/s': Stale file handle"), None, FAIL, "stale"),
+        (answers("absent", said="ls: /s: Permission denied"), None, FAIL, "permission denied"),
+        (answers("written"), answers("saw 0", "denied 1", "saw 2", "looked"), FAIL, "may not read"),
+        (answers("written"), answers("saw 0", "wrong 1", "saw 2", "looked"), FAIL, "other words"),
+        (answers("written"), answers("saw 0", "saw 1", "looked"), FAIL, "does not see what c wrote"),
+        (answers("written"), answers("saw 0", "saw 1", "saw 2"), UNKNOWN, "no answer"),
+        (answers("strange"), SAW_ALL, UNKNOWN, "no answer"),
+    ],
+)
+def test_what_a_node_says_decides(written: Answer, looked: Answer | None, expected: Verdict, words: str) -> None:
+    nodes = ("a", "b", "c")
+    all_written = {"a": written, "b": answers("written"), "c": answers("written")}
+    all_looked = {"b": SAW_ALL, "c": SAW_ALL} | ({"a": looked} if looked else {})
+    first = judge_folder(FolderTest("/s", nodes, all_written, all_looked))[0]
+    assert first.severity is expected
+    assert words in first.observed
+
+
+def test_an_answer_without_the_word_is_none() -> None:
+    noisy = CommandResult(0, b"Welcome!\nsaw 1\nword saw 2\nword looked\n", b"", 0.1)
+    assert read_answer(noisy, "word").numbers("saw") == {2}
+    assert read_answer(CommandResult(0, b"saw 1\nlooked\n", b"", 0.1), "word").end == "none"
+    assert read_answer(CommandResult(1, b"word looked\n", b"", 0.1), "word").end == "none"
+    assert read_answer(CommandResult(0, b"word looked\n", b"", 0.1, truncated=True), "word").end == "none"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (lambda folder: f"mount -t tmpfs none {folder}", "mounted at"),
+        (lambda folder: f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}", "read-only"),
+    ],
+)
+def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(
+    make_testbed: MakeTestbed, command: Callable[[str], str], words: str
+) -> None:
+    shared = Path(tempfile.mkdtemp(prefix="burst-test-", dir="/var/tmp"))
+    try:
+        testbed = make_testbed(nodes=3)
+        odd = testbed.node_names[1]
+        connections = {name: connect(testbed.host(name)) for name in testbed.node_names}
+        try:
+            assert connections[odd].run(["sh", "-c", command(str(shared))]).ok
+            found = check_shared_folder(connections, str(shared), patience_s=0)
+        finally:
+            for connection in connections.values():
+                connection.close()
+        assert [name for name, verdict in verdicts(found).items() if verdict is not OK] == [odd]
+        assert words in of(found, odd).observed
+        assert list(shared.iterdir()) == []
+    finally:
+        shutil.rmtree(shared)

@@ -1,0 +1,260 @@
+"""The code of the ranks on its way to a node: whole, verified, or not at all; harmless when many bring it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from testkit.local_connection import LocalConnection
+
+from cluster.access.hosts import Host
+from cluster.code.archive import CodeArchive, CodeError, build_archive, keep_archive
+from cluster.code.node.install import InstallError, install, prune
+from cluster.code.node.tree import check_tree, list_tree, tree_id
+from cluster.code.upload import CodePlace, Delivery, code_place, upload_code
+
+Connect = Callable[[Host], LocalConnection]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    root = tmp_path / "src"
+    (root / "engine" / "deep").mkdir(parents=True)
+    for name in ("__init__", "train", "deep/__init__", "deep/leaf"):
+        (root / "engine" / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    return root
+
+
+@pytest.fixture
+def archive(sources: Path) -> CodeArchive:
+    return build_archive(sources)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> CodePlace:
+    return CodePlace(str(tmp_path / "node" / "code"), is_shared=False)
+
+
+def connect(host: Host) -> LocalConnection:
+    return LocalConnection(host.name)
+
+
+def hosts(count: int = 1) -> list[Host]:
+    return [Host(f"n{number}", "127.0.0.1") for number in range(1, count + 1)]
+
+
+def upload(archive: CodeArchive, place: CodePlace, count: int = 1) -> dict[str, str]:
+    return upload_code(hosts(count), Delivery(archive, place), connect)
+
+
+def test_equal_sources_give_equal_archives_whatever_their_dates(sources: Path, archive: CodeArchive) -> None:
+    for path in sources.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o644)
+    (sources / "engine" / "__pycache__").mkdir()
+    (sources / "engine" / "__pycache__" / "train.pyc").write_bytes(b"old")
+    assert build_archive(sources) == archive
+    (sources / "engine" / "train.py").write_text("NAME = 'other'\n")
+    assert build_archive(sources).code_id != archive.code_id
+
+
+def test_the_archive_holds_what_ranks_import_and_nothing_else() -> None:
+    with tarfile.open(fileobj=io.BytesIO(build_archive().data)) as packed:
+        names = packed.getnames()
+    assert "engine/train.py" in names
+    assert all(name.startswith("engine/") and name.endswith(".py") for name in names)
+
+
+def test_ranks_can_import_the_engine_from_it_alone(tmp_path: Path) -> None:
+    place = CodePlace(str(tmp_path / "code"), is_shared=False)
+    archive = build_archive()
+    upload(archive, place)
+    script = "import engine.train, engine.config; print(engine.train.__file__)"
+    environment = {"PYTHONPATH": f"{place.root}/{archive.code_id}", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{place.root}/{archive.code_id}/engine/train.py", done.stderr
+
+
+def test_code_is_installed_once_and_then_found(archive: CodeArchive, place: CodePlace) -> None:
+    assert upload(archive, place, 1) == {"n1": "installed"}
+    assert upload(archive, place, 1) == {"n1": "present"}
+    folder = Path(place.root) / archive.code_id
+    assert check_tree(str(folder), archive.code_id) == "good"
+    assert (folder.stat().st_mode & 0o777, Path(place.root).stat().st_mode & 0o777) == (0o700, 0o700)
+    assert [path.name for path in Path(place.root).iterdir()] == [archive.code_id]
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "added", "linked", "file"])
+def test_damaged_code_is_never_used_and_is_repaired(archive: CodeArchive, place: CodePlace, damage: str) -> None:
+    upload(archive, place)
+    folder = Path(place.root) / archive.code_id
+    victim = folder / "engine" / "train.py"
+    if damage == "changed":
+        victim.write_text("NAME = 'evil'\n")
+    elif damage == "missing":
+        victim.unlink()
+    elif damage == "added":
+        (folder / "torch.py").write_text("raise SystemExit\n")
+    elif damage == "linked":
+        victim.unlink()
+        victim.symlink_to("/etc/passwd")
+    else:
+        folder.rename(folder.with_name("gone"))
+        folder.write_text("")
+    assert check_tree(str(folder), archive.code_id) not in ("good", "missing")
+    assert upload(archive, place) == {"n1": "installed"}
+    assert check_tree(str(folder), archive.code_id) == "good"
+    assert (folder / "engine" / "train.py").read_text() == "NAME = 'train'\n"
+
+
+def test_an_archive_that_does_not_arrive_whole_is_refused(archive: CodeArchive, place: CodePlace) -> None:
+    for data in (archive.data[:-40], archive.data[:100], b"nonsense", repacked(archive, {"engine/train.py": b"evil"})):
+        with pytest.raises(CodeError, match="n1: cannot lay the code of the ranks: the archive"):
+            upload(dataclasses.replace(archive, data=data), place)
+        assert list(Path(place.root).iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../evil.py", "/tmp/evil.py", "engine/../../evil.py", "./evil.py"])
+def test_an_archive_cannot_write_beside_its_folder(
+    archive: CodeArchive, place: CodePlace, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(CodeError, match="the archive holds"):
+        upload(dataclasses.replace(archive, data=repacked(archive, {name: b"evil"})), place)
+    assert not list(tmp_path.rglob("evil.py"))
+
+
+def test_an_archive_holds_no_links(archive: CodeArchive, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as packed:
+        link = tarfile.TarInfo("engine/link.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        packed.addfile(link)
+    with pytest.raises(InstallError, match="the archive holds"):
+        install(str(tmp_path / "code"), archive.code_id, stream.getvalue(), "n")
+
+
+def test_many_that_bring_it_at_once_leave_one_good_folder(archive: CodeArchive, place: CodePlace) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: install(place.root, archive.code_id, archive.data, str(number)), range(24)))
+    assert [path.name for path in Path(place.root).iterdir()] == [archive.code_id]
+    assert check_tree(str(Path(place.root) / archive.code_id), archive.code_id) == "good"
+
+
+def test_many_that_repair_it_at_once_leave_one_good_folder(archive: CodeArchive, place: CodePlace) -> None:
+    upload(archive, place)
+    (Path(place.root) / archive.code_id / "engine" / "train.py").write_text("")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: install(place.root, archive.code_id, archive.data, str(number)), range(16)))
+    assert check_tree(str(Path(place.root) / archive.code_id), archive.code_id) == "good"
+    assert [path.name for path in Path(place.root).iterdir()] == [archive.code_id]
+
+
+def test_a_folder_that_others_may_write_is_refused(archive: CodeArchive, place: CodePlace) -> None:
+    Path(place.root).mkdir(parents=True)
+    Path(place.root).chmod(0o777)
+    with pytest.raises(CodeError, match="belongs to somebody else, or others may write there"):
+        upload(archive, place)
+
+
+def test_a_place_in_which_others_could_exchange_the_code_is_refused(archive: CodeArchive, place: CodePlace) -> None:
+    upload(archive, place)
+    above = Path(place.root).parent
+    above.chmod(0o777)
+    with pytest.raises(CodeError, match="others may put another folder there"):
+        upload(archive, place)
+    assert check_tree(str(Path(place.root) / archive.code_id), archive.code_id) != "good"
+    above.chmod(0o1777)
+    assert check_tree(str(Path(place.root) / archive.code_id), archive.code_id) == "good"
+
+
+def test_a_place_that_cannot_be_written_is_named_with_all_its_nodes(archive: CodeArchive, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CodeError, match=r"n\[1-3\]: cannot lay the code of the ranks: .*/file"):
+        upload(archive, CodePlace(str(tmp_path / "file" / "code"), is_shared=False), 3)
+
+
+def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
+    day, now = 86400.0, time.time()
+    for number in range(8):
+        folder = tmp_path / f"{number:064d}"
+        folder.mkdir()
+        os.utime(folder, (now - number * day, now - number * day))
+    torn = tmp_path / f"{9:064d}.part-x"
+    torn.mkdir()
+    os.utime(torn, (now - 2 * day, now - 2 * day))
+    stranger = tmp_path / "notes.txt"
+    stranger.write_text("mine")
+    os.utime(stranger, (1, 1))
+    held = {"PYTHONPATH": str(tmp_path / f"{7:064d}")}
+    with subprocess.Popen(["sleep", "30"], env={**os.environ, **held}) as user:
+        try:
+            removed = prune(str(tmp_path), 5, day, now)
+        finally:
+            user.kill()
+    assert sorted(removed) == sorted([f"{5:064d}", f"{6:064d}", torn.name])
+    assert stranger.exists()
+
+
+def test_a_shared_folder_gets_it_once_and_every_other_node_must_see_it(archive: CodeArchive, tmp_path: Path) -> None:
+    place = code_place(None, str(tmp_path), "me")
+    assert place == CodePlace(f"{tmp_path}/.burst-me/code", is_shared=True)
+    assert upload(archive, place, 3) == {"n1": "installed", "n2": "present", "n3": "present"}
+
+
+def test_a_folder_that_is_not_shared_is_found_out(archive: CodeArchive, tmp_path: Path) -> None:
+    homes = {"n1": tmp_path / "one", "n2": tmp_path / "two"}
+    place = CodePlace("~/code", is_shared=True)
+
+    def own_home(host: Host) -> LocalConnection:
+        return LocalConnection(host.name, {"HOME": str(homes[host.name])})
+
+    with pytest.raises(CodeError, match="n2: ~/code on it does not hold the code that the first node wrote"):
+        upload_code(hosts(2), Delivery(archive, place), own_home)
+
+
+def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:
+    wanted = str(tmp_path / "cache" / "deep")
+    upload_code(hosts(), Delivery(archive, place, {"n1": (wanted,)}), connect)
+    assert Path(wanted).is_dir()
+
+
+def test_the_archive_is_kept_for_plan_sh(archive: CodeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+    keep_archive(archive)
+    keep_archive(archive)
+    (kept,) = (tmp_path / "cache" / "code").iterdir()
+    assert kept.read_bytes() == archive.data
+    assert kept.name == f"{archive.code_id}.tar.gz"
+
+
+def test_identity_depends_on_names_and_contents_alone(sources: Path) -> None:
+    files = list_tree(str(sources))
+    assert tree_id(files) == tree_id(dict(reversed(files.items())))
+    assert tree_id(files) != tree_id({**files, "engine/more.py": "0" * 64})
+
+
+def repacked(archive: CodeArchive, changed: dict[str, bytes]) -> bytes:
+    """The archive with other contents of some files."""
+    stream = io.BytesIO()
+    with (
+        tarfile.open(fileobj=io.BytesIO(archive.data)) as old,
+        tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as new,
+    ):
+        for member in old:
+            if member.name not in changed:
+                new.addfile(member, old.extractfile(member))
+        for name, data in changed.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            new.addfile(member, io.BytesIO(data))
+    return gzip.compress(stream.getvalue(), mtime=0)

@@ -1,0 +1,126 @@
+"""Many logs, floods and endless lines through real links: nothing is lost, and memory does not grow with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from testkit import KIT
+from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
+from testkit.supervise_rig import wait_for
+
+from cluster.access.ssh import SshPool
+from cluster.testbed.build import Testbed
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+# Python with paramiko takes 50 to 60 MiB before it has mirrored a byte; windows and frames are at most 2 MiB a node.
+LAUNCHER_BYTES = 120 * MIB
+BRIDGE_BYTES = 60 * MIB
+
+
+@pytest.fixture
+def pool() -> Iterator[SshPool]:
+    with SshPool() as made:
+        yield made
+
+
+def end(launcher: subprocess.Popen[bytes]) -> None:
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process had resident."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def start_all(runs: Sequence[RemoteRun], pool: SshPool, *numbers: float) -> None:
+    for run in runs:
+        link = run.link(pool)
+        link.start(run.chatty(int(numbers[0]), int(numbers[1]), *numbers[2:]))
+        link.close()
+        assert link.join(10.0)
+
+
+def sweep(run: RemoteRun, pool: SshPool) -> None:
+    link = run.link(pool)
+    link.follow()
+    assert link.sweep(30.0) == ()
+    link.close()
+    assert link.join(10.0)
+
+
+def copied_bytes(runs: Sequence[RemoteRun], files: int) -> int:
+    return sum(path.stat().st_size for run in runs for path in map(run.log, range(files)) if path.exists())
+
+
+def test_a_minute_of_sixty_four_logs_of_300_lines_a_second_arrives_whole(
+    testbed4: Testbed, tmp_path: Path, pool: SshPool
+):
+    lines, seconds = 18_000, 60
+    runs = [RemoteRun.on(testbed4, node, tmp_path) for node in testbed4.node_names]
+    launcher = start_launcher(testbed4, runs)
+    try:
+        start_all(runs, pool, 16, lines, lines / seconds)
+        wait_for(lambda: copied_bytes(runs, 16) == 64 * lines * 100, "all lines", 150.0)
+        peak = peak_bytes(launcher.pid)
+        for run in runs:
+            wait_for(lambda run=run: (run.run / "nodes" / run.node / "outcome.json").exists(), "the outcome")
+    finally:
+        end(launcher)
+        for run in runs:
+            sweep(run, pool)
+
+    assert sum(run.check_logs(16) for run in runs) == 64 * lines * 100
+    assert peak < LAUNCHER_BYTES
+
+
+def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed, tmp_path: Path, pool: SshPool):
+    run = RemoteRun.on(testbed4, testbed4.node_names[0], tmp_path)
+    size = 100 * MIB
+    endless = f"head -c {size} /dev/zero | tr '\\0' x >$BURST_RANK_LOGS/rank0001.log"
+    flood = f"{sys.executable} -S {KIT}/chatty_rank.py 1 1000000 0"
+    launcher = start_launcher(testbed4, [run])
+    try:
+        link = run.link(pool)
+        link.start(run.spec("sh", "-c", f"{endless} & {flood}; wait"))
+        link.close()
+        assert link.join(10.0)
+        bridges = wait_for(lambda: bridges_on(testbed4, run.node), "a bridge")
+        copied = 1_000_000 * 100 + size
+        peaks: list[int] = []
+        while sum(run.log(rank).stat().st_size for rank in (0, 1) if run.log(rank).exists()) < copied:
+            for bridge in bridges:
+                with contextlib.suppress(OSError, IndexError):  # it ends with its connection
+                    peaks.append(peak_bytes(bridge.pid))
+            time.sleep(0.1)
+        peak = peak_bytes(launcher.pid)
+    finally:
+        end(launcher)
+        sweep(run, pool)
+
+    assert run.check_logs(2) == copied
+    assert peak < LAUNCHER_BYTES
+    assert max(peaks) < BRIDGE_BYTES
+
+
+def test_a_lease_that_cannot_be_renewed_is_a_problem_in_words(testbed4: Testbed, tmp_path: Path, pool: SshPool):
+    run = RemoteRun.on(testbed4, testbed4.node_names[1], tmp_path)
+    link = run.link(pool)
+    link.follow()
+    try:
+        led_until(link, lambda seen: seen.problem is not None and "No such file" in seen.problem)
+        assert link.poll().phase == "none"
+    finally:
+        link.close()
+        assert link.join(10.0)

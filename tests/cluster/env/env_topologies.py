@@ -1,0 +1,91 @@
+"""Recorded machines of fixtures: NAME.yaml says what sysfs and ip show and what must come out, NAME.topo.txt is the
+output of `nvidia-smi topo -m` there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, Route, StorageRoute
+from cluster.env.plan import plan_environment
+from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
+from cluster.parse.topology import parse_topology
+from engine.config_cluster import ClusterConfig
+
+FOLDER = Path(__file__).parent / "fixtures"
+MACHINES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SISTERS = ("sister1", "sister2", "sister3", "sister4")
+
+
+def topology_text(name: str) -> str:
+    return (FOLDER / f"{name}.topo.txt").read_text(encoding="utf-8")
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
+    """The facts of the recorded machine; `changes` replace what the file says."""
+    given = recorded(name)
+    interfaces = tuple(interface(**entry) for entry in given["interfaces"])
+    facts: dict[str, Any] = {
+        "node": name,
+        "ports": tuple(port(**entry) for entry in given["ports"]),
+        "interfaces": interfaces,
+        "gpus": tuple(
+            GpuAddress(index, tuple(entry["path"].split("/")), entry["numa"])
+            for index, entry in enumerate(given["gpus"])
+        ),
+        "topology": parse_topology(topology_text(name)),
+        "interface": next(one for one in interfaces if one.name == given["interface"]),
+        "interface_reason": "the default route leaves here",
+        "routes": tuple(Route(**entry) for entry in given["routes"]) if "routes" in given else None,
+        "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
+        "lower_interfaces": {upper: tuple(names) for upper, names in given.get("lower", {}).items()},
+        "nccl_version": tuple(given["nccl"]) if "nccl" in given else None,
+        "cores": given["cores"],
+    }
+    return NodeEnvironmentFacts(**facts | changes)
+
+
+def interface(name: str, *, addresses: tuple[str, ...] = (), **fields: Any) -> NetInterface:
+    return NetInterface(name, is_up=True, addresses=tuple(addresses), **fields)
+
+
+def port(device: str, *, roce_v2: dict[int, str] | None = None, path: str = "", **fields: Any) -> HcaPort:
+    """A port that is up, on InfiniBand with 400 Gbit/s, unless told otherwise. roce_v2: GID index -> IPv4 address."""
+    facts: dict[str, Any] = {"link_layer": "InfiniBand", "state": "ACTIVE", "phys_state": "LinkUp", "rate_gbps": 400.0}
+    fields["numa_node"] = fields.pop("numa", None)
+    gids = {index: ("RoCE v2", _gid(address)) for index, address in (roce_v2 or {}).items()}
+    return HcaPort(device, 1, pci_path=tuple(path.split("/")) if path else (), gids=gids, **facts | fields)
+
+
+def node(*ports: HcaPort, config: ClusterConfig | None = None, **facts: Any) -> NodeEnvironment:
+    """The environment of a machine with one GPU, eth0 and these ports."""
+    eth0 = interface("eth0", addresses=("10.0.0.1/24",), is_default_route=True)
+    known: dict[str, Any] = {
+        "node": "node1",
+        "ports": ports,
+        "interfaces": (eth0,),
+        "interface": eth0,
+        "gpus": (GpuAddress(0),),
+        "cores": 8,
+    }
+    return plan_environment(NodeEnvironmentFacts(**known | facts), config or ClusterConfig())
+
+
+def reason(environment: NodeEnvironment, device: str) -> str:
+    """Why the port of `device` was kept or dropped."""
+    return next(decision.reason for decision in environment.hcas if decision.port.device == device)
+
+
+def kept(environment: NodeEnvironment) -> list[str]:
+    return [one.device for one in environment.kept]
+
+
+def _gid(address: str) -> str:
+    numbers = [int(part) for part in address.split(".")]
+    return "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}".format(*numbers)

@@ -1,0 +1,203 @@
+"""`burst env` on this machine and on a virtual cluster, as a person or a program calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from env_hardware import furnish
+from testkit.testbed_fixture import Testbeds
+
+from burst_cli.app import main
+from cluster.testbed.build import Testbed
+from cluster.testbed.faults import set_fault
+
+CANARY = "s3cret-canary-4712"
+GOOD = ("0 1 2 5 6 7 8 11", "0 3 4 5 6 9 10 11", "0 1 2 3 4 5 6 7", "0 1 2 3 6 7 8 9")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one call of `burst env` did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Burst = Callable[..., Result]
+
+
+@pytest.fixture
+def burst_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Burst:
+    """`burst_env("show", "--json")`, with no configuration of the person who runs the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "UCX_", "GLOO_", "TORCH_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+
+    def run(*argv: str) -> Result:
+        capsys.readouterr()
+        code = main(["env", *argv])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This machine as the third node of an h100x8: adapters mlx5_0 to mlx5_7."""
+    return furnish(tmp_path / "h100", monkeypatch, "h100x8")
+
+
+def sourced(path: Path, name: str) -> str:
+    """The value of a variable after a real shell has read the file."""
+    command = ["sh", "-c", f'. "$1" && printf %s "${name}"', "sh", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+
+
+# This machine
+
+
+def test_show_explains_every_choice_of_this_machine(h100: Path, burst_env: Burst) -> None:
+    shown = burst_env("show")
+    assert shown.code == 0
+    for words in ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "longest common PCI path", "dropped", "a bond", "not set"):
+        assert words in shown.out
+    assert "from this machine" in shown.out
+
+
+def test_a_format_prints_nothing_else_on_stdout(h100: Path, burst_env: Burst, tmp_path: Path) -> None:
+    shown = burst_env("show", "--format", "sh", "--run", "runs/a b")
+    (tmp_path / "x.sh").write_text(shown.out)
+    assert sourced(tmp_path / "x.sh", "NCCL_IB_HCA").startswith("=mlx5_0:1,mlx5_1:1,")
+    assert sourced(tmp_path / "x.sh", "NCCL_DEBUG_FILE") == f"{Path.cwd()}/runs/a b/logs/nccl.%h.%p.log"
+
+
+def test_check_names_differences_and_no_secret(h100: Path, burst_env: Burst, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_1")
+    monkeypatch.setenv("API_TOKEN", CANARY)
+    (h100 / "etc/nccl.conf").write_text(f"NCCL_IB_TIMEOUT=22\nTOKEN={CANARY}\n")
+    checked = burst_env("check")
+    assert checked.code == 1
+    for words in ("NCCL_IB_HCA", "differs", "NCCL_IB_TIMEOUT", "unknown", "/etc/nccl.conf"):
+        assert words in checked.out
+    as_json = burst_env("check", "--json")
+    (node,) = as_json.document["nodes"].values()
+    named = {(one["name"], one["kind"]) for one in node["differences"]}
+    assert {("NCCL_IB_HCA", "differs"), ("NCCL_IB_TIMEOUT", "unknown")} <= named
+    assert CANARY not in checked.out + checked.err + as_json.out + as_json.err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_10:1/IB [RO]; OOB eth0:10.0.0.1<0>", 1, "NCCL uses mlx5_10:1"),
+        ("nothing about networks", 3, "does not say what NCCL uses"),
+    ],
+)
+def test_a_log_of_nccl_is_compared_with_the_plan(
+    h100: Path, burst_env: Burst, tmp_path: Path, line: str, code: int, words: str
+) -> None:
+    (tmp_path / "nccl.log").write_text(f"anyhost:1:2 [0] NCCL INFO {line}\n")
+    checked = burst_env("check", "--nccl-log", str(tmp_path / "nccl.log"))
+    assert checked.code == code
+    assert words in checked.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("check", "--nccl-log", "nowhere.log"), "nowhere.log: no such file"),
+        (("show", "--hosts", "-oProxyCommand=x"), "-oProxyCommand"),
+        (("show", "--hosts", "a", "--hostfile", "b"), "give one of them"),
+        (("show", "cluster.no_such=1"), "no_such"),
+        (("write", "--format", "xml"), "xml"),
+    ],
+)
+def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, ...], words: str) -> None:
+    result = burst_env(*argv)
+    assert (result.code, result.out) == (2, "")
+    assert words in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("verb", ["show", "write", "check"])
+def test_help_teaches_and_loads_no_ssh(verb: str) -> None:
+    program = (
+        f"import sys; from burst_cli.app import main; main(['env', '{verb}', '-h']); print('paramiko' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "Exit codes" in " ".join(done.stdout.split())
+
+
+# A virtual cluster of four sisters
+
+
+@pytest.fixture(scope="module")
+def sisters(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Testbed, Path]]:
+    """(four nodes that look like h100x8 sisters, XDG_CONFIG_HOME)."""
+    testbeds = Testbeds(tmp_path_factory.mktemp("env"))
+    try:
+        yield testbeds.make(nodes=4, hardware="h100x8"), testbeds.config_dir
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture
+def on_sisters(sisters: tuple[Testbed, Path], burst_env: Burst, monkeypatch: pytest.MonkeyPatch) -> Burst:
+    testbed, config_dir = sisters
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config_dir))
+    return lambda verb, *argv: burst_env(verb, f"cluster={testbed.name}", *argv)
+
+
+def test_every_sister_gets_her_own_adapters(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
+    nodes = on_sisters("show", "--json").document["nodes"]
+    assert list(nodes) == list(sisters[0].node_names)
+    for node, numbers in zip(nodes.values(), GOOD, strict=True):
+        assert node["variables"]["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
+        assert [rail["port"] for rail in node["rails"]] == [f"mlx5_{number}:1" for number in numbers.split()]
+
+
+def test_write_makes_a_private_file_per_node(sisters: tuple[Testbed, Path], on_sisters: Burst, tmp_path: Path) -> None:
+    files = on_sisters("write", "--out", str(tmp_path / "env"), "--format", "sh", "--json").document["files"]
+    assert list(files) == list(sisters[0].node_names)
+    for path, numbers in zip(map(Path, files.values()), GOOD, strict=True):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert sourced(path, "UCX_NET_DEVICES") == ",".join(f"mlx5_{number}:1" for number in numbers.split())
+
+
+def test_text_of_several_nodes_needs_a_choice(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
+    several = on_sisters("show", "--format", "dotenv")
+    assert several.code == 2
+    assert "name one with --node" in several.err
+    one = on_sisters("show", "--format", "dotenv", "--node", sisters[0].node_names[1])
+    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_3:1," in one.out
+    assert on_sisters("show", "--node", "stranger").code == 2
+
+
+def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_shown(
+    sisters: tuple[Testbed, Path], on_sisters: Burst
+) -> None:
+    testbed, _ = sisters
+    dead = testbed.node_names[3]
+    set_fault(testbed, dead, "sshd_stop")
+    shown, checked = on_sisters("show", "--json"), on_sisters("check")
+    assert (shown.code, checked.code) == (1, 3)
+    assert list(shown.document["errors"]) == [dead]
+    assert list(shown.document["nodes"]) == list(testbed.node_names[:3])
+    assert dead in checked.err

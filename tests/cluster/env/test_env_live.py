@@ -1,0 +1,201 @@
+"""What is set on a node now, read by the real probe script on this machine, and how it differs from the plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from env_hardware import furnish, probe
+from testkit.machine_clock import machine_time
+
+from cluster.env.facts import EnvironmentVariable, NodeEnvironment
+from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, DifferenceKind, LiveSource, compare_live, read_live
+from cluster.errors import ClusterError
+from cluster.probe.section import NodeProbe, Section, SectionState
+
+CANARY = "s3cret-canary-4711"
+RUN = "20260101-000000-abcdef"
+PLAN = NodeEnvironment(
+    "node1",
+    (
+        EnvironmentVariable("NCCL_SOCKET_IFNAME", "=eth0", "why"),
+        EnvironmentVariable("NCCL_IB_HCA", "=mlx5_0:1,mlx5_3:1", "why"),
+        EnvironmentVariable("OMP_NUM_THREADS", "8", "why"),
+    ),
+)
+
+
+def differences(*live: LiveSource) -> set[tuple[str, str, str]]:
+    return {(one.place, one.name, one.kind.value) for one in compare_live(PLAN, live)}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An h100x8 whose session, files and processes a test may fill."""
+    return furnish(tmp_path, monkeypatch, "none")
+
+
+def live() -> dict[str, LiveSource]:
+    """By place; without the ranks of runs that others may have on this machine."""
+    sources = read_live(probe("env_live"))
+    return {source.place: source for source in sources if not source.is_process or RUN in source.place}
+
+
+def test_nothing_set_is_as_planned(root: Path) -> None:
+    assert live()[SESSION].values == {}
+    assert compare_live(PLAN, live().values()) == ()
+
+
+def test_what_a_login_inherits_is_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth0")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert compare_live(PLAN, live().values()) == (
+        Difference(SESSION, "NCCL_IB_HCA", DifferenceKind.DIFFERS, "=mlx5_0:1,mlx5_3:1", "mlx5"),
+        Difference(SESSION, "UCX_TLS", DifferenceKind.UNKNOWN, None, "tcp"),
+    )
+
+
+def test_both_files_that_nccl_reads_are_compared(root: Path) -> None:
+    (root / "etc/nccl.conf").write_text("# by the vendor\nNCCL_IB_HCA==mlx5_0:1,mlx5_3:1\nNCCL_IB_TIMEOUT=22\n")
+    (root.parent / "home/.nccl.conf").write_text("NCCL_SOCKET_IFNAME=eno1\n")
+    assert differences(*live().values()) == {
+        ("/etc/nccl.conf", "NCCL_IB_TIMEOUT", "unknown"),
+        ("~/.nccl.conf", "NCCL_SOCKET_IFNAME", "differs"),
+    }
+
+
+def test_a_file_that_nccl_is_told_to_read_is_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "my.conf").write_text("NCCL_DEBUG=TRACE\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(root / "my.conf"))
+    assert differences(*live().values()) == {(str(root / "my.conf"), "NCCL_DEBUG", "unknown")}
+
+
+def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
+    (root / "etc/nccl.conf").mkdir()
+    with pytest.raises(ClusterError, match=r"nccl\.conf is unreadable"):
+        live()
+
+
+def test_more_processes_than_are_looked_at_is_an_error() -> None:
+    sections = {name: Section(name, "", 0, SectionState.ENDED) for name in LIVE_SECTIONS}
+    assert read_live(NodeProbe("n1", sections)) != ()
+    sections[LIVE_SECTIONS[2]] = Section(LIVE_SECTIONS[2], "unreadable", 0, SectionState.ENDED)
+    with pytest.raises(ClusterError, match="more processes of runs than are looked at"):
+        read_live(NodeProbe("n1", sections))
+
+
+@pytest.mark.parametrize("name", ["session", "files", "processes"])
+def test_a_place_that_could_not_be_looked_at_is_an_error(name: str) -> None:
+    sections = {
+        f"env_live.{one}": Section(f"env_live.{one}", "", 0, SectionState.ENDED)
+        for one in ("session", "files", "processes")
+    }
+    assert read_live(NodeProbe("node1", sections))
+    sections[f"env_live.{name}"] = Section(f"env_live.{name}", "", None, SectionState.TIMED_OUT)
+    with pytest.raises(ClusterError, match=f"env_live.{name}: timed out"):
+        read_live(NodeProbe("node1", sections))
+
+
+@pytest.fixture
+def rank() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like rank 3 of a run, with one variable of the plan, one other, and a secret."""
+    environment = os.environ | {
+        "BURST_RUN_ID": RUN,
+        "RANK": "3",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "NCCL_IB_HCA": "=mlx5_0:1",
+        "NCCL_P2P_DISABLE": "1",
+        "API_TOKEN": CANARY,
+    }
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.communicate(b"\n")
+
+
+def test_a_running_rank_lacks_and_differs(root: Path, rank: subprocess.Popen[bytes]) -> None:
+    place = f"rank 3 of run {RUN} (process {rank.pid})"
+    sources = {name: source for name, source in live().items() if name == place}
+    assert differences(*sources.values()) == {
+        (place, "NCCL_IB_HCA", "differs"),
+        (place, "NCCL_P2P_DISABLE", "unknown"),
+        (place, "OMP_NUM_THREADS", "missing"),
+    }
+
+
+def test_a_secret_never_leaves_the_node(
+    root: Path, rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
+    monkeypatch.setenv("MY_NCCL_TOKEN", CANARY)
+    monkeypatch.setenv("HARMLESS", f"x\nset\tNCCL_DEBUG={CANARY}\nNCCL_DEBUG={CANARY}")
+    (root / "etc/nccl.conf").write_text(f"TOKEN={CANARY}\n#NCCL_X={CANARY}\nNCCL_DEBUG=INFO\n")
+    answer = probe("env_live")
+    assert "NCCL_DEBUG=INFO" in answer.section("env_live.files").output
+    assert f"process\t{rank.pid}" in answer.section("env_live.processes").output
+    assert not [name for name, section in answer.sections.items() if CANARY in section.output]
+
+
+def test_other_names_are_thrown_away_even_if_a_node_sends_them() -> None:
+    def ended(name: str, output: str) -> tuple[str, Section]:
+        return f"env_live.{name}", Section(f"env_live.{name}", output, 0, SectionState.ENDED)
+
+    sections = dict(
+        [
+            ended("session", f"set\tTOKEN={CANARY}\nset\tNCCL_DEBUG=INFO\nset\tNCCL_A B={CANARY}\nNCCL_X={CANARY}"),
+            ended("files", f"file\t/etc/nccl.conf\nset\tTOKEN={CANARY}"),
+            ended("processes", f"process\t7\nset\tRANK=0\nset\tBURST_RUN_ID=x\nset\tTOKEN={CANARY}"),
+        ]
+    )
+    sources = read_live(NodeProbe("node1", sections))
+    assert CANARY not in repr(sources)
+    assert sources[0].values == {"NCCL_DEBUG": "INFO"}
+    assert len(sources) == 3
+
+
+def test_values_of_strangers_come_out_on_one_line_without_escapes() -> None:
+    output = "set\tNCCL_DEBUG=\x1b[2J" + "A" * 10_000
+    sections = {
+        "env_live.session": Section("env_live.session", output, 0, SectionState.ENDED),
+        "env_live.files": Section("env_live.files", "", 0, SectionState.ENDED),
+        "env_live.processes": Section("env_live.processes", "", 0, SectionState.ENDED),
+    }
+    value = read_live(NodeProbe("node1", sections))[0].values["NCCL_DEBUG"]
+    assert "\x1b" not in value
+    assert len(value) <= 4097
+
+
+def test_launchers_and_supervisors_are_no_ranks() -> None:
+    sections = {name: Section(name, "", 0, SectionState.ENDED) for name in ("env_live.session", "env_live.files")}
+    output = "process\t7\nset\tBURST_RUN_ID=x\nprocess\t8\nset\tBURST_RUN_ID=x\nset\tRANK=0"
+    sections["env_live.processes"] = Section("env_live.processes", output, 0, SectionState.ENDED)
+    places = [source.place for source in read_live(NodeProbe("node1", sections)) if source.is_process]
+    assert places == ["rank 0 of run x (process 8)"]
+
+
+def test_names_with_other_users_are_not_called_unknown() -> None:
+    quiet = {"TORCH_LOGS": "+dynamo", "NCCL_CONF_FILE": "/x", "NCCL_VERSION": "2.27"}
+    assert differences(LiveSource(SESSION, quiet)) == set()
+    assert differences(LiveSource(SESSION, {"GLOO_SOCKET_IFNAME": "eth1"})) == {
+        (SESSION, "GLOO_SOCKET_IFNAME", "unknown")
+    }
+
+
+def test_a_rank_may_have_the_debug_files_of_its_run_and_a_login_may_not() -> None:
+    debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/runs/a/logs/nccl.log"}
+    rank = LiveSource("rank 0", debug | {one.name: one.value for one in PLAN.variables}, is_process=True)
+    assert differences(rank) == set()
+    assert len(differences(LiveSource(SESSION, debug))) == 2
+
+
+def test_looking_at_processes_is_quick_on_a_busy_machine(root: Path) -> None:
+    begin = machine_time()
+    probe("env_live")
+    assert machine_time() - begin < 20

@@ -1,0 +1,80 @@
+"""The Dockerfile as it is, built without network upon a base image made of this machine's Python."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testkit import ROOT
+from testkit.host_tree import write_host_tree
+from testkit.image_rig import LauncherEngine, launcher_engine
+
+from cluster.image.build import CONTEXT
+
+BASE, TAG = "host-python:test", "burst:test"
+PATH = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def collect_wheels(folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder)]
+    command += ["-c", str(ROOT / "constraints.txt"), f"{ROOT}[parquet,tensorboard]", "hatchling"]
+    subprocess.run(command, check=True, capture_output=True, timeout=280)
+
+
+def copy_checkout(folder: Path) -> None:
+    """The files of a build alone, so that a change of one does not touch the tree under test."""
+    left_out = shutil.ignore_patterns("__pycache__", "wheels")
+    for name in CONTEXT:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def build(engine: LauncherEngine, checkout: Path, wheels: Path) -> str:
+    """The image's id, by `burst image build`."""
+    command = [sys.executable, "-m", "burst_cli", "image", "build", "--tag", TAG, "--device", "cpu", "--base", BASE]
+    command += ["--context", str(checkout), "--wheels", str(wheels), "--network", "none", "--json"]
+    environment = {**os.environ, "DOCKER_HOST": engine.host, "DOCKER_BUILDKIT": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(json.loads(done.stdout)["id"])
+
+
+def inspect(engine: LauncherEngine, image: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(engine("image", "inspect", image))[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_image_is_built_without_network_and_a_change_of_code_changes_one_layer(tmp_path: Path) -> None:
+    wheels, checkout = tmp_path / "wheels", tmp_path / "checkout"
+    checkout.mkdir()
+    copy_checkout(checkout)
+    collect_wheels(wheels)
+    with launcher_engine() as engine:
+        tree = io.BytesIO()
+        write_host_tree(tree)
+        engine("import", "--change", PATH, "-", BASE, stdin=tree.getvalue())
+        first = inspect(engine, build(engine, checkout, wheels))
+        run = ("run", "--rm", "--network", "none", TAG)
+        assert engine(*run, "id", "-un") == "burst"
+        assert "NCCL" not in engine(*run, "env")
+        assert engine(*run, "python", "-c", "import torch; print(torch.ones(2).sum().item())") == "2.0"
+        assert engine(*run, "burst", "--version").startswith("burst ")
+
+        (checkout / "engine/errors.py").write_text((checkout / "engine/errors.py").read_text() + "\nCHANGED = True\n")
+        second = inspect(engine, build(engine, checkout, wheels))
+        assert engine(*run, "python", "-c", "import engine.errors; print(engine.errors.CHANGED)") == "True"
+    before, after = (image["RootFS"]["Layers"] for image in (first, second))  # type: ignore[index]
+    differing = [index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    assert differing == [len(before) - 1]
+    labels = [image["Config"]["Labels"]["org.burst.context-sha256"] for image in (first, second)]  # type: ignore[index]
+    assert labels[0] != labels[1]

@@ -1,0 +1,321 @@
+"""A controller with a link to this machine: a stand-in for torchrun, and where it matters torchrun itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit import KIT, ROOT
+from testkit.machine_clock import machine_time
+from testkit.process_table import run_processes, supervisors
+from testkit.supervise_rig import names_of
+
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeStatus
+from cluster.control.local_link import LocalLink
+from cluster.control.outcome import LaunchObserver, LaunchOutcome
+from cluster.control.stopping import StopRequests, write_cancel
+from cluster.control.timing import LaunchTiming
+from cluster.facts import NodeFacts
+from cluster.plan import LaunchPlan, build_launch_plan
+from engine.config import RunConfig
+from engine.config_cluster import ClusterConfig
+from engine.runs import RunFolder, create_run, new_run_path
+
+TIMING = LaunchTiming(
+    poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2, early_exit_s=0.5, vanish_s=0.5
+)
+GONE_S = 5.0  # a killed process leaves the table in milliseconds; more only on a machine that is busy elsewhere
+
+
+class Observer:
+    """Remembers what it was told; `act` is called at every tick with the run."""
+
+    def __init__(self, run: RunFolder, act: Callable[[Observer], None] = lambda _: None) -> None:
+        self.run, self.act = run, act
+        self.stops: list[str] = []
+        self.notes: list[str] = []
+        self.noted_at: list[float] = []
+        self.statuses: Sequence[NodeStatus] = ()
+
+    def tick(self) -> None:
+        self.act(self)
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = statuses
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.noted_at.append(time.monotonic())
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        self.stops.append(cause)
+
+
+def make_plan(tmp_path: Path, *, real: bool = False) -> tuple[LaunchPlan, RunFolder]:
+    """A plan for two ranks of the fake trainer, and its run folder."""
+    path = new_run_path(tmp_path / "runs", "tiny")
+    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), f"{ROOT}{os.pathsep}{KIT}")
+    config = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
+    plan = build_launch_plan(config, facts, path, module="fake_trainer")
+    if not real:
+        argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
+        plan = dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),))
+    return plan, create_run(path, dict(plan.files))
+
+
+def launch(
+    tmp_path: Path,
+    mode: str,
+    act: Callable[[Observer], None] = lambda _: None,
+    stop: StopRequests | None = None,
+    *,
+    real: bool = False,
+) -> tuple[LaunchOutcome, RunFolder, Observer]:
+    plan, run = make_plan(tmp_path, real=real)
+    observer = Observer(run, act)
+    os.environ["FAKE_MODE"] = mode
+    return lead(plan, run, observer, stop or StopRequests()), run, observer
+
+
+def lead(plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests) -> LaunchOutcome:
+    links = [LocalLink(run.path, node.name) for node in plan.nodes]
+    return control(plan, run, links, observer, stop, Manner(timing=TIMING))
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here must end without a process of its run; also not in another session."""
+    monkeypatch.setenv("FAKE_MODE", "ok")  # so that what `launch` sets is taken back
+    yield
+    deadline = time.monotonic() + GONE_S
+    while (left := leftovers(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def leftovers(tmp_path: Path) -> list[psutil.Process]:
+    runs = [path.name for path in tmp_path.glob("runs/*/*")]
+    return [process for run in runs for process in [*supervisors(run), *run_processes(run)]]
+
+
+def steps_done(observer: Observer) -> int:
+    return len(observer.run.read_metrics())
+
+
+# --- against torchrun -------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_completes_and_every_rank_has_its_log(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "ok", real=True)
+    assert (outcome.status, outcome.exit_code, outcome.failure) == ("completed", 0, None)
+    assert [run.log_path(socket.gethostname(), rank).read_text() for rank in (0, 1)] == [
+        "rank 0 in mode ok\n",
+        "rank 1 in mode ok\n",
+    ]
+    states = [entry["state"] for entry in run.read_state()["history"]]
+    assert states == ["planned", "starting", "running", "completed"]
+
+
+def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "killed", real=True)
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.signal, outcome.failure.step) == (1, "SIGKILL", 3)
+    assert (run.read_state()["state"], run.read_state()["failure"]["rank"]) == ("failed", 1)
+
+
+def test_killed_torchrun_takes_its_ranks_along(tmp_path: Path) -> None:
+    def kill_torchrun(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            (agent,) = [p for p in run_processes(observer.run.run_id) if "torch.distributed.run" in p.cmdline()]
+            agent.kill()
+            observer.act = lambda _: None
+
+    outcome, _, _ = launch(tmp_path, "sleep", kill_torchrun, real=True)
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    assert outcome.failure is not None
+    assert "signal 9" in outcome.failure.message
+    assert leftovers(tmp_path) == []
+
+
+# --- against the stand-in ---------------------------------------------------------------------------------------------
+
+
+def test_raising_rank_is_blamed_although_the_other_hangs(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "raise")
+    failure = outcome.failure
+    assert failure is not None
+    assert (failure.rank, failure.type, failure.step, failure.phase) == (1, "ValueError", 3, "forward")
+    assert failure.log == str(run.log_path(failure.host or "", 1))
+    assert "Traceback" in Path(failure.log).read_text()
+    assert (outcome.exit_code, run.read_state()["state"]) == (1, "failed")
+
+
+def test_rank_that_ignores_the_end_of_another_is_killed_and_not_blamed(tmp_path: Path) -> None:
+    outcome, _, _ = launch(tmp_path, "raise_stubborn")
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.type) == (1, "ValueError")
+
+
+def test_configuration_error_of_a_rank_gives_exit_code_2(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "config")
+    assert (outcome.exit_code, run.read_state()["exit_code"]) == (2, 2)
+    assert outcome.failure is not None
+    assert outcome.failure.message == "train.seq_len is odd\nmodel.num_heads is odd"
+
+
+def test_rank_out_of_memory_ends_in_state_oom(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "memory")
+    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("oom", 1, "oom")
+
+
+def test_rank_that_leaves_no_error_is_blamed_by_its_exit_code(tmp_path: Path) -> None:
+    outcome, _, _ = launch(tmp_path, "silent")
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.rank) == ("exit", 1)
+    assert "exit code 7" in outcome.failure.message
+
+
+def test_ranks_that_end_too_early_are_a_failure(tmp_path: Path) -> None:
+    outcome, run, _ = launch(tmp_path, "incomplete")
+    assert (outcome.exit_code, run.read_state()["state"]) == (1, "failed")
+    assert outcome.failure is not None
+    assert "before training was complete" in outcome.failure.message
+
+
+def test_stop_request_cancels_and_reaches_processes_in_other_sessions(tmp_path: Path) -> None:
+    stop = StopRequests()
+
+    def press(observer: Observer) -> None:
+        if steps_done(observer) == 5 and not stop.count:
+            assert "sleep" in names_of(run_processes(observer.run.run_id))  # the grandchild with a session of its own
+            stop.count, stop.cause = 1, "Ctrl-C"
+
+    outcome, run, observer = launch(tmp_path, "sleep", press, stop)
+    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("cancelled", 130, "cancelled")
+    assert observer.stops == ["Ctrl-C"]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ranks_that_ignore_the_request_are_killed(tmp_path: Path, presses: int) -> None:
+    stop = StopRequests()
+
+    def press(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            stop.count, stop.cause = presses, "SIGTERM"
+
+    started = machine_time()
+    outcome, _, _ = launch(tmp_path, "ignore", press, stop)
+    assert outcome.status == "cancelled"
+    assert machine_time() - started < 30.0  # the fake trainer itself would sleep for minutes
+
+
+def test_request_before_the_start_starts_nothing(tmp_path: Path) -> None:
+    stop = StopRequests()
+    stop.count = 1
+    outcome, run, _ = launch(tmp_path, "ok", stop=stop)
+    assert (outcome.status, run.read_metrics()) == ("cancelled", [])
+    assert list((run.path / "logs").iterdir()) == []
+
+
+def test_failing_observer_stops_the_run_and_passes_on(tmp_path: Path) -> None:
+    def fail(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            raise BrokenPipeError("the reader left")
+
+    with pytest.raises(BrokenPipeError):
+        launch(tmp_path, "sleep", fail)
+    (path,) = tmp_path.glob("runs/*/*")
+    assert RunFolder(path).read_state()["state"] == "failed"
+
+
+def test_request_of_another_terminal_cancels(tmp_path: Path) -> None:
+    def cancel(observer: Observer) -> None:
+        if steps_done(observer) == 5 and not observer.stops:
+            write_cancel(observer.run, "burst cancel", 0.3)
+
+    outcome, run, observer = launch(tmp_path, "ignore", cancel)
+    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("cancelled", 130, "cancelled")
+    assert observer.stops == ["burst cancel"]
+    assert not (run.path / "cancel.json").exists()
+
+
+def test_third_request_leaves_at_once_and_says_what_may_remain(tmp_path: Path) -> None:
+    stop = StopRequests()
+
+    def press(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            stop.count, stop.cause = 3, "Ctrl-C"
+
+    outcome, run, _ = launch(tmp_path, "ignore", press, stop)
+    assert (outcome.status, outcome.exit_code) == ("cancelled", 130)
+    assert [left.node for left in outcome.leftover] == [socket.gethostname()]
+    assert "60 s" in run.read_state()["leftover"][0]
+
+
+def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path) -> None:
+    def kill(observer: Observer) -> None:
+        if steps_done(observer) == 5:
+            for process in supervisors(observer.run.run_id):
+                process.kill()
+
+    outcome, run, _ = launch(tmp_path, "sleep", kill)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", socket.gethostname())
+    assert (outcome.leftover, run.read_state()["state"]) == ((), "failed")
+
+
+def test_death_of_a_rank_is_known_within_two_seconds_although_its_peers_wait_for_ever(tmp_path: Path) -> None:
+    died: list[float] = []
+
+    def kill(observer: Observer) -> None:
+        if steps_done(observer) == 5 and not died:
+            ranks = [p for p in run_processes(observer.run.run_id) if p.environ().get("RANK") == "1"]
+            ranks[0].kill()
+            died.append(time.monotonic())
+
+    outcome, _, observer = launch(tmp_path, "wait", kill)
+    known_at = [*observer.noted_at, time.monotonic()][0]  # all may be over before there was time for a note
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.signal) == (1, "SIGKILL")
+    assert known_at - died[0] < 2.0
+
+
+def test_what_is_run_is_what_the_plan_says(tmp_path: Path) -> None:
+    """The process that was started has the argv, folder and environment of the plan, and nothing of its own."""
+    plan, run = make_plan(tmp_path)
+    seen: dict[str, object] = {}
+    stop = StopRequests()
+    os.environ["FAKE_MODE"] = "wait"
+
+    def look(observer: Observer) -> None:
+        for process in run_processes(observer.run.run_id) if not seen else []:
+            with contextlib.suppress(psutil.Error):
+                if not seen and "fake_torchrun.py" in " ".join(process.cmdline()):
+                    seen.update(argv=process.cmdline(), cwd=process.cwd(), environment=process.environ())
+                    stop.count, stop.cause = 1, "Ctrl-C"
+
+    lead(plan, run, Observer(run, look), stop)
+    node = plan.nodes[0]
+    assert seen["argv"] == list(node.argv)
+    assert seen["cwd"] == node.cwd
+    assert seen["environment"] == {**os.environ, **{item.name: item.value for item in node.environment}}
+
+
+def test_stop_requests_are_counted_and_handlers_return() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    stop = StopRequests()
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert (stop.count, stop.cause) == (2, "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is former

@@ -1,0 +1,102 @@
+"""The same configuration gives the same losses here, over SSH and in containers: 2 nodes x 2 ranks, 4 x 1."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from testkit.fault_rig import FaultRig
+from testkit.host_tree import write_host_tree
+from testkit.image_rig import LauncherEngine, launcher_engine
+from testkit.testbed_fixture import Testbeds
+
+from engine.runs import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 8
+WORDS = (f"train.steps={STEPS}", "attention=burst", "train.compute_dtype=float32")
+# The shape of a run: ranks per node and nodes; locally all ranks are on one machine that plans as many nodes.
+SHAPES = {"2x2": (2, 2), "4x1": (4, 1)}
+
+
+@pytest.fixture(scope="module")
+def rig(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRig]:
+    folder = tmp_path_factory.mktemp("parity")
+    testbeds = Testbeds(folder / "config")
+    try:
+        yield FaultRig(testbeds.make(nodes=4, docker=True, docker_in_memory=True), folder / "config", folder)
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture(scope="module")
+def engine(rig: FaultRig) -> Iterator[LauncherEngine]:
+    with launcher_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def local_losses(rig: FaultRig) -> dict[str, list[float]]:
+    """Losses of the same run on this machine."""
+    found = {}
+    for shape, (nodes, ranks) in SHAPES.items():
+        words = [word for word in rig.words(*WORDS) if word != f"cluster={rig.testbed.name}"]
+        local = (f"cluster.ranks_per_node={nodes * ranks}", f"cluster.topology_nodes={nodes}", "cluster.backend=gloo")
+        found[shape] = losses(rig, [*words, *local])
+    return found
+
+
+def losses(rig: FaultRig, words: Sequence[str]) -> list[float]:
+    """The losses of a launch that ended well."""
+    before = rig.run_paths()
+    done = rig.burst("launch", *words, "--plain", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = rig.run_paths() - before
+    run = RunFolder(path)
+    assert not rig.tells_secrets(run)
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return [row["loss"] for row in rows]
+
+
+def on_nodes(rig: FaultRig, shape: str) -> list[str]:
+    nodes, ranks = SHAPES[shape]
+    names = ",".join(rig.testbed.node_names[:nodes])
+    return rig.words(*WORDS, f"cluster.nodes='{names}'", f"cluster.ranks_per_node={ranks}")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_losses_over_ssh_are_those_of_this_machine(
+    rig: FaultRig, local_losses: dict[str, list[float]], shape: str
+) -> None:
+    assert losses(rig, on_nodes(rig, shape)) == pytest.approx(local_losses[shape], rel=1e-5)
+
+
+def test_losses_in_containers_are_those_of_this_machine(
+    rig: FaultRig, engine: LauncherEngine, local_losses: dict[str, list[float]]
+) -> None:
+    """An image made of this machine's Python, without a registry, pushed to the nodes by `burst image push`."""
+    tree = io.BytesIO()
+    write_host_tree(tree)
+    engine.import_tree("parity/base:1", tree.getvalue())
+    nodes = ",".join(rig.testbed.node_names[:2])
+    words = ["image", "push", "--image", "parity/base:1", f"cluster={rig.testbed.name}", "--hosts", nodes]
+    push = rig.burst(*words, env={"DOCKER_HOST": engine.host}, timeout_s=300)
+    assert push.returncode == 0, push.stderr
+    # torch and Python's own links lie outside of the image, which stays small: the containers see them by mounts.
+    container = ("runtime=docker", "image=parity/base:1", f"mounts=[{sys.prefix},{sys.base_prefix}]")
+    settings = [f"cluster.container.{word}" for word in container]
+    words = [*on_nodes(rig, "2x2"), *settings, f"cluster.python={sys.executable}"]
+    assert losses(rig, words) == pytest.approx(local_losses["2x2"], rel=1e-5)
+    for name in rig.testbed.node_names[:2]:
+        listed = rig.testbed.node(name).inside("docker", "-H", _socket(rig, name), "ps", "-aq")
+        assert subprocess.run(listed, capture_output=True, text=True, check=True).stdout == ""
+
+
+def _socket(rig: FaultRig, name: str) -> str:
+    return f"unix://{Path(rig.testbed.node(name).folder.docker_socket)}"

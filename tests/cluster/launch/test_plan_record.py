@@ -1,0 +1,171 @@
+"""RUN/launch.json: what was written comes back, and nothing else is believed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testkit.plan_fleet import fleet, run_config
+
+from cluster.facts import NodeFacts
+from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
+from cluster.plan_record import PlanFileError, read_launch_plan, with_texts
+from cluster.plan_ssh import build_ssh_plan
+from engine.config import RunConfig
+from engine.runs import create_run
+
+RUN = Path("/runs/tiny/20260101-000000-abcdef")
+
+
+def ssh_plan(**sections: Any) -> LaunchPlan:
+    return build_ssh_plan(run_config(**sections), fleet(3), RUN)
+
+
+def local_plan(path: Path = RUN) -> LaunchPlan:
+    return build_launch_plan(RunConfig(), NodeFacts("vm", 4, 0, "/usr/bin/python3", "/home/me"), path)
+
+
+def document() -> dict[str, Any]:
+    loaded = json.loads(plan_text(ssh_plan()))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ssh_plan(),
+        ssh_plan(cluster={"container": {"runtime": "docker", "image": "b:1"}, "environment": ["A=b=\u00e9 'x'"]}),
+        local_plan(),
+    ],
+)
+def test_a_plan_comes_back_as_it_was(plan: LaunchPlan) -> None:
+    read = LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert read == plan
+
+
+def test_the_file_in_the_run_folder_is_the_plan_without_the_texts_beside_it(tmp_path: Path) -> None:
+    plan = local_plan(tmp_path)
+    text = dict(plan.files)[PLAN_FILE]
+    assert "files" not in json.loads(text)
+    (tmp_path / PLAN_FILE).write_text(text)
+    read = read_launch_plan(tmp_path)
+    assert (read.nodes, read.config, read.world_size) == (plan.nodes, plan.config, plan.world_size)
+
+
+def test_a_run_folder_may_be_moved(tmp_path: Path) -> None:
+    plan = local_plan(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / PLAN_FILE).write_text(plan_text(plan))
+    read = read_launch_plan(tmp_path / "new")
+    assert read.run_path == str(tmp_path / "new")
+    assert (read.nodes[0].folder, read.nodes[0].log_dir) == (str(tmp_path / "new"), str(tmp_path / "new/logs/vm"))
+
+
+def test_folders_of_nodes_do_not_move_with_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(plan_text(ssh_plan()))
+    assert read_launch_plan(tmp_path).nodes == ssh_plan().nodes
+
+
+def test_a_plan_that_was_read_lays_the_same_files_on_nodes_as_the_one_that_was_made(tmp_path: Path) -> None:
+    plan = build_ssh_plan(run_config(), fleet(3), tmp_path / RUN.name)
+    create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+    read = with_texts(read_launch_plan(Path(plan.run_path)))
+    made, again = ([node_spec(one, node, lease_s=None) for node in one.nodes] for one in (plan, read))
+    assert [dict(spec.files).keys() for spec in again] == [dict(spec.files).keys() for spec in made]
+    for name in ("config.yaml", plan.nodes[1].env_file):
+        assert dict(again[1].files)[name] == dict(made[1].files)[name]
+
+
+def test_a_run_folder_without_a_configuration_cannot_be_started_on_nodes(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(plan_text(ssh_plan()))
+    with pytest.raises(PlanFileError, match=r"config\.yaml: there is none"):
+        with_texts(read_launch_plan(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": 2}, "format: got 2, expected 1"),
+        ({"nodes": []}, "nodes: got 0, expected 1 to"),
+        ({"nodes": "n1"}, "nodes: expected a list of tables, got a text"),
+        ({"world_size": 4}, "world_size: got 4, but the nodes have 3 ranks"),
+        ({"world_size": -1}, "world_size: got -1, expected a whole number from 0"),
+        ({"world_size": True}, "world_size: got True"),
+        ({"launcher": "mpi"}, "launcher: got 'mpi', expected one of local, ssh, slurm"),
+        ({"backend": None}, "backend: expected a text, got null"),
+        ({"config": {"train": {"stepz": 1}}}, "config: train.stepz: no such setting"),
+        ({"exclusive": "yes"}, "exclusive: expected true or false"),
+        ({"path": "runs/x"}, "path: 'runs/x' is no absolute path"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        LaunchPlan.from_dict({**document(), **change})
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"name": "-oProxyCommand=x"}, "nodes[1].name: '-oProxyCommand=x' is no name of a node"),
+        ({"name": "n1"}, "nodes: a name occurs twice"),
+        ({"node_rank": 2}, "nodes[1]: its ranks do not follow"),
+        ({"first_rank": 7}, "nodes[1]: its ranks do not follow"),
+        ({"folder": "/home/../etc"}, "nodes[1].folder: '/home/../etc' is no absolute path"),
+        ({"command": []}, "nodes[1].command: expected a list of texts"),
+        ({"command": ["x", 1]}, "nodes[1].command: expected a list of texts"),
+        ({"environment": {"A": 1}}, "nodes[1].environment: expected a table of texts"),
+        ({"container": 7}, "nodes[1].container: expected a text"),
+    ],
+)
+def test_what_is_wrong_with_a_node_is_named(change: dict[str, Any], text: str) -> None:
+    damaged = document()
+    damaged["nodes"][1].update(change)
+    with pytest.raises(PlanFileError) as caught:
+        LaunchPlan.from_dict(damaged)
+    assert str(caught.value).startswith(text)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_a_file_damaged_anywhere_is_a_plan_or_an_error_that_names_it(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text = plan_text(ssh_plan())
+    start = data.draw(st.integers(0, len(text)))
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / PLAN_FILE).write_text(text[:start] + data.draw(st.text(max_size=3)) + text[start + 1 :], encoding="utf-8")
+    outcome = read_or_error(folder)
+    if isinstance(outcome, PlanFileError):
+        assert str(folder / PLAN_FILE) in str(outcome)
+    else:
+        assert len(outcome.nodes) == 3
+
+
+def read_or_error(folder: Path) -> LaunchPlan | PlanFileError:
+    try:
+        return read_launch_plan(folder)
+    except PlanFileError as error:
+        return error
+
+
+def test_a_run_without_a_plan_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="there is none, so `burst launch` did not start this run"):
+        read_launch_plan(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_bytes(b"\xff\xfe" * 100)
+    with pytest.raises(PlanFileError, match="not a launch plan"):
+        read_launch_plan(tmp_path)
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text("[" * 100_000)
+    with pytest.raises(PlanFileError, match="not a launch plan"):
+        read_launch_plan(tmp_path)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
+
+from cluster.parse.fabric import HcaPort
+from cluster.plan import LaunchPlan, node_spec
+from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders
+from cluster.preflight.facts import DataFacts
+from engine.config import config_from_dict
+from engine.errors import ConfigError
+
+RUN = Path("/runs/my exp/20260101-000000-abcdef")
+FOLDER = f"/home/me/.burst/runs/{RUN.name}"
+DOCKER = {"container": {"runtime": "docker", "image": "burst:1"}}
+
+
+def plan(count: int = 2, *, gpus: int = 0, **sections: object) -> LaunchPlan:
+    return build_ssh_plan(run_config(**sections), fleet(count, gpus=gpus), RUN)
+
+
+def environment(plan: LaunchPlan, index: int = 0) -> dict[str, str]:
+    return {variable.name: variable.value for variable in plan.nodes[index].environment}
+
+
+def test_every_node_gets_one_torchrun_and_its_ranks_in_order() -> None:
+    found = plan(3, cluster={"ranks_per_node": 2})
+    assert found.world_size == 6
+    assert [(one.name, one.node_rank, one.first_rank, one.local_ranks) for one in found.nodes] == [
+        ("n1", 0, 0, 2),
+        ("n2", 1, 2, 2),
+        ("n3", 2, 4, 2),
+    ]
+
+
+def test_command_of_a_bare_node_word_for_word() -> None:
+    assert plan(cluster={"ranks_per_node": 2}).nodes[1].argv == (
+        "/opt/venv/bin/python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--node-rank=1",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--rdzv-backend=static",
+        f"--rdzv-id={RUN.name}",
+        "--master-addr=10.0.0.1",
+        "--master-port=23456",
+        "--local-addr=10.0.0.2",
+        f"--log-dir={FOLDER}/logs/n2/torchrun",
+        "-m",
+        "engine.train",
+        f"{FOLDER}/config.yaml",
+    )
+
+
+def test_environment_of_a_node_without_gpus_word_for_word() -> None:
+    assert environment(plan(cluster={"ranks_per_node": 2}), 1) == {
+        "BURST_RUN_ID": RUN.name,
+        "BURST_NODE": "n2",
+        "BURST_RANK_LOGS": f"{FOLDER}/logs/n2",
+        "OMP_NUM_THREADS": "8",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": f"/home/me/.burst/code/{CODE}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{FOLDER}/logs/n2/flight_recorder_rank",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def test_environment_of_a_node_with_gpus_talks_by_nccl_and_logs_into_the_run_folder() -> None:
+    found = environment(plan(gpus=8))
+    assert found["NCCL_SOCKET_IFNAME"] == "=eth0"
+    assert found["NCCL_IB_DISABLE"] == "1"
+    assert found["NCCL_DEBUG_FILE"].startswith(f"{FOLDER}/logs/n1/")
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "CUDA_VISIBLE_DEVICES" not in found
+
+
+def test_settings_of_the_user_are_stronger_than_ours_and_every_variable_has_a_reason() -> None:
+    settings = ["OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=rail0", "EMPTY=", "EQUALS=a=b"]
+    found = plan(cluster={"environment": settings})
+    values = environment(found)
+    assert (values["OMP_NUM_THREADS"], values["GLOO_SOCKET_IFNAME"]) == ("3", "rail0")
+    assert (values["EMPTY"], values["EQUALS"]) == ("", "a=b")
+    assert all(variable.reason for variable in found.nodes[0].environment)
+
+
+def test_ranks_read_what_the_nodes_decided() -> None:
+    found = plan(3, gpus=4)
+    written = config_from_dict(yaml.safe_load(dict(found.files)["config.yaml"]))
+    assert written == found.config
+    cluster = written.cluster
+    assert (cluster.launcher, cluster.nodes, cluster.num_nodes) == ("ssh", "n[1-3]", 3)
+    assert (cluster.backend, cluster.ranks_per_node, cluster.world_size) == ("nccl", 4, 12)
+    assert cluster.topology_groups == 3
+
+
+def test_a_fleet_uses_the_backend_that_its_weakest_node_can() -> None:
+    mixed = Fleet((node("n1", 1, gpus=8), node("n2", 2)), CODE)
+    found = build_ssh_plan(run_config(cluster={"ranks_per_node": 2}), mixed, RUN)
+    assert found.backend.name == "gloo"
+    with pytest.raises(ConfigError, match="n\\[1-2\\] has 0 visible GPUs for 2 ranks"):
+        build_ssh_plan(run_config(cluster={"ranks_per_node": 2, "backend": "nccl"}), mixed, RUN)
+
+
+def test_a_fixed_port_is_used_as_it_is() -> None:
+    assert "--master-port=29500" in plan(cluster={"master_port": 29500}).nodes[1].argv
+
+
+def test_environment_values_never_stand_in_a_command() -> None:
+    secret = "canary-7f3a"
+    for container in ({}, DOCKER):
+        found = plan(cluster={"environment": [f"TOKEN={secret}"], **container})
+        assert all(secret not in word for one in found.nodes for word in one.argv)
+
+
+def test_command_of_a_container_word_for_word() -> None:
+    found = plan(cluster={"ranks_per_node": 2, **DOCKER})
+    name = f"burst-{RUN.name}-n2"
+    assert found.nodes[1].container == name
+    assert found.nodes[1].argv[:32] == (
+        *("docker", "run", "--rm", "--init", "--name", name, "--label", f"burst.run={RUN.name}"),
+        *("--network=host", "--user", "1000:100", "--workdir", FOLDER, "--env-file", f"{FOLDER}/env/n2.env"),
+        *("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
+        *("--volume", "/home/me/.burst/cache:/home/me/.burst/cache"),
+        *("--volume", f"/home/me/.burst/code/{CODE}:/home/me/.burst/code/{CODE}:ro"),
+        *("--volume", f"{FOLDER}:{FOLDER}"),
+        *("--entrypoint", "python3", "burst:1", "-m", "torch.distributed.run", "--nnodes=2"),
+    )
+    assert "--privileged" not in found.nodes[1].argv
+
+
+def test_a_container_gets_gpus_only_with_nccl_and_infiniband_only_where_it_is() -> None:
+    port = HcaPort("mlx5_0", 1, "InfiniBand", "ACTIVE", "LinkUp")
+    with_ib = [
+        dataclasses.replace(
+            one,
+            has_infiniband_devices=True,
+            environment=dataclasses.replace(one.environment, ports=(port,)),  # type: ignore[type-var]
+        )
+        for one in nodes(2, gpus=8)
+    ]
+    fabric = build_ssh_plan(run_config(cluster=DOCKER), Fleet(tuple(with_ib), CODE), RUN).nodes[0].argv
+    assert {"--gpus=all", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"} <= set(fabric)
+    plain = plan(gpus=8, cluster=DOCKER).nodes[0].argv
+    assert "--gpus=all" in plain
+    assert "--device=/dev/infiniband" not in plain
+    assert "--gpus=all" not in plan(gpus=8, cluster={"backend": "gloo", **DOCKER}).nodes[0].argv
+
+
+def test_options_of_the_configuration_take_the_place_of_those_for_the_machine() -> None:
+    container = {**DOCKER["container"], "run_options": ["--shm-size", "8g"], "command": "sudo podman"}
+    argv = plan(gpus=8, cluster={"container": container}).nodes[0].argv
+    assert argv[:3] == ("sudo", "podman", "run")
+    assert "--shm-size" in argv
+    assert not {"--gpus=all", "--ipc=host", "--ulimit"} & set(argv)
+
+
+def test_containers_see_data_and_mounts_under_their_own_names() -> None:
+    data = (DataFacts("/data/*.txt", 1, 2, "d"), DataFacts("/corpus/a.txt", 1, 2, "d"))
+    settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}
+    config = run_config(cluster=settings, data={"format": "text", "paths": ["/data/*.txt"], "prepared_dir": "~/tokens"})
+    found = build_ssh_plan(config, fleet(2, data=data), RUN)
+    argv = found.nodes[0].argv
+    volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
+    assert {"/data:/data:ro", "/corpus/a.txt:/corpus/a.txt:ro", "/models:/models:ro"} <= volumes
+    assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens"} <= volumes
+    assert node_folders(found, nodes(1)[0]) == ("/home/me/.burst/cache", "/home/me/tokens")
+
+
+def test_environment_file_of_a_container_is_what_docker_reads() -> None:
+    found = plan(cluster={"environment": ["GREETING=it's me"], **DOCKER})
+    text = dict(found.files)["env/n1.env"]
+    assert "GREETING=it's me\n" in text
+    assert "HOME=/home/me\n" in text
+    assert "GREETING='it'\"'\"'s me'\n" in dict(plan(cluster={"environment": ["GREETING=it's me"]}).files)["env/n1.env"]
+
+
+def test_a_supervisor_is_told_all_it_needs() -> None:
+    found = plan(cluster={"ranks_per_node": 2})
+    spec = node_spec(found, found.nodes[1], lease_s=60.0)
+    assert (spec.run_id, spec.node, spec.node_rank, spec.num_nodes) == (RUN.name, "n2", 1, 2)
+    assert (spec.first_rank, spec.local_ranks, spec.folder, spec.exclusive) == (2, 2, FOLDER, True)
+    files = dict(spec.files)
+    assert set(files) == {"config.yaml", "env/n2.env", "run.json"}
+    state = yaml.safe_load(files["run.json"])
+    assert (state["state"], state["host"], state["pid"]) == ("starting", None, None)
+
+
+def test_a_plan_is_a_pure_function_of_its_arguments() -> None:
+    assert plan(4, gpus=8) == plan(4, gpus=8)
+
+
+def test_no_two_files_of_a_plan_have_one_name() -> None:
+    names = [name for name, _ in plan(4).files]
+    assert len(set(names)) == len(names)
+
+
+def test_what_is_odd_about_the_network_is_said_once() -> None:
+    odd = [
+        dataclasses.replace(one, environment=dataclasses.replace(one.environment, notes=("no topology",)))  # type: ignore[type-var]
+        for one in nodes(3)
+    ]
+    assert fleet_warnings(Fleet(tuple(odd), CODE), run_config()) == ("n[1-3]: no topology",)

@@ -1,0 +1,169 @@
+"""Asking a node: whatever it does, the answer comes in bounded time and memory, and nothing missing looks healthy."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
+from testkit.machine_clock import machine_time
+
+from cluster.access.hosts import Host
+from cluster.errors import SshError, SshFailure
+from cluster.probe.run import ANSWER_BYTES, probe_local, probe_node
+from cluster.probe.section import NodeProbe, SectionState
+
+HOST = Host("n1", "192.0.2.1")
+
+
+def ask(tell: Answer, timeout_s: float = 5.0, **connection: object) -> NodeProbe:
+    return probe_node(FakeConnection(HOST, tell, **connection), [], timeout_s=timeout_s)
+
+
+def test_a_whole_answer_has_no_trouble() -> None:
+    probe = ask(answer({"host.disk": "ok", "host.cpu": ("no", 1)}))
+    assert (probe.node, probe.trouble) == ("n1", "")
+    assert probe.section("host.disk").ok
+    assert probe.section("host.cpu").exit_code == 1
+
+
+def test_the_whole_probe_is_one_command_with_the_script_on_stdin() -> None:
+    connection = FakeConnection(HOST, HEALTHY)
+    probe_node(connection, ["host"], settings={"BURST_IMAGE": "a b; id"})
+    assert connection.commands == [["date", "+%s.%N"], ["sh", "-s"]]
+    (process,) = connection.processes
+    assert "export BURST_IMAGE='a b; id'\n" in process.script
+    assert "section host.limits " in process.script
+    assert process.closed
+
+
+def cut(tell: Answer, end: bytes = b"") -> Answer:
+    """All but the last frame lines, then `end`."""
+
+    def told(fence: str) -> Iterator[bytes]:
+        yield frame(fence, "host.disk", "ok")
+        yield f"\n{fence} begin host.cpu 11.00\nhalf of it".encode()
+        if end:
+            yield end
+
+    return told
+
+
+def assert_half(probe: NodeProbe) -> None:
+    assert probe.section("host.disk").ok
+    assert probe.section("host.cpu").state is SectionState.CUT_OFF
+    assert probe.section("host.memory").state is SectionState.MISSING
+
+
+def test_a_node_that_dies_midway_leaves_half_an_answer() -> None:
+    probe = ask(cut(HEALTHY, GONE))
+    assert_half(probe)
+    assert "connection ended" in probe.trouble
+
+
+def test_a_node_that_falls_silent_is_given_up_in_time() -> None:
+    begin = machine_time()
+    probe = ask(cut(HEALTHY, SILENCE), timeout_s=0.3)
+    assert_half(probe)
+    assert "not complete within 0.3 s" in probe.trouble
+    assert machine_time() - begin < 2
+
+
+def test_a_shell_that_ends_early_says_why() -> None:
+    probe = ask(cut(HEALTHY), exit_code=2, stderr=b"sh: \x1b[31mout of memory\n")
+    assert_half(probe)
+    assert "exit code 2" in probe.trouble
+    assert "sh: out of memory" in probe.trouble
+
+
+def test_an_account_without_a_shell_is_named() -> None:
+    probe = ask(lambda fence: iter([b"This account is currently not available.\n"]), exit_code=1)
+    assert not probe.sections
+    assert "This account is currently not available." in probe.trouble
+
+
+def test_drops_of_an_answer_do_not_stretch_the_limit() -> None:
+    def drip(fence: str) -> Iterator[bytes]:
+        while True:
+            time.sleep(0.02)
+            yield b"."
+
+    begin = machine_time()
+    assert "not complete" in ask(drip, timeout_s=0.3).trouble
+    assert machine_time() - begin < 2
+
+
+def test_a_flood_is_cut_and_takes_bounded_memory() -> None:
+    def flood(fence: str) -> Iterator[bytes]:
+        yield frame(fence, "host.disk", "ok")
+        yield f"\n{fence} begin host.cpu 11.00\n".encode()
+        for _ in range(3200):
+            yield b"x" * (1 << 15)  # 100 MiB in all
+        yield frame(fence, "host.memory", "ok")
+
+    tracemalloc.start()
+    try:
+        probe = ask(flood)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert_half(probe)
+    assert "longer than 4 MiB" in probe.trouble
+    assert peak < 5 * ANSWER_BYTES
+
+
+def test_garbage_is_text_afterwards() -> None:
+    def garbage(fence: str) -> Iterator[bytes]:
+        yield f"\n{fence} begin host.disk 1.00\n".encode() + bytes(range(256)) + b"\x1b]0;owned\x07\x1b[2Jok"
+        yield f"\n{fence} end host.disk 0 1.10\n".encode() + done(fence)
+
+    output = ask(garbage).section("host.disk").output
+    assert output.endswith("ok")
+    assert "�" in output
+    assert not {"\x1b", "\x00", "\x07", "\r"} & set(output)
+
+
+def test_a_node_that_guesses_a_fence_is_not_believed() -> None:
+    guessed = "@@" + "0" * 32
+    probe = ask(
+        lambda fence: iter([frame(guessed, "host.disk", "ok"), frame(fence, "host.disk", "bad", 1), done(fence)])
+    )
+    assert probe.section("host.disk").exit_code == 1
+
+
+def test_a_node_that_does_not_even_tell_the_time_is_an_error() -> None:
+    class Stuck(FakeConnection):
+        def run(self, *_: object, **__: object) -> None:
+            raise SshError("n1", SshFailure.COMMAND_TIMEOUT, "a command did not end within 10 s")
+
+    with pytest.raises(SshError, match="did not end"):
+        probe_node(Stuck(HOST, HEALTHY), [])
+
+
+@pytest.mark.parametrize("ahead_s", [-7.5, 0.0, 2.0])
+def test_the_clock_is_read_against_the_middle_of_the_round_trip(ahead_s: float) -> None:
+    probe = ask(HEALTHY, ahead_s=ahead_s)
+    assert probe.clock_offset_s == pytest.approx(ahead_s, abs=0.05)
+    assert probe.round_trip_s is not None
+    assert probe.clock_error_s == pytest.approx(probe.round_trip_s / 2)
+
+
+@pytest.mark.parametrize("shape", ["{:.0f}\n", "{:.0f}.%N\n", "{:.0f}.\n"])
+def test_whole_seconds_of_busybox_are_believed_to_half_a_second(shape: str) -> None:
+    probe = ask(HEALTHY, clock=shape.format(int(time.time()) + 100).encode())
+    assert probe.clock_offset_s == pytest.approx(100, abs=0.6)
+    assert probe.clock_error_s >= 0.5
+
+
+@pytest.mark.parametrize("clock", [b"", b"date: invalid option\n", b"-5", b"nan", b"\xff\xfe"])
+def test_a_time_that_makes_no_sense_is_none(clock: bytes) -> None:
+    assert ask(HEALTHY, clock=clock).clock_offset_s is None
+
+
+def test_this_machine_is_asked_without_ssh() -> None:
+    probe = probe_local(["host"], timeout_s=30)
+    assert probe.trouble == ""
+    assert probe.section("host.cpu").ok
+    assert probe.round_trip_s is None

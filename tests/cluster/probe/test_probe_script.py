@@ -1,0 +1,207 @@
+"""The probe's frame: what a section is, and that nothing that a node prints makes a bad one good."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.check_fakes import done, frame, run_script
+
+from cluster.probe.script import (
+    MAX_SECTIONS,
+    SECTION_BYTES,
+    assemble_script,
+    build_script,
+    is_complete,
+    new_fence,
+    read_sections,
+)
+from cluster.probe.section import Section, SectionState
+
+FENCE = "@@" + "ab" * 16
+SHELLS = [["dash"], ["bash", "--posix"], ["busybox", "sh"]]
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,5}\.[a-z0-9_]{1,8}", fullmatch=True)
+
+
+FRAGMENT = """
+section t.fine 5 <<'END'
+echo "a 'quoted' word"; echo aside >&2; printf 'no line end'
+END
+section t.fails 5 <<'END'
+printf 'seen\\n'; exit 3
+END
+section t.missing 5 <<'END'
+no_such_tool_anywhere --version
+END
+section t.hangs 1 <<'END'
+echo before; sleep 60
+END
+section t.settings 5 <<'END'
+printf '%s|%s|%s' "$BURST_WORD" "${fence:-unset}" "$root"
+END
+"""
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
+def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
+    found = run_script(FRAGMENT, shell, BURST_WORD="two words; $(id) 'x'\nline")
+    assert found["t.fine"].output == "a 'quoted' word\naside\nno line end"
+    assert found["t.fine"].ok
+    assert (found["t.fails"].exit_code, found["t.fails"].output, found["t.fails"].ok) == (3, "seen", False)
+    assert found["t.missing"].tool_missing
+    assert not found["t.missing"].ok
+    assert found["t.hangs"].state is SectionState.TIMED_OUT
+    assert found["t.hangs"].exit_code is None
+    assert 0.9 <= found["t.hangs"].elapsed_s < 10
+    assert found["t.settings"].output == "two words; $(id) 'x'\nline|unset|"  # and the fence is nobody's variable
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
+def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list[str]) -> None:
+    found = run_script(
+        "section t.stubborn 1 <<'END'\ntrap '' TERM; while :; do sleep 1; done\nEND\n"
+        "section t.after 5 <<'END'\necho here\nEND\n",
+        shell,
+    )
+    assert found["t.stubborn"].state is SectionState.TIMED_OUT
+    assert found["t.stubborn"].elapsed_s < 5  # killed 2 s after its limit
+    assert found["t.after"].output == "here"
+
+
+def test_an_answer_is_complete_although_a_process_left_behind_holds_the_stream() -> None:
+    fence = new_fence()
+    script = assemble_script(["section t.leaves 5 <<'END'\nsetsid sleep 3 &\nEND\n"], fence)
+    with subprocess.Popen(["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(script)
+        process.stdin.close()
+        answer = b""
+        while not is_complete(answer, fence):
+            data = process.stdout.read1()
+            assert data, "the stream ended first: nothing was left behind"
+            answer += data
+    assert read_sections(answer, fence)["t.leaves"].ok
+
+
+def test_the_probe_leaves_no_files(tmp_path: Path) -> None:
+    fence = new_fence()
+    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    script = assemble_script(["section t.one 5 <<'END'\necho here\nEND\n"], fence)
+    answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, cwd=tmp_path).stdout
+    assert read_sections(answer, fence)["t.one"].output == "here"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["lower", "A B", "A;id", "", "1A"])
+def test_settings_are_names_of_variables(name: str) -> None:
+    with pytest.raises(ValueError, match="not a variable"):
+        assemble_script([], FENCE, {name: "x"})
+
+
+def test_a_fence_is_new_every_time() -> None:
+    assert len({new_fence() for _ in range(100)}) == 100
+
+
+def test_the_script_holds_the_fragment_of_each_group_once() -> None:
+    script = build_script(["host"], FENCE).decode()
+    assert script.count("section host.limits ") == 1
+    assert script.count(FENCE) == 1
+
+
+# What an answer is believed.
+
+LINES = st.lists(st.text(alphabet=st.characters(blacklist_categories=["C"]), max_size=20), max_size=4)
+
+
+@given(st.dictionaries(NAMES, st.tuples(LINES, st.integers(0, 123)), max_size=6))
+def test_honest_answers_come_back(told: dict[str, tuple[list[str], int]]) -> None:
+    answer = b"noise of a login\n" + b"".join(frame(FENCE, n, "\n".join(t), code) for n, (t, code) in told.items())
+    found = read_sections(answer + done(FENCE), FENCE)
+    assert list(found) == list(told)
+    for name, (_, code) in told.items():
+        assert (found[name].exit_code, found[name].state) == (code, SectionState.ENDED)
+        assert found[name].elapsed_s == pytest.approx(0.25)
+
+
+@given(st.dictionaries(NAMES, LINES, min_size=1, max_size=4), st.integers(0, 2**16))
+def test_an_answer_cut_anywhere_never_shows_a_half_section_as_ended(told: dict[str, list[str]], cut: int) -> None:
+    whole = b"".join(frame(FENCE, name, "\n".join(lines)) for name, lines in told.items()) + done(FENCE)
+    full, part = read_sections(whole, FENCE), read_sections(whole[: cut % (len(whole) + 1)], FENCE)
+    for name, section in part.items():
+        assert section.state is SectionState.CUT_OFF or section.output == full[name].output
+
+
+FORGED = st.sampled_from(
+    [
+        "end t.bad 0",
+        "end t.bad 0 10.30",
+        "begin t.bad",
+        "begin t.bad 1.0",
+        "begin t.other",
+        "end t.other 0",
+        "done",
+        "x",
+    ]
+)
+
+
+@given(st.lists(FORGED, min_size=1, max_size=4), st.integers(1, 255))
+def test_lines_put_in_with_the_right_fence_never_make_a_failed_section_good(lines: list[str], code: int) -> None:
+    """Whoever knows the fence and prints inside a section gains nothing: what follows contradicts it."""
+    forged = "\n".join(f"{FENCE} {line}" for line in lines)
+    answer = frame(FENCE, "t.bad", forged, code) + frame(FENCE, "t.last", "fine") + done(FENCE)
+    found = read_sections(answer, FENCE)
+    assert not found["t.bad"].ok
+
+
+@given(st.text(max_size=50), st.sampled_from(["begin", "end"]))
+def test_words_of_strangers_without_the_fence_are_output(text: str, word: str) -> None:
+    line = f"{new_fence()} {word} t.one 0 {text}".replace("\n", " ").replace("\r", " ")
+    found = read_sections(frame(FENCE, "t.one", line, 4), FENCE)
+    assert found["t.one"].exit_code == 4
+    assert list(found) == ["t.one"]
+
+
+def test_a_section_that_comes_twice_is_believed_neither_time() -> None:
+    answer = frame(FENCE, "t.one", "bad", 1) + frame(FENCE, "t.one", "good", 0)
+    assert read_sections(answer, FENCE)["t.one"].state is SectionState.CUT_OFF
+
+
+def test_an_end_without_a_beginning_is_believed_nothing() -> None:
+    answer = f"\n{FENCE} end t.one 0 1.00\n".encode()
+    assert not read_sections(answer, FENCE)["t.one"].ok
+
+
+@pytest.mark.parametrize("code", [124, 137, 143])
+def test_codes_of_timeout_are_no_exit_codes(code: int) -> None:
+    section = read_sections(frame(FENCE, "t.one", "", code), FENCE)["t.one"]
+    assert (section.state, section.exit_code) == (SectionState.TIMED_OUT, None)
+
+
+def test_a_section_that_is_too_long_is_cut_off() -> None:
+    assert read_sections(frame(FENCE, "t.one", "x" * SECTION_BYTES), FENCE)["t.one"].state is SectionState.CUT_OFF
+    assert read_sections(frame(FENCE, "t.one", "x" * (SECTION_BYTES - 10)), FENCE)["t.one"].ok
+
+
+def test_a_million_frame_lines_make_few_sections() -> None:
+    answer = b"".join(f"\n{FENCE} begin t.{number}\n".encode() for number in range(20 * MAX_SECTIONS))
+    assert len(read_sections(answer, FENCE)) <= MAX_SECTIONS
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_can_be_read(raw: bytes) -> None:
+    word = FENCE.encode()
+    for answer in (raw, word + b" begin t.x " + raw, frame(FENCE, "t.x") + raw, b"\n" + word + b" " + raw):
+        for section in read_sections(answer, FENCE).values():
+            assert "\x1b" not in section.output
+            assert "\x00" not in section.output
+
+
+def test_a_missing_section_is_not_healthy() -> None:
+    section = Section("gpu.kernel")
+    assert not section.ok
+    assert section.trouble() == "gpu.kernel: missing"

@@ -1,0 +1,296 @@
+"""What tests of launches through Slurm share: runs of the fake trainer as real jobs of a testbed's Slurm, led for real.
+
+The ranks are started by a torchrun of a few lines, which `lay_torchrun` puts where Python looks before it finds torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+from testkit import KIT
+
+from cluster.control.attempt import begin_attempt
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeStatus
+from cluster.control.open import open_links
+from cluster.control.outcome import LaunchOutcome
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.facts import probe_local_node
+from cluster.plan import LaunchPlan
+from cluster.slurm.client import CONF_VARIABLE, client_environment
+from cluster.slurm.plan import build_slurm_plan
+from cluster.slurm.submit import submit_job
+from cluster.testbed.build import Testbed
+from cluster.testbed.node import Node
+from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig
+from engine.runs import RunFolder, create_run, new_run_path
+
+_TORCHRUN = """
+import argparse, os, signal, subprocess, sys, time
+parser = argparse.ArgumentParser()
+for name in ("--nnodes", "--node-rank", "--nproc-per-node"):
+    parser.add_argument(name, type=int)
+for name in ("--max-restarts", "--rdzv-backend", "--rdzv-id", "--master-addr", "--master-port", "--local-addr"):
+    parser.add_argument(name)
+parser.add_argument("--log-dir")
+parser.add_argument("-m", dest="module")
+parser.add_argument("argument")
+given = parser.parse_args()
+
+def start(local_rank):
+    rank = given.node_rank * given.nproc_per_node + local_rank
+    names = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TORCHELASTIC_RUN_ID": "fake"}
+    command = [sys.executable, "-m", given.module, given.argument]
+    return subprocess.Popen(command, env={**os.environ, **names}, start_new_session=True)
+
+def stop():
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        rank.wait()
+
+ranks = [start(local_rank) for local_rank in range(given.nproc_per_node)]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(stop() or 1))
+while True:
+    codes = [rank.poll() for rank in ranks]
+    if all(code == 0 for code in codes):
+        sys.exit(0)
+    for local_rank, code in enumerate(codes):
+        if code:
+            stop()
+            print(f"failed (exitcode: {code}) local_rank: {local_rank} (pid: {ranks[local_rank].pid}) of binary")
+            sys.exit(1)
+    time.sleep(0.02)
+"""
+
+
+@dataclass
+class Watcher:
+    """An observer that keeps what it is told; thread-safe enough for tests that look on."""
+
+    notes: list[str] = field(default_factory=list)
+    statuses: tuple[NodeStatus, ...] = ()
+
+    def tick(self) -> None:
+        pass
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = tuple(statuses)
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        self.notes.append(f"stopping: {cause}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@dataclass
+class Led:
+    """A run that is being led in a thread of this process."""
+
+    plan: LaunchPlan
+    run: RunFolder
+    watcher: Watcher
+    stop: StopRequests
+    outcome: LaunchOutcome | None = None
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    def wait(self, timeout_s: float = 200.0) -> LaunchOutcome:
+        """Its outcome."""
+        assert self.thread is not None
+        self.thread.join(timeout_s)
+        assert not self.thread.is_alive(), self.describe()
+        if self.error is not None:
+            raise self.error
+        assert self.outcome is not None
+        return self.outcome
+
+    def wait_for_step(self, step: int = 3) -> None:
+        """Return once rank 0 is that far, which waits for nobody, and every other rank has begun to work."""
+        wait_for(lambda: len(self.run.read_metrics()) >= step and self._has_begun(), self.describe)
+
+    def _has_begun(self) -> bool:
+        logs = self.run.path.glob("logs/*/rank*.log")
+        return len([log for log in logs if " in mode " in log.read_text()]) == self.plan.world_size
+
+    def describe(self) -> str:
+        """What is known, for a test that waits in vain."""
+        logs = [path.read_text(errors="replace")[-2000:] for path in self.run.path.glob("slurm-*.log")]
+        return "\n".join([*self.watcher.notes, str(self.watcher.statuses), *logs])
+
+    @property
+    def job_id(self) -> str:
+        """Of the job that it was given."""
+        return str(json.loads((self.run.path / "slurm.json").read_text())["job_id"])
+
+
+@dataclass(frozen=True)
+class SlurmBench:
+    """Launches through the Slurm of `testbed`."""
+
+    testbed: Testbed
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With which Slurm's clients find it."""
+        return {**client_environment(os.environ), CONF_VARIABLE: str(self.testbed.folder.slurm_conf)}
+
+    def client(self, *argv: str) -> str:
+        """What a command of Slurm printed."""
+        return subprocess.run(
+            argv, env=self.environment, capture_output=True, text=True, timeout=200, check=True
+        ).stdout.strip()
+
+    def plan(self, mode: str, nodes: int = 2, **cluster: object) -> LaunchPlan:
+        """A run of the fake trainer with one rank per node."""
+        settings = ClusterConfig(
+            launcher="slurm",
+            num_nodes=nodes,
+            ranks_per_node=1,
+            environment=(f"FAKE_MODE={mode}",),
+            **cluster,  # type: ignore[arg-type]
+        )
+        config = RunConfig(
+            data=DataConfig(format="text", paths=("/dev/null",)),
+            train=TrainConfig(steps=5, seq_len=64),
+            cluster=settings,
+        )
+        facts = probe_local_node()
+        facts = replace(facts, python_path=os.pathsep.join([str(self.torchrun()), str(KIT), facts.python_path or ""]))
+        path = new_run_path(self.folder / "runs", "tiny")
+        return build_slurm_plan(config, facts, path, module="fake_trainer", environment={})
+
+    def torchrun(self) -> Path:
+        """A folder with a `torch.distributed.run` that starts in no time."""
+        package = self.folder / "fakes" / "torch" / "distributed"
+        if not package.exists():
+            package.mkdir(parents=True)
+            (package.parent / "__init__.py").write_text("")
+            (package / "__init__.py").write_text("")
+            (package / "run.py").write_text(_TORCHRUN)
+        return self.folder / "fakes"
+
+    def lead(
+        self,
+        plan: LaunchPlan,
+        *,
+        start: bool = True,
+        folder: RunFolder | None = None,
+        timing: LaunchTiming | None = None,
+    ) -> Led:
+        """Begin to lead the run of `plan` in a thread; folder: one that is there already."""
+        run = folder or create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+        led = Led(plan, run, Watcher(), StopRequests())
+
+        def work() -> None:
+            try:
+                manner = Manner(start=start, timing=timing or LaunchTiming(stop_grace_s=3.0))
+                led.outcome = control(plan, run, open_links(plan, run), led.watcher, led.stop, manner)
+            except BaseException as error:
+                led.error = error
+
+        led.thread = threading.Thread(target=work, daemon=True)
+        led.thread.start()
+        return led
+
+    def leave_in_queue(self, plan: LaunchPlan) -> RunFolder:
+        """The run of `plan`, whose launcher was killed as soon as the job was submitted."""
+        run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+        begin_attempt(plan, run, None)
+        submit_job(run, plan.config.cluster.slurm, self.environment)
+        return run
+
+    def on_node(self, node: Node, *argv: str, make: Path | None = None) -> None:
+        """Run a command on a node; make: a folder that must be there before."""
+        if make is not None:
+            make.mkdir(parents=True, exist_ok=True)
+        subprocess.run(node.inside(*argv), check=True, timeout=200)
+
+    def lose(self, node: Node) -> None:
+        """Power off: everything of Slurm and of its jobs on this node is gone at once."""
+        space = Path(f"/proc/{node.holder()}/ns/net").stat().st_ino
+        lost: list[psutil.Process] = []
+        while found := [process for process in psutil.process_iter() if _is_slurms(process, space, lost)]:
+            for process in found:  # until nobody is left who could start another one
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()  # none of them may see another one die
+            lost += found
+        for process in lost:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def processes(self, run: RunFolder) -> list[str]:
+        """Live processes that bear the mark of `run`, on any node."""
+        found = []
+        mark = f"BURST_RUN_ID={run.run_id}".encode()
+        for process in psutil.process_iter(["pid", "status"]):
+            with contextlib.suppress(OSError, psutil.Error):
+                environment = Path(f"/proc/{process.info['pid']}/environ").read_bytes().split(b"\0")
+                if mark in environment and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.info['pid']} {' '.join(process.cmdline())}")
+        return found
+
+    def kill_controller(self) -> None:
+        """The controller is gone, and with the last of its threads the socket that listens."""
+        controller = psutil.Process(int((self.testbed.folder.slurm_conf.parent / "slurmctld.pid").read_text()))
+        controller.kill()
+        slurm = self.testbed.slurm
+        assert slurm is not None
+        wait_for(lambda: has_ended(controller) and not slurm.controller_answers())
+
+    def wait_idle(self) -> None:
+        """Return once Slurm has cleared all nodes."""
+        wait_for(lambda: set(self.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
+
+
+def wait_for(ready: Callable[[], object], describe: Callable[[], str] = lambda: "", timeout_s: float = 200.0) -> None:
+    """Return once `ready()`."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.05)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or only its parent has yet to notice."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _is_slurms(process: psutil.Process, space: int, known: Sequence[psutil.Process]) -> bool:
+    """Whether it is a daemon or a job of Slurm in the network namespace `space`, not among `known`."""
+    folder = Path(f"/proc/{process.pid}")
+    with contextlib.suppress(OSError, psutil.Error):
+        if process in known or (folder / "ns" / "net").stat().st_ino != space:
+            return False
+        return process.name().startswith("slurm") or b"\0SLURM_JOB_ID=" in (folder / "environ").read_bytes()
+    return False
+
+
+@contextlib.contextmanager
+def slurm_environment(bench: SlurmBench) -> Iterator[None]:
+    """SLURM_CONF of this process names the bench's Slurm."""
+    before = os.environ.get(CONF_VARIABLE)
+    os.environ[CONF_VARIABLE] = bench.environment[CONF_VARIABLE]
+    try:
+        yield
+    finally:
+        os.environ.pop(CONF_VARIABLE)
+        if before is not None:
+            os.environ[CONF_VARIABLE] = before

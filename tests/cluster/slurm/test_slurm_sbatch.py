@@ -1,0 +1,200 @@
+"""The batch file as text: what it says for given settings, and that no setting says more than it should."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.facts import NodeFacts
+from cluster.slurm.plan import build_slurm_plan
+from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
+from engine.config import DataConfig, RunConfig
+from engine.config_cluster import ClusterConfig, ContainerConfig, SlurmConfig
+from engine.errors import ConfigError
+
+GOLDEN = Path(__file__).parent / "fixtures"
+RUN = Path("/shared/runs/long/20260131-120000-abc123")
+
+
+def request(settings: SlurmConfig | None = None, run_path: Path = RUN, **changes) -> JobRequest:
+    return JobRequest(
+        run_path, 4, "/opt/venv/bin/python", "/home/me/work", settings=settings or SlurmConfig(), **changes
+    )
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_file_of_a_plain_run_is_as_it_was_agreed():
+    assert sbatch_text(request()) == (GOLDEN / "plain.sbatch").read_text()
+
+
+def test_the_file_with_every_setting_is_as_it_was_agreed():
+    settings = SlurmConfig(
+        partition="gpu,gpu-long",
+        account="team.a",
+        qos="high",
+        time_limit="2-12:00:00",
+        gpus_per_node=8,
+        cpus_per_node=96,
+        constraint="h100&ib|b200",
+        exclude="n[1-2],n7",
+        options=("--comment=night run #3", "--exclusive=user", "--contiguous"),
+    )
+    text = sbatch_text(request(settings, python_path="/home/me/burst", node_list="n[01-16]", has_containers=True))
+
+    assert text == (GOLDEN / "every_setting.sbatch").read_text()
+
+
+def test_a_job_is_never_run_twice_by_slurm_and_one_failed_task_ends_all():
+    text = sbatch_text(request())
+
+    assert "--no-requeue" in directives(text)
+    assert "--kill-on-bad-exit=1" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("partition", "main; reboot"),
+        ("partition", "main --uid=0"),
+        ("account", "a\n#SBATCH --uid=0"),
+        ("qos", '"x"'),
+        ("time_limit", "1:00:00 --uid=0"),
+        ("time_limit", "soon"),
+        ("constraint", "$(id)"),
+        ("constraint", "a b"),
+        ("exclude", "n[1-2] --uid=0 $(id)"),
+        ("options", ("--comment=a\n--uid=0",)),
+        ("options", ('--comment="',)),
+        ("options", ("--comment=\\",)),
+        ("options", ("-N 900",)),
+        ("options", ("comment",)),
+        ("options", ("--nodes=900",)),
+        ("options", ("--array=1-9",)),
+        ("options", ("--requeue",)),
+        ("options", ("--output=/etc/passwd",)),
+        ("options", ("--export=ALL",)),
+    ],
+)
+def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, value):
+    with pytest.raises(ConfigError, match=f"cluster.slurm.{name}"):
+        check_slurm_settings(ClusterConfig(slurm=SlurmConfig(**{name: value})))
+
+
+def test_all_settings_that_are_wrong_are_told_at_once():
+    cluster = ClusterConfig(slurm=SlurmConfig(partition="a b", qos="a b", time_limit="x", options=("--nodes=1", "y")))
+    with pytest.raises(ConfigError) as caught:
+        check_slurm_settings(cluster)
+
+    assert len(caught.value.problems) == 5
+
+
+def test_an_option_that_has_a_setting_names_it():
+    with pytest.raises(ConfigError, match=r"use cluster.slurm.partition"):
+        check_slurm_settings(ClusterConfig(slurm=SlurmConfig(options=("--partition=main",))))
+
+
+@pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
+def test_a_run_folder_that_slurm_would_misread_is_refused(path):
+    with pytest.raises(ConfigError, match="a path with quotes, backslashes or line ends"):
+        sbatch_text(request(run_path=Path(path)))
+
+
+def test_a_percent_sign_in_the_run_folder_is_no_pattern():
+    assert '--output="/50%% off/run/slurm-%j.log"' in directives(sbatch_text(request(run_path=Path("/50% off/run"))))
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_characters='"\\/', exclude_categories=("Cc", "Cs")), min_size=1, max_size=30))
+def test_whatever_a_folder_is_called_bash_reads_it_as_one_word(name):
+    path = Path("/shared") / f"x{name}" / "run"
+    body = sbatch_text(request(run_path=path)).split("\n\n", 1)[1]
+    words = shlex.split(body.split("\n")[-2].strip())
+
+    assert words[-2:] == [str(path), "$1"]
+
+
+def run_script(tmp_path: Path, token: str | None, said: str) -> subprocess.CompletedProcess[str]:
+    """The file run by bash with an srun that only shows its arguments."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$PWD" "$@"\n')
+    (tools / "srun").chmod(0o755)
+    folder = tmp_path / "it's a $(run)"
+    folder.mkdir()
+    if token is not None:
+        (folder / TOKEN_FILE).write_text(f"{token}\n")
+    job = JobRequest(folder, 2, "/py", str(tmp_path), python_path="/src $HOME")
+    script = tmp_path / "job"
+    script.write_text(sbatch_text(job))
+    environment = {"PATH": f"{tools}:/usr/bin:/bin"}
+    return subprocess.run(["bash", str(script), said], env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(tmp_path):
+    lines = run_script(tmp_path, "secret", "secret").stdout.splitlines()
+
+    assert lines[:2] == ["/src $HOME", str(tmp_path)]
+    assert lines[-5:] == ["/py", "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)"), "secret"]
+    assert {"--nodes=2", "--ntasks-per-node=1", "--wait=60"} <= set(lines)
+
+
+@pytest.mark.parametrize(("there", "said"), [(None, "secret"), ("other", "secret"), ("", "")])
+def test_a_node_with_another_run_folder_starts_nothing(tmp_path, there, said):
+    done = run_script(tmp_path, there, said)
+
+    assert (done.returncode, done.stdout) == (66, "")
+    assert "does not see the run folder" in done.stderr
+
+
+def config(**cluster) -> RunConfig:
+    return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
+
+
+def plan_of(environment: dict[str, str] | None = None, **cluster):
+    facts = NodeFacts("head", 8, 0, python="/opt/venv/bin/python", cwd="/w", python_path="/src")
+    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {})
+
+
+def test_the_plan_says_how_many_ranks_before_there_are_nodes():
+    plan = plan_of(num_nodes=4, slurm=SlurmConfig(gpus_per_node=8))
+
+    assert (plan.world_size, plan.backend.name, plan.launcher) == (32, "nccl", "slurm")
+    assert [node.first_rank for node in plan.nodes] == [0, 8, 16, 24]
+    assert (plan.config.cluster.num_nodes, plan.config.cluster.ranks_per_node) == (4, 8)
+    assert dict(plan.files)["job.sbatch"].count("--gpus-per-node=8") == 1
+
+
+def test_without_gpus_the_plan_is_for_the_cpu_and_nccl_takes_the_users_word():
+    assert plan_of(num_nodes=2).backend.name == "gloo"
+    assert plan_of(num_nodes=2, ranks_per_node=4, backend="nccl").world_size == 8
+
+
+def test_named_nodes_are_asked_for_by_name():
+    plan = plan_of(nodes="n[1-3]")
+
+    assert plan.world_size == 3
+    assert "--nodelist=n[1-3]" in dict(plan.files)["job.sbatch"]
+
+
+def test_inside_of_an_allocation_all_of_its_nodes_are_used_and_no_more():
+    allocation = {"SLURM_JOB_NODELIST": "n[1-4]"}
+
+    assert plan_of(allocation).world_size == 4
+    with pytest.raises(ConfigError, match="this allocation of Slurm has 4 nodes"):
+        plan_of(allocation, num_nodes=5)
+
+
+def test_the_plan_in_containers_mounts_the_run_folder_and_the_code():
+    container = ContainerConfig(runtime="docker", image="burst:cpu", run_options=())
+    argv = plan_of(num_nodes=1, container=container).nodes[0].argv
+
+    assert {"--init", f"{RUN}:{RUN}", "/src:/src:ro", "/data/x.txt:/data/x.txt:ro"} <= set(argv)
+    assert argv[argv.index("--entrypoint") + 1] == "python3"

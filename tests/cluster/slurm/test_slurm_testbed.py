@@ -1,0 +1,125 @@
+"""A testbed with Slurm: daemons under true names, jobs in the nodes' namespaces, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from slurm_rig import SlurmBench
+from testkit.machine_clock import machine_time
+from testkit.testbed_fixture import next_name
+
+from burst_cli.testbed_view import status_table
+from cluster.testbed.build import build_plan
+from cluster.testbed.folder import folder_of
+from cluster.testbed.machine import missing_requirements
+from cluster.testbed.spec import TestbedSpec
+from cluster.testbed.status import read_status
+from cluster.testbed.teardown import leftovers, tear_down
+
+_UP = """
+import sys
+from pathlib import Path
+from cluster.testbed.build import up
+from cluster.testbed.spec import TestbedSpec
+up(TestbedSpec(sys.argv[1], nodes=2, slurm=True), Path(sys.argv[2]))
+"""
+
+
+def slurm(testbed, *argv: str) -> str:
+    """What a client of Slurm prints."""
+    environment = {**os.environ, "SLURM_CONF": str(testbed.folder.slurm_conf)}
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
+
+
+def slurm_processes(folder: Path) -> list[str]:
+    """Live processes of Slurm that work in or for `folder`."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if process.info["status"] != psutil.STATUS_ZOMBIE and (str(folder) in line or "slurmscriptd" in line):
+            found.append(line)
+    return found
+
+
+def test_jobs_run_under_the_true_names_of_the_nodes(slurm_testbed):
+    out = slurm(slurm_testbed, "srun", "-N2", "--ntasks-per-node=1", "sh", "-c", "hostname; hostname -i; ls ~")
+    first, second = slurm_testbed.nodes[:2]
+
+    assert sorted(out.split()) == sorted([first.name, second.name, first.address, second.address])
+
+
+def test_status_shows_what_slurm_says_and_how_to_reach_it(slurm_testbed):
+    status = read_status(slurm_testbed.name)
+
+    assert {node.slurm for node in status.nodes} == {"idle"}
+    assert status.slurm_conf == str(slurm_testbed.folder.slurm_conf)
+    assert f"export SLURM_CONF={status.slurm_conf}" in str(status_table(status).renderables)
+
+
+def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbed, slurm_testbed):
+    own = make_testbed(nodes=1, slurm=True)
+    node = own.node_names[0]
+    slurm(own, "sbatch", "--output=/dev/null", "--wrap=setsid sleep 1000 & srun sleep 1000")
+    _wait(lambda: read_status(own.name).nodes[0].slurm != "idle")
+    tear_down(own.name, Path("/nowhere"))
+
+    assert leftovers(own.name) == []
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"))
+    _wait(lambda: not [line for line in slurm_processes(own.folder.path) if str(own.folder.path) in line])
+    assert {one.slurm for one in read_status(slurm_testbed.name).nodes} == {"idle"}
+
+
+@pytest.mark.parametrize("delay_s", [0.25, 0.4, 0.6, 0.9])
+def test_a_killed_up_leaves_nothing_after_down(testbed_machine, tmp_path, delay_s):
+    name = next_name()
+    with subprocess.Popen((sys.executable, "-c", _UP, name, str(tmp_path / "c.yaml"))) as building:
+        time.sleep(delay_s)
+        building.kill()
+    tear_down(name, tmp_path / "c.yaml")
+
+    assert leftovers(name) == []
+    assert not folder_of(name).path.exists()
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{name}*"))
+
+
+def test_missing_packages_of_slurm_are_named_only_to_who_wants_slurm(tmp_path):
+    asked = missing_requirements(docker=False, slurm=True, platform="linux", root=True, path=str(tmp_path))
+    plain = missing_requirements(docker=False, platform="linux", root=True, path=str(tmp_path))
+
+    assert {"slurmd not found: apt-get install slurmd", "sbatch not found: apt-get install slurm-client"} <= set(asked)
+    assert "munged not found: apt-get install munge" in asked
+    assert not any("slurm" in problem for problem in plain)
+
+
+def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):
+    plan = build_plan(TestbedSpec("lab", nodes=2, slurm=True), tmp_path / "lab.yaml").to_dict()
+    words = [word for command in plan["commands"] for word in command]
+
+    assert len([word for word in words if word.endswith("/slurmd")]) == 2
+    assert any(word.endswith("/slurmctld") for word in words)
+    assert any(path.endswith("slurm/slurm.conf") for path in plan["files"])
+
+
+def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
+    testbed = make_testbed(nodes=1, slurm=True)
+    SlurmBench(testbed, tmp_path).kill_controller()
+    begin = machine_time()
+
+    status = read_status(testbed.name)
+    elapsed_s = machine_time() - begin
+
+    assert status.nodes[0].slurm == "no controller"
+    assert elapsed_s < 2
+
+
+def _wait(ready, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,126 @@
+"""A run whose command is `docker run`, on a real engine: the container ends with the run, however that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.image_rig import LauncherEngine, busybox_tree, launcher_engine
+from testkit.machine_clock import machine_time
+from testkit.supervise_rig import Rig, is_gone, kill, wait_for
+
+from cluster.supervise.node.container import Container
+from cluster.supervise.node.daemon import start
+from cluster.supervise.node.folder import request_stop
+from cluster.supervise.node.sweep import sweep
+
+POLITE = "trap 'echo finished; exit 0' TERM; echo ready; while :; do /bin/busybox sleep 0.1; done"
+STUBBORN = "trap '' TERM; echo ready; while :; do /bin/busybox sleep 0.1; done"
+IMAGE = "rig/busybox:1"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LauncherEngine]:
+    with launcher_engine() as made:
+        made.import_tree(IMAGE, busybox_tree())
+        yield made
+
+
+@pytest.fixture
+def rig(tmp_path: Path, engine: LauncherEngine) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+    assert made.processes() == []
+    assert names(engine) == []
+
+
+def names(engine: LauncherEngine) -> list[str]:
+    return engine("ps", "--all", "--format", "{{.Names}}").split()
+
+
+def launch(rig: Rig, engine: LauncherEngine, script: str, **changes: Any) -> int:
+    """The pid of the supervisor of a container whose only process is rank 0."""
+    command = ["docker", "--host", engine.host]
+    name = f"burst-{rig.run_id}"
+    marks = {"BURST_RUN_ID": rig.run_id, "BURST_NODE": rig.name(), "RANK": "0"}
+    run = [*command, "run", "--name", name, "--label", f"org.burst.run={rig.run_id}", "--network", "none"]
+    run += [word for item in marks.items() for word in ("--env", "=".join(item))]
+    run += [IMAGE, "/bin/busybox", "sh", "-c", script]
+    spec = rig.spec(argv=run, engine=command, container=name, local_ranks=1, **changes)
+    answer = start(spec)
+    assert answer["op"] == "started", answer
+    wait_for(lambda: b"ready" in log(rig), "the container")
+    return int(answer["pid"])
+
+
+def log(rig: Rig) -> bytes:
+    path = Path(rig.files().torchrun_log)
+    return path.read_bytes() if path.exists() else b""
+
+
+def stop(rig: Rig, grace_s: float) -> None:
+    request_stop(str(rig.folder / "alpha"), rig.name(), "Ctrl-C", grace_s)
+
+
+def test_container_that_ends_by_itself_is_removed(rig: Rig, engine: LauncherEngine) -> None:
+    launch(rig, engine, "echo ready; exit 3")
+    assert (rig.outcome()["exit_code"], rig.outcome()["cause"]) == (3, "exit")
+    assert names(engine) == []
+
+
+def test_rank_in_a_container_is_found_and_finishes_when_asked(rig: Rig, engine: LauncherEngine) -> None:
+    launch(rig, engine, POLITE)
+    wait_for(lambda: rig.ranks(), "the rank")
+    stop(rig, 10.0)
+    outcome = rig.outcome()
+    assert (outcome["exit_code"], outcome["cause"], outcome["error"]) == (0, "stop", None)
+    assert b"finished" in log(rig)
+    assert [death["rank"] for death in outcome["deaths"]] == [0]
+
+
+def test_container_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig, engine: LauncherEngine) -> None:
+    launch(rig, engine, STUBBORN)
+    begin = machine_time()
+    stop(rig, 1.0)
+    assert rig.outcome()["exit_code"] == 137
+    assert machine_time() - begin < 8.0
+
+
+def test_container_ends_with_its_killed_client(rig: Rig, engine: LauncherEngine) -> None:
+    launch(rig, engine, STUBBORN)
+    kill(rig.status()["supervisor"]["child_pid"])
+    assert rig.outcome()["exit_code"] == -9
+    assert names(engine) == []
+
+
+def test_sweep_removes_what_a_killed_supervisor_left(rig: Rig, engine: LauncherEngine) -> None:
+    pid = launch(rig, engine, STUBBORN)
+    kill(pid)
+    wait_for(lambda: is_gone(pid), "the end of the supervisor")
+    assert names(engine) == [f"burst-{rig.run_id}"]
+    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
+    assert names(engine) == []
+
+
+def test_container_without_the_label_of_the_run_is_not_touched(engine: LauncherEngine) -> None:
+    script = "while :; do /bin/busybox sleep 1; done"
+    engine("run", "--detach", "--name", "theirs", "--network", "none", IMAGE, "/bin/busybox", "sh", "-c", script)
+    try:
+        container = Container(["docker", "--host", engine.host], "theirs", "20250101-000000-abcdef")
+        assert container.remove(5.0) == ""
+        container.kill()
+        container.stop(1.0)
+        time.sleep(1.5)
+        assert engine("inspect", "--format", "{{.State.Running}}", "theirs") == "true"
+    finally:
+        engine("rm", "--force", "theirs")
+
+
+def test_engine_that_does_not_answer_is_named(rig: Rig, engine: LauncherEngine, tmp_path: Path) -> None:
+    silent = ["docker", "--host", f"unix://{tmp_path}/nobody.sock"]
+    problem = Container(silent, "name", rig.run_id).remove(1.5)
+    assert "container name" in problem

@@ -1,0 +1,317 @@
+"""The parts of a supervisor one by one: processes, locks, health, the foreground, and what old Pythons accept."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, wait_for
+
+import cluster.supervise.node
+from cluster.supervise.bundle import bridge_text
+from cluster.supervise.node import processes, processes_psutil
+from cluster.supervise.node.container import Helpers
+from cluster.supervise.node.family import Family, Marks
+from cluster.supervise.node.folder import read_json, safe_name, write_json, write_text
+from cluster.supervise.node.health import Gpus, parse_gpus, read_health
+from cluster.supervise.node.locks import holder, take_lock
+from engine.runs import RunFolder
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def test_process_of_another_user_cannot_pass_as_a_rank() -> None:
+    marks = Marks("20260101-000000-abcdef", "n1")
+    environment = {"BURST_RUN_ID": marks.run_id, "BURST_NODE": marks.node, "RANK": "0"}
+    with subprocess.Popen(["/bin/sleep", "100"], env=environment, user=65534) as stranger:
+        family, open_family = (Family(marks, range(1), any_owner=wide) for wide in (False, True))
+        for one in (family, open_family):
+            one.refresh(full=True)
+        stranger.kill()
+    assert (family.members(), family.living_ranks()) == ([], [])
+    assert open_family.members() == [stranger.pid]
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def is_newer(node: ast.AST) -> bool:
+    """Whether this is `list[...]` or `... | None`: both parse as 3.6 and fail there."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Name) and node.value.id in ("dict", "list", "set", "tuple", "type")
+    is_union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
+    return is_union and isinstance(node.right, ast.Constant) and node.right.value is None
+
+
+def test_what_runs_on_nodes_is_python_3_6_with_nothing_but_the_standard_library() -> None:
+    body = bridge_text()
+    modules = dict(json.loads(body[10:]))
+    imported = set()
+    for name, source in modules.items():
+        tree = ast.parse(source, name, feature_version=(3, 6))
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert "from __future__ import annotations" not in source  # came with 3.7
+        assert not [ast.unparse(node) for node in ast.walk(tree) if is_newer(node)]
+    assert int(body[:10]) == len(body) - 10
+    assert {str(name) for name in imported if str(name).startswith(("cluster", "engine"))} <= modules.keys()
+    present = {path.stem for path in Path(str(cluster.supervise.node.__file__)).parent.glob("[!_]*.py")}
+    assert present <= {name.rpartition(".")[2] for name in modules}
+
+
+@pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
+def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
+    assert safe_name(name) == RunFolder(tmp_path).log_dir(name).name
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_psutil_tells_what_proc_tells() -> None:
+    child = subprocess.Popen(SLEEP, env={**os.environ, "MARK": "é"})
+    try:
+        entry = wait_for(lambda: processes.read_entry(child.pid), "the child")
+        facts = processes_psutil.process_facts(child.pid)
+        assert facts is not None
+        assert facts.parent == entry.parent == os.getpid()
+        environ = wait_for(lambda: processes_psutil.process_environ(child.pid), "its environment")  # which comes late
+        assert environ == processes.read_environ(child.pid)
+        assert environ[b"MARK"] == "é".encode()
+        assert child.pid in processes_psutil.process_pids()
+        wait_for(lambda: (processes_psutil.process_resident_bytes(child.pid) or 0) > 2**20, "its memory")
+        assert processes_psutil.process_cpu_seconds(child.pid) is not None
+        child.kill()
+        wait_for(lambda: is_gone(child.pid), "its end")
+        facts = processes_psutil.process_facts(child.pid)
+        assert facts is not None
+        assert facts.state == "Z"
+    finally:
+        child.kill()
+        child.wait()
+    assert processes_psutil.process_facts(child.pid) is None
+    assert processes.read_entry(child.pid) is None
+
+
+def test_signal_does_not_reach_a_process_that_got_the_number_later() -> None:
+    child = subprocess.Popen(SLEEP)
+    try:
+        assert not processes.send_signal(child.pid, "1", signal.SIGKILL)
+        assert child.poll() is None
+        assert processes.send_signal(child.pid, processes.process_start(child.pid) or "", signal.SIGKILL)
+        assert child.wait(200) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_both_marks_must_match() -> None:
+    environment = {"BURST_RUN_ID": f"run-{os.getpid()}", "BURST_NODE": "alpha", "RANK": "1"}
+    child = subprocess.Popen(SLEEP, env={**os.environ, **environment})
+    try:
+        found = {}
+        for run_id, node in ((environment["BURST_RUN_ID"], "alpha"), ("other", "alpha"), (f"run-{os.getpid()}", "b")):
+            family = Family(Marks(run_id, node), range(2))
+            wait_for(lambda: processes.read_environ(child.pid), "the environment")
+            family.refresh(full=True)
+            found[run_id, node] = (family.members(), list(family.ranks))
+        assert list(found.values()) == [([child.pid], [1]), ([], []), ([], [])]
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
+    code = f"import subprocess, time; subprocess.Popen({SLEEP!r}); time.sleep(100)"
+    environment = {"BURST_RUN_ID": f"run-{os.getpid()}-w", "BURST_NODE": "alpha", "RANK": "0"}
+    rank = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment})
+    family = Family(Marks(environment["BURST_RUN_ID"], "alpha"), range(1))
+
+    def members(count: int) -> bool:
+        family.refresh(full=True)
+        return len(family.members()) == count
+
+    try:
+        wait_for(lambda: members(2), "the worker")
+        assert family.ranks[0].pid == rank.pid
+        rank.kill()
+        rank.wait()
+        wait_for(lambda: members(1), "the end of the rank")
+        assert (family.living_ranks(), [death.pid for death in family.deaths]) == ([], [rank.pid])
+    finally:
+        assert family.kill_until_gone(signal.SIGKILL, 5.0) == []
+        rank.kill()
+        rank.wait()
+
+
+def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_comes_first() -> None:
+    environment = {"BURST_RUN_ID": f"run-{os.getpid()}-d", "BURST_NODE": "alpha"}
+    ranks = [subprocess.Popen(SLEEP, env={**os.environ, **environment, "RANK": str(rank)}) for rank in range(3)]
+    family = Family(Marks(environment["BURST_RUN_ID"], "alpha"), range(3))
+
+    def all_seen() -> bool:
+        family.refresh(full=True)
+        return len(family.ranks) == 3
+
+    try:
+        wait_for(all_seen, "the ranks")
+        for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGSEGV, signal.SIGTERM), strict=True):
+            kill(rank.pid, number)
+        wait_for(lambda: all(is_gone(rank.pid) for rank in ranks), "their end")
+        family.refresh()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [(death.rank, death.exit_code) for death in family.deaths][:1] == [(1, -signal.SIGSEGV)]
+    assert sorted(death.rank for death in family.deaths) == [0, 1, 2]
+
+
+# --- files and locks --------------------------------------------------------------------------------------------------
+
+
+def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    path = str(tmp_path / "lock")
+    code = (
+        "import sys, time; from cluster.supervise.node.locks import take_lock\n"
+        "lock = take_lock(sys.argv[1]); lock.say('run', 5); print('held', flush=True); time.sleep(100)"
+    )
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    child = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == b"held\n"
+        assert take_lock(path, 0.0) is None
+        assert (holder(path)["run_id"], holder(path)["pid"]) == ("run", "5")
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    lock = take_lock(path, 0.0)
+    assert lock is not None
+    lock.release()
+    assert not Path(path).exists()
+
+
+def test_writes_leave_the_old_file_and_nothing_else_when_they_fail(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(str(path), {"a": 1})
+    with pytest.raises(OSError, match="Not a directory"):
+        write_text(str(path / "below"), "x")
+    assert read_json(str(path)) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100000, '{"a": 1} x'])
+def test_damaged_document_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    assert read_json(str(tmp_path / "x")) is None
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+def test_health_of_this_machine(rig: Rig) -> None:
+    rig.start()
+
+    def seen() -> dict[str, Any] | None:
+        health = rig.status()["health"] or {"ranks": {}}
+        return health if len(health["ranks"]) == 2 else None
+
+    health = wait_for(seen, "the ranks in health")
+    assert health["cores"] >= 1
+    assert 0 < health["memory_used_bytes"] < health["memory_limit_bytes"]
+    assert health["disk_free_bytes"] > 0
+    assert {name: rank["pid"] for name, rank in health["ranks"].items()} == rig.ranks()
+    assert health["ranks"]["0"]["rss_bytes"] > 2**20
+
+
+def test_health_says_gone_for_a_rank_that_ended(tmp_path: Path) -> None:
+    family = Family(Marks("none", "none"))
+    assert family.living_ranks() == []
+    assert read_health(str(tmp_path / "nowhere"), [], None)["disk_free_bytes"] is None
+
+
+def test_gpus_are_read_and_what_is_no_number_is_null() -> None:
+    text = "0, 97, 61234, 64, 1980, 0x0000000000000004\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n"
+    first = {"index": 0, "utilization": 97, "memory_used_mib": 61234, "temperature_c": 64, "sm_clock_mhz": 1980}
+    assert parse_gpus(text) == [
+        {**first, "throttle": "0x0000000000000004"},
+        {**first, "index": 1, "utilization": None, "memory_used_mib": None, "temperature_c": 30, "sm_clock_mhz": 345}
+        | {"throttle": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [
+        ("echo '0, 1, 2, 3, 4, 0x0'", 1),
+        ('case "$*" in *event*) exit 1;; esac; echo "0, 1, 2, 3, 4, 0x0"', 1),
+        ("exit 9", None),
+    ],
+    ids=["new driver", "old driver", "broken driver"],
+)
+def test_gpus_of_drivers_new_old_and_broken(
+    script: str, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpus = Gpus(Helpers()).read()
+    assert (None if gpus is None else len(gpus)) == count
+
+
+# --- in the foreground ------------------------------------------------------------------------------------------------
+
+
+def foreground(spec: dict[str, object]) -> subprocess.Popen[str]:
+    code = (
+        "import sys, json; from cluster.supervise.node.daemon import run_foreground\n"
+        "sys.exit(run_foreground(json.loads(sys.argv[1])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    command = [sys.executable, "-c", code, json.dumps(spec)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_foreground_gives_the_exit_code_of_the_command(rig: Rig) -> None:
+    process = foreground(rig.spec("exits", environment=UNHURRIED))
+    _, said = process.communicate(timeout=200)
+    assert (process.returncode, rig.outcome()["deaths"][0]["exit_code"]) == (1, 7), said
+
+
+def test_foreground_ends_the_run_when_it_is_told_to(rig: Rig) -> None:
+    process = foreground(rig.spec("polite"))
+    wait_for(lambda: len(list(Path(rig.files().log_dir).glob("rank*.log"))) == 2, "the ranks")
+    time.sleep(0.3)
+    kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=200)
+    assert (rig.outcome()["cause"], rig.outcome()["stop_cause"]) == ("stop", "SIGTERM")
+    assert rig.processes() == []
+
+
+def test_foreground_that_is_refused_leaves_word_in_the_run_folder(rig: Rig, tmp_path: Path) -> None:
+    rig.start()
+    other = Rig(tmp_path)
+    process = foreground(other.spec() | {"node": rig.name()})
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert rig.run_id in said
+    outcome = read_json(str(other.folder / "alpha" / "nodes" / rig.name() / "outcome.json")) or {}
+    assert outcome["cause"] == "start_failed"
+    assert rig.run_id in outcome["error"]

@@ -1,0 +1,423 @@
+"""A supervisor from its first to its last moment, with fake ranks: real daemons, locks and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit import KIT
+from testkit.machine_clock import machine_time
+from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, names_of, new_run_id, wait_for
+
+from cluster.supervise.node.daemon import start
+from cluster.supervise.node.folder import read_json, request_stop
+from cluster.supervise.node.locks import RefusedError, node_lock_path
+from cluster.supervise.node.sweep import sweep
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+    assert made.processes() == []
+    assert not Path(node_lock_path(made.name())).exists()
+
+
+def stop(rig: Rig, grace_s: float, cause: str = "Ctrl-C", node: str = "alpha") -> None:
+    request_stop(str(rig.folder / node), rig.name(node), cause, grace_s)
+
+
+def children_of(rig: Rig) -> int:
+    return int(rig.status()["supervisor"]["child_pid"])
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_run_that_completes_leaves_a_truthful_outcome(rig: Rig) -> None:
+    pid = rig.start("ok", ranks=0)
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["exit_code"], outcome["stop_cause"]) == ("exit", 0, None)
+    assert outcome["leftover_pids"] == []
+    assert outcome["started_at"] <= outcome["ended_at"]
+    assert rig.status()["phase"] == "ended"
+    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "rank 1 is there\n"
+    wait_for(lambda: is_gone(pid), "the end of the supervisor")
+
+
+def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
+    pid = rig.start()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(fields[1]) != os.getpid()
+    assert int(fields[3]) != os.getsid(0)
+    assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
+    assert Path(f"/proc/{pid}/fd/1").readlink() == Path(rig.files().own_log)
+
+
+def test_command_gets_environment_folder_and_marks(rig: Rig) -> None:
+    code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ)]))"
+    environment = {"ASKED": "yes", "RANK": "5"}
+    start(rig.spec(argv=[sys.executable, "-c", code], environment=environment))
+    rig.outcome()
+    cwd, seen = json.loads(Path(rig.files().torchrun_log).read_text())
+    assert cwd == str(KIT)
+    assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
+    assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
+    assert seen["BURST_RANK_LOGS"] == rig.files().log_dir
+
+
+def test_files_are_laid_for_this_user_alone(rig: Rig) -> None:
+    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
+    start(rig.spec("ok", files=files))
+    laid = rig.folder / "alpha" / "env" / "alpha.env"
+    assert (rig.folder / "alpha" / "config.yaml").read_text() == "a: é\n"
+    assert (laid.stat().st_mode & 0o777, laid.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert "A=1" not in Path(rig.files().spec).read_text()
+    rig.outcome()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [["../outside", "x"]]},
+        {"files": [["/etc/outside", "x"]]},
+        {"folder": "relative"},
+        {"argv": []},
+        {"argv": ["a\0b"]},
+        {"node": "../x"},
+        {"run_id": "-rf"},
+        {"environment": {"A=B": "c"}},
+        {"lease_s": "soon"},
+        {"stop_grace_s": float("nan")},
+        {"local_ranks": -1},
+        {"container": "--privileged"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(rig: Rig, change: dict[str, object]) -> None:
+    answer = start({**rig.spec(), **change})
+    assert (answer["op"], answer["kind"]) == ("refused", "command")
+    assert not rig.folder.exists()
+
+
+@pytest.mark.parametrize("argv", [["/nowhere/torchrun"], ["/etc/passwd"], [sys.executable]])
+def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: list[str]) -> None:
+    spec = rig.spec(argv=argv, cwd="/nowhere" if argv == [sys.executable] else "/")
+    assert start(spec)["op"] == "started"
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["exit_code"]) == ("start_failed", None)
+    assert "/nowhere" in outcome["error"] or "/etc/passwd" in outcome["error"]
+
+
+def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answer = start(rig.spec(folder=str(tmp_path / "file" / "run")))
+    assert (answer["op"], answer["kind"]) == ("refused", "folder")
+    assert str(tmp_path / "file") in answer["text"]
+
+
+# --- who holds the node -----------------------------------------------------------------------------------------------
+
+
+def test_busy_node_is_refused_and_the_holder_is_named(rig: Rig, tmp_path: Path) -> None:
+    pid = rig.start()
+    other = Rig(tmp_path)
+    answer = start(other.spec() | {"node": rig.name()})
+    assert (answer["op"], answer["kind"]) == ("refused", "busy")
+    assert rig.run_id in answer["text"]
+    assert str(pid) in answer["text"]
+    assert not other.folder.exists()
+    assert start(other.spec() | {"node": rig.name(), "exclusive": False})["op"] == "started"
+    assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
+
+
+def test_same_run_is_not_started_twice(rig: Rig) -> None:
+    rig.start()
+    assert start(rig.spec())["kind"] == "exists"
+    assert start(rig.spec(exclusive=False))["kind"] == "exists"
+
+
+def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: Rig) -> None:
+    folder = rig.folder / "alpha"
+    for attempt in (1, 2, 3):
+        rig.start("exits", ranks=0)
+        (folder / "metrics.jsonl").write_text(f"{attempt}\n")
+        Path(rig.files().log_dir, "rank0001.error.json").write_text("{}")
+        assert rig.outcome()["exit_code"] == 1
+        wait_for(lambda: is_gone(rig.status()["supervisor"]["pid"]), "the end of the supervisor")
+    assert [(folder / f"attempts/{number}/metrics.jsonl").read_text() for number in (1, 2)] == ["1\n", "2\n"]
+    assert (folder / "attempts/1/rank0001.error.json").exists()
+    assert json.loads((folder / f"attempts/2/nodes/{rig.name()}/outcome.json").read_text())["exit_code"] == 1
+    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "rank 1 is there\n"
+
+
+def test_next_attempt_of_another_node_leaves_the_records_of_the_run_alone(rig: Rig) -> None:
+    for _ in range(2):
+        pid = rig.start("ok", ranks=0, node_rank=1, num_nodes=2)
+        rig.outcome()
+        wait_for(lambda pid=pid: is_gone(pid), "the end of the supervisor")
+        (rig.folder / "alpha" / "metrics.jsonl").write_text("1\n")
+    assert (rig.folder / "alpha" / "metrics.jsonl").exists()
+
+
+def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
+    rigs = [Rig(tmp_path) for _ in range(4)]
+    node = rigs[0].name()
+    answers: list[dict[str, object]] = []
+    specs = [rig.spec() | {"node": node} for rig in rigs for _ in range(2)]
+    threads = [threading.Thread(target=lambda spec=spec: answers.append(start(spec))) for spec in specs]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(str(answer["op"]) for answer in answers) == ["refused"] * 7 + ["started"]
+        assert {answer.get("kind") for answer in answers} <= {None, "busy", "exists"}
+    finally:
+        for rig in rigs:
+            assert sweep(str(rig.folder / "alpha"), node, rig.run_id) == []
+
+
+def test_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
+    path = Path(node_lock_path(rig.name()))
+    path.write_text('{"run_id": "another", "pid": 1, "since": "long ago"}')
+    rig.start("ok", ranks=0)
+    assert rig.outcome()["exit_code"] == 0
+
+
+def test_lock_folder_of_somebody_else_is_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / f"burst-{os.geteuid()}").symlink_to("/etc")
+    with pytest.raises(RefusedError, match="not a folder of this user"):
+        node_lock_path("alpha", str(tmp_path))
+
+
+def test_two_nodes_in_one_process_table_do_not_touch_each_other(rig: Rig) -> None:
+    rig.start("children", node="alpha")
+    rig.start("children", node="beta")
+    stop(rig, 0.5, node="alpha")
+    rig.outcome("alpha")
+    assert rig.processes("alpha") == []
+    assert len(rig.ranks("beta")) == 2
+    stop(rig, 0.5, node="beta")
+    rig.outcome("beta")
+    assert rig.processes("beta") == []
+
+
+# --- stop -------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_gives_ranks_time_to_finish(rig: Rig) -> None:
+    rig.start("polite")
+    stop(rig, 10.0)
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "Ctrl-C")
+    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "finished\n"
+    assert {death["exit_code"] for death in outcome["deaths"]} <= {0, None}
+    assert outcome["stop_at_ns"] < outcome["deaths"][0]["at_ns"] <= outcome["ended_ns"]
+
+
+def test_rank_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig) -> None:
+    rig.start("stubborn")
+    begin, began = machine_time(), time.monotonic()
+    stop(rig, 1.0)
+    outcome = rig.outcome()
+    assert time.monotonic() - began > 0.9
+    assert machine_time() - begin < 6.0
+    assert {death["exit_code"] for death in outcome["deaths"]} <= {-9, None}  # None: torchrun reaped it first
+
+
+def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> None:
+    rig.start("stubborn")
+    stop(rig, 60.0, "first")
+    wait_for(lambda: rig.status()["phase"] == "stopping", "the first request")
+    stop(rig, 0.0, "second")
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "first")
+
+
+def test_damaged_request_stops_with_the_grace_of_the_spec(rig: Rig) -> None:
+    rig.start("polite")
+    Path(rig.files().stop).write_text('{"cause": ["x"], "grace_s": "soon"')
+    assert rig.outcome()["cause"] == "stop"
+
+
+def test_workers_and_grandchildren_in_other_sessions_end_as_well(rig: Rig) -> None:
+    rig.start("children")
+    naked = wait_for(lambda: [p for p in descend(rig) if p not in rig.processes()], "the one without marks")
+    stop(rig, 0.0)
+    assert rig.outcome()["leftover_pids"] == []
+    assert rig.processes() == []
+    assert all(is_gone(process.pid) for process in naked)
+
+
+def descend(rig: Rig) -> list[psutil.Process]:
+    return psutil.Process(rig.status()["supervisor"]["pid"]).children(recursive=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_supervisor_is_a_stop(rig: Rig, number: signal.Signals) -> None:
+    kill(rig.start("polite"), number)
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", number.name)
+    assert Path(rig.files().log_dir, "rank0000.log").read_text() == "finished\n"
+
+
+# --- lease ------------------------------------------------------------------------------------------------------------
+
+
+def test_run_ends_when_nobody_renews_the_lease(rig: Rig) -> None:
+    rig.start("polite", lease_s=4.0)  # a machine that is busy elsewhere may hold up who beats for seconds
+    for _ in range(25):
+        rig.beat()
+        time.sleep(0.2)
+    assert rig.status()["phase"] == "running"
+    outcome = rig.outcome()
+    assert outcome["cause"] == "lease"
+    assert Path(rig.files().log_dir, "rank0000.log").read_text() == "finished\n"
+
+
+def test_lease_does_not_depend_on_the_clock_of_whoever_beats(rig: Rig) -> None:
+    rig.start(lease_s=4.0)
+    for count in range(25):
+        os.utime(rig.files().lease, (count, count))
+        time.sleep(0.2)
+    assert rig.status()["phase"] == "running"
+
+
+# --- what kills -------------------------------------------------------------------------------------------------------
+
+
+def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
+    rig.start(environment=UNHURRIED)
+    rank = rig.ranks()["1"]
+    before = time.time_ns()
+    kill(rank)
+    deaths = wait_for(lambda: rig.status()["supervisor"]["deaths"], "the death", 2.0)
+    assert (deaths[0]["rank"], deaths[0]["exit_code"]) == (1, -9)
+    assert 0 <= deaths[0]["at_ns"] - before < 2e9
+    outcome = rig.outcome()
+    assert (outcome["exit_code"], outcome["cause"]) == (1, "exit")
+    assert outcome["memory"]["evidence"] is None
+    assert outcome["memory"]["memory"]["capacity_bytes"] > 2**30
+
+
+def test_exit_code_of_a_rank_is_known(rig: Rig) -> None:
+    rig.start("exits", environment=UNHURRIED)
+    outcome = rig.outcome()
+    assert [(death["rank"], death["exit_code"]) for death in outcome["deaths"]][:1] == [(1, 7)]
+
+
+def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
+    rig.start("children")
+    kill(children_of(rig))
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["exit_code"]) == ("exit", -9)
+    assert {death["exit_code"] for death in outcome["deaths"]} == {-9}  # orphans fall to the supervisor
+    assert rig.processes() == []
+
+
+def test_killed_supervisor_takes_all_along_and_counts_as_lost(rig: Rig) -> None:
+    kill(rig.start("stubborn"))
+    wait_for(lambda: not rig.processes(), "the end of the ranks", 5.0)
+    assert rig.status()["phase"] == "lost"
+
+
+def test_next_attempt_first_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
+    pid = rig.start("children")
+    kill(pid)
+    wait_for(lambda: is_gone(pid), "the end of the supervisor")
+    assert rig.processes() != []  # a child in a session of its own
+    second = rig.start("children")
+    assert len(rig.ranks()) == 2
+    assert second != pid
+    wait_for(lambda: names_of(rig.processes()).count("sleep") == 2, "two, and no older ones")
+
+
+def test_sweep_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
+    pid = rig.start("children")
+    kill(pid)
+    wait_for(lambda: is_gone(pid), "the end of the supervisor")
+    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
+    assert rig.processes() == []
+
+
+def test_sweep_lets_a_living_supervisor_leave_its_outcome(rig: Rig) -> None:
+    rig.start("stubborn")
+    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
+    assert (rig.status()["outcome"] or {})["stop_cause"] == "sweep"
+
+
+def test_stopped_supervisor_is_no_obstacle_for_a_sweep(rig: Rig) -> None:
+    pid = rig.start("stubborn")
+    kill(pid, signal.SIGSTOP)
+    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
+    assert is_gone(pid)
+
+
+def test_sweep_of_another_run_in_the_same_folder_touches_nothing(rig: Rig) -> None:
+    rig.start()
+    assert sweep(str(rig.folder / "alpha"), rig.name(), new_run_id()) == []
+    assert rig.status()["phase"] == "running"
+
+
+def test_full_disk_does_not_free_the_processes(rig: Rig) -> None:
+    """A limit on the size of its files does to the supervisor what a full disk does."""
+    pid = rig.start("stubborn", lease_s=4.0, stop_grace_s=0.5)
+    subprocess.run(["prlimit", "--pid", str(pid), "--fsize=0:unlimited"], check=True)
+    before = read_json(rig.files().supervisor)
+    wait_for(lambda: not rig.processes(), "the end of the lease")
+    assert read_json(rig.files().supervisor) == before
+    assert rig.status()["phase"] != "ended"
+    subprocess.run(["prlimit", "--pid", str(pid), "--fsize=unlimited"], check=True)
+    assert rig.outcome()["cause"] == "lease"
+
+
+_UNWRITABLE = """
+import json, os, sys
+from cluster.supervise.node import supervisor
+from cluster.supervise.node.folder import NodeFiles, make_folder
+from cluster.supervise.node.spec import parse_spec
+supervisor._PATIENCE_S = float(sys.argv[1])
+spec = parse_spec(json.load(sys.stdin))
+files = NodeFiles(spec.folder, spec.node)
+make_folder(files.log_dir)
+os.makedirs(files.outcome + "/in the way")
+made = supervisor.Supervisor(spec)
+made.announce()
+made.run()
+"""
+
+
+def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: Rig) -> None:
+    spec = rig.spec(argv=[sys.executable, "-c", ""])
+    command = [sys.executable, "-c", _UNWRITABLE, "1"]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=200)
+    assert b"cannot write the outcome" in done.stderr
+    assert done.returncode == 0
+
+
+def test_what_could_not_start_never_looks_as_if_it_ran_before_its_outcome_is_there(rig: Rig) -> None:
+    spec = rig.spec(argv=["/nowhere/torchrun"])
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    command = [sys.executable, "-c", _UNWRITABLE, "200"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(json.dumps(spec).encode())
+    process.stdin.close()
+    assert b"cannot write the outcome" in process.stderr.readline()
+    assert rig.status()["phase"] == "starting"
+    process.terminate()  # who is asked to go waits no longer
+    assert process.wait(200) == 0
+    process.stderr.close()

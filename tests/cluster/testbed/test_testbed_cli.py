@@ -1,0 +1,128 @@
+"""`burst testbed` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from testkit.testbed_fixture import next_name
+
+from burst_cli.app import main
+from cluster.testbed.folder import folder_of
+from cluster.testbed.teardown import leftovers
+
+
+@pytest.fixture
+def burst(testbeds, monkeypatch, capsys):
+    """Runs a command line; its exit code and output."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(testbeds.config_dir))
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(argv)
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def name(testbeds):
+    chosen = next_name()
+    testbeds.adopt(chosen)
+    return chosen
+
+
+def test_a_testbed_is_built_used_as_a_cluster_broken_mended_and_removed(burst, name):
+    code, out, _ = burst("testbed", "up", "--nodes", "2", "--rails", "1", "--name", name, "--json")
+    built = json.loads(out)
+    assert (code, built["complete"], built["elapsed_s"] < 5) == (0, True, True)
+
+    code, out, _ = burst("config", f"cluster={name}", "--json")
+    assert code == 0
+    assert f"{name}[1-2]" in out
+
+    assert burst("testbed", "fault", f"{name}[1-2]", "sshd_stop", "--name", name)[0] == 0
+    listed = json.loads(burst("testbed", "status", "--name", name, "--json")[1])["testbeds"][0]
+    assert [(node["sshd"], node["faults"]) for node in listed["nodes"]] == [("refused", ["sshd_stop"])] * 2
+    mended = json.loads(burst("testbed", "fault", f"{name}1", "--clear", "--name", name, "--json")[1])
+    assert mended["faults"] == {f"{name}1": []}
+
+    code, out, _ = burst("testbed", "down", "--name", name, "--json")
+    assert (code, json.loads(out)["removed"][0]["namespaces"]) == (0, 3)
+    assert leftovers(name) == []
+
+
+def test_after_up_a_person_reads_what_to_type_next(burst, name):
+    _, out, _ = burst("testbed", "up", "--nodes", "1", "--name", name)
+
+    assert f"burst check-nodes cluster={name}" in out
+    assert f"burst testbed down --name {name}" in out
+    assert f"ssh -F {folder_of(name).ssh_config} {name}1" in out
+
+
+def test_status_lists_every_testbed(burst, testbed4, name):
+    burst("testbed", "up", "--nodes", "1", "--name", name)
+    out = burst("testbed", "status")[1]
+
+    assert f"{testbed4.name}4" in out
+    assert f"{name}1" in out
+
+
+def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
+    code, out, _ = burst("testbed", "up", "--nodes", "2", "--rate", "200mbit", "--name", name, "--dry-run")
+
+    assert code == 0
+    assert f"ip netns add btb.{name}.{name}2" in out
+    assert "tbf rate 200000000bit" in out
+    assert leftovers(name) == []
+
+
+def test_a_terminated_up_takes_itself_down(burst, name):
+    argv = (sys.executable, "-m", "burst_cli", "testbed", "up", "--nodes", "16", "--name", name)
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as building:
+        deadline = time.monotonic() + 200
+        while not folder_of(name).state_file.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        building.send_signal(signal.SIGTERM)
+        code = building.wait(200)
+
+    assert code == 130
+    assert leftovers(name) == []
+
+
+def test_down_twice_is_fine(burst, name):
+    code, out, _ = burst("testbed", "down", "--name", name)
+
+    assert (code, "nothing to remove" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("up", "--name", "local"), "comes with burst"),
+        (("up", "--name", "Bad Name"), "lower-case letters"),
+        (("up", "--name", "x", "--rate", "fast"), "expected such as 200mbit"),
+        (("up", "--name", "x", "--nodes", "0"), "expected 1 to 64"),
+        (("up", "--name", "x", "--hardware", "abacus"), "h100x8"),
+        (("down", "--name", "../../etc"), "lower-case letters"),
+        (("fault", "tb1"), "which fault?"),
+        (("fault", "tb[1-", "sshd_stop"), "not in the grammar of node lists"),
+    ],
+)
+def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):
+    code, _, err = burst("testbed", *argv)
+
+    assert code == 2
+    assert text in err
+
+
+def test_what_does_not_stand_is_named_with_the_way_to_build_it(burst, name):
+    for argv in (("fault", "tb1", "sshd_stop"), ("status",)):
+        code, _, err = burst("testbed", *argv, "--name", name)
+
+        assert code == 1
+        assert f"burst testbed up --name {name}" in err

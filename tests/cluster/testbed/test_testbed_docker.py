@@ -1,0 +1,101 @@
+"""Docker engines of a testbed: one per node, apart from each other, gone afterwards."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit.machine_clock import machine_time
+from testkit.testbed_fixture import Testbeds
+
+from cluster.access.ssh import connect
+from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.status import read_status
+from cluster.testbed.teardown import leftovers, tear_down
+
+IMAGE = "burst-testbed-test:1"
+_SECONDS = 1_000_000 + os.getpid()  # how long a container sleeps: no other process has this argument
+
+
+def busybox_tree() -> bytes:
+    """A file system, as tar, that is one busybox."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        archive.add("/bin/busybox", "bin/busybox")
+        for name in ("sh", "sleep", "hostname"):
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            archive.addfile(link)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def testbed(testbed_machine, tmp_path_factory):
+    testbeds = Testbeds(tmp_path_factory.mktemp("docker"))
+    try:
+        yield testbeds.make(nodes=2, docker=True, docker_in_memory=True)
+    finally:
+        testbeds.close()
+
+
+def run(testbed, node: str, *argv: str, stdin: bytes = b"") -> str:
+    with connect(testbed.host(node)) as connection:
+        result = connection.run(argv, stdin=stdin)
+    assert result.exit_code == 0, result.stderr.decode()
+    return result.stdout.decode().strip()
+
+
+def test_every_node_has_an_engine_of_its_own(testbed):
+    said = [
+        run(testbed, node, "docker", "info", "--format", "{{.ID}} {{.Name}}").split() for node in testbed.node_names
+    ]
+
+    assert len({engine for engine, _ in said}) == 2
+    assert tuple(name for _, name in said) == testbed.node_names
+
+
+def test_an_image_is_on_the_node_that_got_it_and_its_containers_are_on_that_node(testbed):
+    one, other = testbed.node_names
+    run(testbed, one, "docker", "import", "-", IMAGE, stdin=busybox_tree())
+
+    assert run(testbed, one, "docker", "run", "--rm", "--network", "host", IMAGE, "/bin/hostname") == one
+    assert run(testbed, one, "docker", "images", "--quiet")
+    assert run(testbed, other, "docker", "images", "--quiet") == ""
+
+
+def test_images_can_be_kept_in_memory(testbed):
+    node = testbed.nodes[0]
+
+    assert run(testbed, node.name, "stat", "-f", "-c", "%T", str(node.folder.docker / "data")) == "tmpfs"
+
+
+def test_an_engine_stops_and_comes_back_with_its_images(testbed):
+    node = testbed.node_names[1]
+    run(testbed, node, "docker", "import", "-", IMAGE, stdin=busybox_tree())
+    set_fault(testbed, node, "docker_stop")
+    stopped = str(read_status(testbed.name).nodes[1].docker)
+    clear_faults(testbed, node)
+
+    assert stopped == "down"
+    assert run(testbed, node, "docker", "images", "--format", "{{.Repository}}:{{.Tag}}") == IMAGE
+
+
+def test_down_ends_containers_without_any_network_and_their_control_groups(make_testbed):
+    testbed = make_testbed(nodes=1, docker=True)
+    node = testbed.node_names[0]
+    run(testbed, node, "docker", "import", "-", IMAGE, stdin=busybox_tree())
+    run(testbed, node, "docker", "run", "-d", "--network", "none", IMAGE, "/bin/sleep", str(_SECONDS))
+    assert any("control group" in left for left in leftovers(testbed.name))
+    begin = machine_time()
+    tear_down(testbed.name, Path("/nowhere"))
+    elapsed_s = machine_time() - begin
+
+    assert leftovers(testbed.name) == []
+    assert elapsed_s < 5
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if str(_SECONDS) in (process.info["cmdline"] or ())
+    ]

@@ -1,0 +1,169 @@
+"""Every fault as `connect` sees it, and that it can be taken back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cluster.access.ssh import connect
+from cluster.errors import SshError, SshFailure
+from cluster.testbed.faults import FAULT_KINDS, clear_faults, set_fault
+from cluster.testbed.folder import TestbedError
+from cluster.testbed.status import read_status
+from engine.errors import ConfigError
+
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def testbed(testbed_machine, tmp_path_factory):
+    from testkit.testbed_fixture import Testbeds
+
+    testbeds = Testbeds(tmp_path_factory.mktemp("faults"))
+    try:
+        yield testbeds.make(nodes=2, rails=1)
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture
+def node(testbed):
+    """The node that gets faults; healthy again afterwards."""
+    yield testbed.node_names[0]
+    clear_faults(testbed, testbed.node_names[0])
+
+
+def run(testbed, node: str, *argv: str) -> tuple[int | None, str]:
+    with connect(testbed.host(node, 5.0)) as connection:
+        result = connection.run(argv)
+        return result.exit_code, result.stdout.decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "service"),
+    [
+        ("link_down", SshFailure.TIMEOUT, "unreachable"),
+        ("sshd_stop", SshFailure.REFUSED, "refused"),
+        ("sshd_hang", SshFailure.TIMEOUT, "silent"),
+        ("key_swap", SshFailure.HOST_KEY_CHANGED, "up"),
+        ("login_refused", SshFailure.AUTH, "up"),
+    ],
+)
+def test_each_way_to_be_unreachable_is_told_apart_and_taken_back(testbed, node, kind, failure, service):
+    set_fault(testbed, node, kind)
+    patience_s = TIMEOUT_S if failure is SshFailure.TIMEOUT else 10.0  # who answers may take its time
+    with pytest.raises(SshError) as caught:
+        connect(testbed.host(node, patience_s))
+    seen = read_status(testbed.name).nodes
+
+    assert caught.value.kind is failure
+    assert (str(seen[0].sshd), seen[0].faults) == (service, (kind,))
+    assert (str(seen[1].sshd), seen[1].faults) == ("up", ())
+    clear_faults(testbed, node, kind)
+    assert run(testbed, node, "hostname") == (0, node)
+
+
+def test_sessions_live_on_when_sshd_stops(testbed, node):
+    with connect(testbed.host(node)) as connection:
+        set_fault(testbed, node, "sshd_stop")
+
+        assert connection.run(["hostname"]).stdout.decode().strip() == node
+
+
+def test_a_cut_rail_leaves_the_way_of_ssh(testbed, node):
+    set_fault(testbed, node, "link_down", "rail0")
+
+    assert "NO-CARRIER" in run(testbed, node, "ip", "link", "show", "rail0")[1]
+    clear_faults(testbed, node, "link_down", "rail0")
+    assert "NO-CARRIER" not in run(testbed, node, "ip", "link", "show", "rail0")[1]
+
+
+def test_a_slow_link_carries_less(testbed, node):
+    def seconds() -> float:
+        with connect(testbed.host(node)) as connection:
+            begin = time.monotonic()
+            assert len(connection.run(["head", "-c", "1500000", "/dev/zero"]).stdout) == 1_500_000
+            return time.monotonic() - begin
+
+    set_fault(testbed, node, "link_slow", "10mbit")
+    slow = seconds()
+    clear_faults(testbed, node, "link_slow")
+
+    assert slow > 0.7  # 1.2 s of 10 mbit/s, less what the bucket lets through at once
+    assert seconds() < slow / 2
+
+
+def test_a_full_disk_is_full_for_new_sessions_of_that_node_only(testbed, node):
+    other = testbed.node_names[1]
+    run(testbed, node, "sh", "-c", "mkdir -p ~/data; echo kept >~/data/file")
+    folder = str(testbed.node(node).folder.home / "data")
+    set_fault(testbed, node, "disk_full", folder)
+
+    assert run(testbed, node, "sh", "-c", f"echo text >{folder}/new")[0] != 0
+    assert run(testbed, other, "cat", f"{folder}/file") == (0, "kept")
+    clear_faults(testbed, node, "disk_full")
+    assert run(testbed, node, "cat", f"{folder}/file") == (0, "kept")
+
+
+def test_a_disk_can_have_some_space_left(testbed, node):
+    folder = str(testbed.node(node).folder.home / "space")
+    run(testbed, node, "mkdir", "-p", folder)
+    set_fault(testbed, node, "disk_full", f"{folder}:3m")
+
+    assert run(testbed, node, "df", "--output=avail", folder)[1].split()[1] == "3072"
+
+
+def test_a_slow_shell_delays_every_command(testbed, node):
+    set_fault(testbed, node, "slow_shell", "0.8")
+    begin = time.monotonic()
+
+    assert run(testbed, node, "hostname") == (0, node)
+    assert time.monotonic() - begin > 0.8
+
+
+def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
+    set_fault(testbed, node, "slow_shell", "5")
+    set_fault(testbed, node, "link_slow", "50mbit")
+    after = set_fault(testbed, node, "slow_shell", "0.1")
+
+    assert [str(fault) for fault in after.state.faults[node]] == ["link_slow 50mbit", "slow_shell 0.1"]
+    assert clear_faults(testbed, node).state.faults[node] == ()
+
+
+def test_clearing_what_is_not_there_changes_nothing(testbed, node):
+    clear_faults(testbed, node, "key_swap")
+
+    assert run(testbed, node, "hostname") == (0, node)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("earthquake", None, "no fault 'earthquake'; there are link_down"),
+        ("sshd_stop", "now", "takes no value"),
+        ("link_slow", None, "needs a value: link_slow RATE"),
+        ("link_slow", "slow", "expected such as 200mbit"),
+        ("link_down", "eth9", "has the interfaces eth0, rail0"),
+        ("slow_shell", "a while", "expected seconds"),
+        ("disk_full", "data", "expected a folder"),
+        ("disk_full", "/", "expected a folder"),
+        ("disk_full", "/no/such/folder", "has no folder"),
+        ("docker_stop", None, "up --docker"),
+        ("hardware", "gpu_lost:3", "--hardware"),
+    ],
+)
+def test_a_fault_without_sense_is_refused_in_words(testbed, node, kind, value, text):
+    with pytest.raises(ConfigError) as caught:
+        set_fault(testbed, node, kind, value)
+
+    assert text in str(caught.value)
+
+
+def test_a_node_that_is_not_there_is_named_with_those_that_are(testbed):
+    with pytest.raises(TestbedError, match=r"no node 'elsewhere'; it has .*\[1-2\]"):
+        set_fault(testbed, "elsewhere", "sshd_stop")
+
+
+def test_every_kind_of_fault_can_be_read_about():
+    assert all(kind.help and (kind.value or not kind.value_needed) for kind in FAULT_KINDS.values())

@@ -1,0 +1,104 @@
+"""Fake hardware of testbed nodes: what a session sees, and that faults change it."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+from testkit.testbed_fixture import Testbeds
+
+from cluster.access.ssh import connect
+from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.folder import NodeFolder, TestbedError
+from cluster.testbed.hardware.files import FakeFile
+from cluster.testbed.identity import lay_hardware
+from engine.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def testbed(testbed_machine, tmp_path_factory):
+    testbeds = Testbeds(tmp_path_factory.mktemp("hardware"))
+    try:
+        yield testbeds.make(nodes=2, rails=1, hardware="h100x8")
+    finally:
+        testbeds.close()
+
+
+def run(testbed, node: str, script: str) -> str:
+    with connect(testbed.host(node)) as connection:
+        result = connection.run(["sh", "-c", script])
+    return (result.stdout + result.stderr).decode()
+
+
+def test_a_session_sees_fake_gpus_and_adapters(testbed):
+    node = testbed.node_names[0]
+
+    assert run(testbed, node, "nvidia-smi -L").count("GPU ") == 8
+    assert "mlx5_0" in run(testbed, node, "ls $BURST_PROBE_ROOT/sys/class/infiniband").split()
+
+
+def test_what_has_no_fake_is_the_nodes_own(testbed):
+    node = testbed.node_names[0]
+    links = run(testbed, node, "ls $BURST_PROBE_ROOT/sys/class/net/").split()
+
+    assert {"eth0", "lo", "rail0"} <= set(links)
+    assert run(testbed, node, "cat $BURST_PROBE_ROOT/etc/hostname").strip() == node
+    assert "MemTotal" in run(testbed, node, "cat $BURST_PROBE_ROOT/proc/meminfo")
+    assert "State" in run(testbed, node, "cat $BURST_PROBE_ROOT/proc/self/status")
+
+
+def test_hardware_faults_show_on_their_node_and_are_taken_back(testbed):
+    one, other = testbed.node_names
+    set_fault(testbed, one, "hardware", "gpu_lost:3")
+    set_fault(testbed, one, "hardware", "driver:535.104.05")
+    broken = run(testbed, one, "nvidia-smi -L")
+    clear_faults(testbed, one, "hardware", "gpu_lost:3")
+
+    assert "Unable to determine the device handle" in broken
+    assert "535.104.05" in run(testbed, one, "nvidia-smi --query-gpu=driver_version --format=csv,noheader")
+    clear_faults(testbed, one)
+    assert "535.104.05" not in run(testbed, one, "nvidia-smi --query-gpu=driver_version --format=csv,noheader")
+    assert run(testbed, other, "nvidia-smi -L").count("GPU ") == 8
+
+
+def test_a_fault_of_an_adapter_shows(testbed):
+    node = testbed.node_names[1]
+    script = "cat $BURST_PROBE_ROOT/sys/class/infiniband/*/ports/1/state"
+    before = run(testbed, node, script).count("ACTIVE")
+    set_fault(testbed, node, "hardware", "port_down:rail0")
+    after = run(testbed, node, script).count("ACTIVE")
+    clear_faults(testbed, node)
+
+    assert after == before - 1
+
+
+def test_an_unknown_hardware_fault_is_refused(testbed):
+    with pytest.raises(ConfigError, match="coffee"):
+        set_fault(testbed, testbed.node_names[0], "hardware", "coffee:3")
+
+
+def test_files_are_laid_with_mode_and_links_and_replace_those_before(tmp_path):
+    folder = NodeFolder(tmp_path)
+    lay_hardware(folder, {"bin/old": FakeFile("old"), "root/sys/a": FakeFile("a")}, ())
+    lay_hardware(
+        folder, {"bin/tool": FakeFile("#!/bin/sh\n", 0o755), "root/sys/b": FakeFile(link_to="../c")}, ("eth0",)
+    )
+
+    assert stat.S_IMODE((folder.bin / "tool").stat().st_mode) == 0o755
+    assert (folder.fake / "sys" / "b").readlink().as_posix() == "../c"
+    assert not (folder.bin / "old").exists()
+    assert not (folder.fake / "sys" / "a").exists()
+    assert (folder.fake / "etc").readlink().as_posix() == "/etc"
+
+
+def test_a_node_with_adapters_may_lock_memory(testbed):
+    limits = run(testbed, testbed.node_names[0], "cat $BURST_PROBE_ROOT/proc/self/limits")
+
+    assert "Max locked memory         unlimited            unlimited            bytes" in limits.splitlines()[9]
+    assert limits.splitlines()[0].startswith("Limit ")
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "root/../../evil", "home/.ssh/rc", "bin"])
+def test_fake_files_stay_below_root_and_bin(tmp_path, name):
+    with pytest.raises(TestbedError, match="expected a path below"):
+        lay_hardware(NodeFolder(tmp_path / "node"), {name: FakeFile("x")}, ())

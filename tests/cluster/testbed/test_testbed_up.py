@@ -1,0 +1,291 @@
+"""Testbeds for real: up, several at once, down after anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
+
+from cluster.access.ssh import connect
+from cluster.testbed.build import open_testbed, up
+from cluster.testbed.folder import TestbedError, folder_of
+from cluster.testbed.spec import TestbedSpec
+from cluster.testbed.status import read_status
+from cluster.testbed.teardown import leftovers, standing_names, tear_down
+from engine.errors import ConfigError
+
+# Listens, says so, and times what one peer sends: bytes per second after the first 512 KiB, which buckets let through.
+# The median of tenths of a second: what comes while this process is held up is only read later.
+_RECEIVE = """
+import collections, socket, statistics, time
+server = socket.create_server(("", 5001)); print("ready", flush=True)
+peer, _ = server.accept(); seen = 0; begin = 0; tenths = collections.Counter()
+while data := peer.recv(1 << 16):
+    seen += len(data)
+    if begin: tenths[int((time.monotonic() - begin) * 10)] += len(data)
+    elif seen > 512 << 10: begin = time.monotonic()
+print(10 * statistics.median(tenths[at] for at in range(max(tenths))))
+"""
+_SECONDS = 2_000_000 + os.getpid()  # how long a process of a test sleeps: no other has this argument
+_SEND = "import socket, sys; s = socket.create_connection((sys.argv[1], 5001)); s.sendall(bytes(16 << 20)); s.close()"
+# It kills itself: another process could be held up until all is built.
+_UP = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from cluster.testbed.build import up
+from cluster.testbed.spec import TestbedSpec
+
+def kill_at(moment):
+    while not os.path.exists(moment):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill_at, args=(sys.argv[3],), daemon=True).start()
+up(TestbedSpec(sys.argv[1], nodes=3, rails=1, docker=True), Path(sys.argv[2]))
+"""
+
+
+def run_on(testbed, node: str, *argv: str) -> str:
+    with connect(testbed.host(node)) as connection:
+        return connection.run(argv).stdout.decode().strip()
+
+
+def test_every_node_has_its_own_name_and_links(testbed4):
+    for node in testbed4.node_names:
+        assert run_on(testbed4, node, "sh", "-c", "hostname; ls /sys/class/net").split() == [node, "eth0", "lo"]
+
+
+def test_a_node_has_a_home_of_its_own(testbed4):
+    first, second = testbed4.node_names[:2]
+    run_on(testbed4, first, "sh", "-c", "touch ~/mine")
+
+    assert run_on(testbed4, first, "sh", "-c", "ls ~; rm ~/mine") == "mine"
+    assert run_on(testbed4, second, "sh", "-c", "ls ~") == ""
+
+
+def test_a_node_runs_the_python_that_burst_runs_with(testbed4):
+    where = run_on(testbed4, testbed4.node_names[0], "python3", "-c", "import sys; print(sys.prefix)")
+
+    assert where == sys.prefix
+
+
+def test_nodes_find_each_other_by_name(testbed4):
+    first, last = testbed4.node_names[0], testbed4.node_names[-1]
+
+    assert run_on(testbed4, first, "getent", "hosts", last).split() == [testbed4.node(last).address, last]
+
+
+def test_openssh_reaches_a_node_by_the_configuration(testbed4):
+    node = testbed4.node_names[1]
+    argv = ["ssh", "-F", str(testbed4.folder.ssh_config), node, "hostname"]
+
+    assert subprocess.run(argv, capture_output=True, text=True, timeout=200).stdout.strip() == node
+
+
+def test_the_client_key_is_private_and_nothing_listens_on_this_machine(testbed4):
+    assert stat.S_IMODE(testbed4.folder.client_key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(testbed4.folder.path.stat().st_mode) == 0o700
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((testbed4.state.network.head_address, 22), 2)
+
+
+def test_a_password_is_never_asked_for(testbed4):
+    node = testbed4.node_names[0]
+    options = ("-o", "PubkeyAuthentication=no", "-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1")
+    argv = ("ssh", "-F", str(testbed4.folder.ssh_config), *options, node, "true")
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL).stderr
+
+    assert "Permission denied (publickey)" in said
+
+
+def test_the_status_of_a_healthy_testbed_shows_every_node_up(testbed4):
+    status = read_status(testbed4.name)
+
+    assert [(node.name, str(node.sshd), str(node.docker), node.faults) for node in status.nodes] == [
+        (node, "up", "none", ()) for node in testbed4.node_names
+    ]
+    assert status.complete
+
+
+def test_two_testbeds_stand_side_by_side_and_go_one_by_one(make_testbed):
+    one, other = make_testbed(nodes=2), make_testbed(nodes=1, rails=1)
+    tear_down(one.name, Path("/nowhere"))
+
+    assert leftovers(one.name) == []
+    assert other.name in standing_names()
+    assert run_on(other, other.node_names[0], "hostname") == other.node_names[0]
+
+
+def test_a_name_that_stands_is_not_built_again(testbed4, tmp_path):
+    with pytest.raises(TestbedError, match="stands already"):
+        up(TestbedSpec(testbed4.name), tmp_path / "config.yaml")
+
+    assert read_status(testbed4.name).complete
+
+
+def test_a_configuration_of_somebody_else_is_left_alone(testbed_machine, tmp_path):
+    config, name = tmp_path / "mine.yaml", next_name()
+    config.write_text("name: mine\n")
+    with pytest.raises(TestbedError, match="is not ours"):
+        up(TestbedSpec(name, nodes=1), config)
+    tear_down(name, config)
+
+    assert config.read_text() == "name: mine\n"
+    assert leftovers(name) == []
+
+
+def test_unknown_hardware_is_refused_before_anything_is_built(testbed_machine, tmp_path):
+    name = next_name()
+    with pytest.raises(ConfigError, match="h100x8"):
+        up(TestbedSpec(name, nodes=1, hardware="abacus"), tmp_path / "config.yaml")
+
+    assert leftovers(name) == []
+
+
+def test_what_fails_on_the_way_up_is_taken_down(testbed_machine, tmp_path):
+    (tmp_path / "file").write_text("")
+    name = next_name()
+    with pytest.raises(NotADirectoryError):
+        up(TestbedSpec(name, nodes=2), tmp_path / "file" / "cluster" / "config.yaml")
+
+    assert leftovers(name) == []
+
+
+def test_an_interrupt_on_the_way_up_takes_it_down(testbed_machine, tmp_path):
+    def interrupt(step: str) -> None:
+        if step == "sshd":
+            raise KeyboardInterrupt
+
+    name = next_name()
+    with pytest.raises(KeyboardInterrupt):
+        up(TestbedSpec(name, nodes=2), tmp_path / "config.yaml", on_step=interrupt)
+
+    assert leftovers(name) == []
+
+
+def test_a_folder_that_no_testbed_made_is_left_alone(monkeypatch, tmp_path):
+    thesis = tmp_path / "mine" / "thesis.tex"
+    thesis.parent.mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / "home").symlink_to(tmp_path)
+        monkeypatch.setenv("BURST_TESTBED_DIR", f"{short}/home")
+        _expect_left_alone(thesis, tmp_path)
+
+
+def _expect_left_alone(thesis, tmp_path):
+    thesis.write_text("years of work")
+    assert "mine" not in standing_names()
+    with pytest.raises(TestbedError, match=r"was not made by `burst testbed up`; nothing was touched"):
+        tear_down("mine", tmp_path / "mine.yaml")
+    assert thesis.read_text() == "years of work"
+
+
+def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbeds):
+    testbed = testbeds.make(nodes=2)
+    config = testbeds.config_file(testbed.name)
+    with connect(testbed.host(testbed.node_names[0])) as connection:
+        # In a session and a network namespace of its own, the way daemons and containers are.
+        connection.run(["sh", "-c", f"setsid unshare --net sleep {_SECONDS} </dev/null >/dev/null 2>&1 &"])
+        deadline = time.monotonic() + 200
+        while not _sleepers() and time.monotonic() < deadline:  # its shell may end before it is what it is to be
+            time.sleep(0.01)
+        assert _sleepers()
+        assert config.exists()
+        first = tear_down(testbed.name, config)
+
+    assert (first.namespaces, config.exists(), leftovers(testbed.name)) == (3, False, [])
+    assert not _sleepers()
+    assert not tear_down(testbed.name, config).anything
+    with pytest.raises(TestbedError, match="no testbed"):
+        open_testbed(testbed.name)
+
+
+def _sleepers() -> list[int]:
+    found = psutil.process_iter(["cmdline", "status"])
+    return [one.pid for one in found if str(_SECONDS) in (one.info["cmdline"] or ()) and one.info["status"] != "zombie"]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "{folder}/state.json",
+        "/run/netns/btb.{name}.{name}1",
+        "{folder}/nodes/{name}2/ssh/host_key.pub",
+        "{folder}/nodes/{name}1/holder.pid",
+        "{folder}/nodes/{name}2/ssh/sshd.pid",
+        "{folder}/nodes/{name}3/docker/docker.pid",
+    ],
+)
+def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
+    name, config = next_name(), tmp_path / "config.yaml"
+    awaited = moment.format(folder=folder_of(name).path, name=name)
+    building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config), awaited])
+    try:
+        seen = building.wait(200) == -signal.SIGKILL and bool(leftovers(name))
+    finally:
+        building.kill()
+        tear_down(name, config)
+
+    assert seen, "`up` came to its end before it was killed"
+    assert leftovers(name) == []
+    assert not config.exists()
+
+
+def test_links_carry_what_they_are_shaped_to(make_testbed):
+    testbed = make_testbed(nodes=2, rails=1, rate="100mbit")
+    one, two = testbed.nodes
+    wanted = 100e6 / 8
+
+    assert _throughput(two.inside(), (), two.address) == pytest.approx(wanted, rel=0.25)
+    assert _throughput((), two.inside(), testbed.state.network.head_address) == pytest.approx(wanted, rel=0.25)
+    rail = testbed.state.network.address(two.name, "rail0")
+    assert _throughput(two.inside(), one.inside(), rail) == pytest.approx(wanted, rel=0.25)
+
+
+def _throughput(receiver: tuple[str, ...], sender: tuple[str, ...], address: str) -> float:
+    """Bytes per second from where `sender` runs to where `receiver` runs."""
+    argv = (*receiver, sys.executable, "-c", _RECEIVE)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as receiving:
+        assert receiving.stdout is not None
+        assert receiving.stdout.readline() == "ready\n"
+        subprocess.run((*sender, sys.executable, "-c", _SEND, address), check=True, timeout=200)
+        return float(receiving.stdout.readline())
+
+
+def test_what_a_restart_of_the_machine_leaves_is_told_and_removed(testbeds):
+    testbed = testbeds.make(nodes=1)
+    namespace = testbed.state.network.namespace(testbed.node_names[0])
+    subprocess.run(["ip", "netns", "delete", namespace], check=True)
+    status = read_status(testbed.name)
+
+    assert not status.complete
+    assert f"folder {testbed.folder.path}" in status.leftovers
+    testbeds.close()
+    assert leftovers(testbed.name) == []
+
+
+def test_what_a_killed_test_session_left_is_removed_by_the_next(testbed_machine, tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    name = next_name(owner=gone.pid)
+    up(TestbedSpec(name, nodes=1), tmp_path / "config.yaml")
+    remove_abandoned()
+
+    assert leftovers(name) == []
+
+
+def test_testbeds_of_live_sessions_and_of_people_are_not_removed(testbed4):
+    remove_abandoned()
+
+    assert leftovers(testbed4.name)
+    assert owner_of("testbed") is None

@@ -1,0 +1,203 @@
+"""Nodes that answer a probe as a test wants it, and groups of checks that read these answers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.access.hosts import Host
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.groups import LoadedGroup
+from cluster.errors import SshError, SshFailure
+from cluster.probe.script import assemble_script, is_complete, new_fence, read_sections
+from cluster.probe.section import NodeProbe, Section
+from engine.config_cluster import ClusterConfig
+
+Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
+
+
+def run_script(fragment: str, shell: list[str], **settings: str) -> dict[str, Section]:
+    """The sections of a probe of one fragment, as this shell answers it on this machine."""
+    if shutil.which(shell[0]) is None:
+        pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
+    fence = new_fence()
+    script = assemble_script([fragment], fence, settings)
+    # Not a pipe: what a killed section leaves behind would hold it open.
+    with tempfile.TemporaryFile() as output:
+        subprocess.run([*shell, "-s"], input=script, stdout=output, timeout=200, check=True)
+        output.seek(0)
+        answer = output.read()
+    assert is_complete(answer, fence)
+    return dict(read_sections(answer, fence))
+
+
+def frame(fence: str, name: str, output: str = "", code: int = 0) -> bytes:
+    """One section as an honest node answers it."""
+    return f"\n{fence} begin {name} 10.00\n{output}\n{fence} end {name} {code} 10.25\n".encode()
+
+
+def done(fence: str) -> bytes:
+    """The last line of an honest answer."""
+    return f"\n{fence} done\n".encode()
+
+
+def answer(sections: Mapping[str, str | tuple[str, int]], delay_s: float = 0.0) -> Answer:
+    """A complete answer with these outputs, or (output, exit code)."""
+
+    def tell(fence: str) -> Iterator[bytes]:
+        time.sleep(delay_s)
+        for name, told in sections.items():
+            output, code = (told, 0) if isinstance(told, str) else told
+            yield frame(fence, name, output, code)
+        yield done(fence)
+
+    return tell
+
+
+class FakeProcess:
+    """A shell that waits for the whole script and then gives `tell` its fence."""
+
+    def __init__(self, host: Host, tell: Answer, stderr: bytes, exit_code: int | None) -> None:
+        self._host, self._tell, self._stderr, self._code = host, tell, stderr, exit_code
+        self._script, self._complete = bytearray(), threading.Event()
+        self._pieces: Iterator[bytes] | None = None
+        self._rest = b""
+        self.closed = False
+
+    @property
+    def script(self) -> str:
+        return self._script.decode()
+
+    def write(self, data: bytes) -> None:
+        self._script += data
+
+    def close_stdin(self) -> None:
+        self._complete.set()
+
+    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+        if self._pieces is None:
+            assert self._complete.wait(200)
+            found = re.search(r"fence='(@@[0-9a-f]{32})'", self.script)
+            assert found
+            self._pieces = self._tell(found.group(1))
+        if not self._rest:
+            piece = next(self._pieces, b"")
+            if piece is SILENCE:
+                time.sleep(timeout_s or 0)
+                raise SshError(self._host.name, SshFailure.COMMAND_TIMEOUT, "a command did not end")
+            if piece is GONE:
+                raise SshError(self._host.name, SshFailure.LOST, "the connection ended while a command ran")
+            self._rest = piece
+        data, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
+        return data
+
+    def wait(self, timeout_s: float) -> CommandResult:
+        return CommandResult(self._code, b"", self._stderr, 0.1)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+SILENCE = b"(nothing comes for ever)"
+GONE = b"(the connection breaks)"
+
+
+@dataclass
+class FakeConnection:
+    """A node that is reached. clock: what `date +%s.%N` prints; None: its true output, now plus `ahead_s`."""
+
+    host: Host
+    tell: Answer
+    clock: bytes | None = None
+    ahead_s: float = 0.0
+    stderr: bytes = b""
+    exit_code: int | None = 0
+    commands: list[list[str]] = field(default_factory=list)
+    processes: list[FakeProcess] = field(default_factory=list)
+    closed: bool = False
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        self.commands.append(list(argv))
+        clock = self.clock if self.clock is not None else f"{time.time() + self.ahead_s:.9f}\n".encode()
+        return CommandResult(0, clock, b"", 0.0)
+
+    def start(self, argv: Sequence[str]) -> FakeProcess:
+        self.commands.append(list(argv))
+        self.processes.append(FakeProcess(self.host, self.tell, self.stderr, self.exit_code))
+        return self.processes[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass
+class FakeFleet:
+    """`connect` for check_nodes: nodes by name, each an answer or the error that connecting ends with."""
+
+    nodes: Mapping[str, Answer | SshError]
+    ahead_s: Mapping[str, float] = field(default_factory=dict)
+    connections: dict[str, FakeConnection] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [Host(name, "192.0.2.1") for name in self.nodes]
+
+    def connect(self, host: Host) -> FakeConnection:
+        node = self.nodes[host.name]
+        if isinstance(node, SshError):
+            raise node
+        self.connections[host.name] = FakeConnection(host, node, ahead_s=self.ahead_s.get(host.name, 0.0))
+        return self.connections[host.name]
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """Group `host` with one check per section `host.NAME`: `ok` is OK, `warn` and `fail` what they say, and anything
+    that did not end properly UNKNOWN. Section `host.traits` holds `CHECK=VALUE` lines."""
+
+    name: str = "host"
+    checks: tuple[str, ...] = ("host.disk",)
+
+    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
+        return [self._judge(probe, check) for check in self.checks]
+
+    def _judge(self, probe: NodeProbe, check: str) -> Finding:
+        section = probe.section(check)
+        if not section.ok:
+            return Finding(check, probe.node, Verdict.UNKNOWN, section.trouble())
+        severities = {"ok": Verdict.OK, "warn": Verdict.WARN, "fail": Verdict.FAIL}
+        return Finding(check, probe.node, severities.get(section.output, Verdict.UNKNOWN), section.output)
+
+    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+        section = probe.section("host.traits")
+        return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
+
+
+GROUPS = (LoadedGroup(FakeGroup()),)
+HEALTHY = answer({"host.disk": "ok"})

@@ -1,0 +1,139 @@
+"""Runs behind real links for tests: a spec for a command on a node, what both sides of the mirror hold, a launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.access.hosts import Host
+from cluster.access.ssh import SshPool
+from cluster.control.link import NodeLink, NodeSpec, NodeStatus
+from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.testbed.build import Testbed, open_testbed
+from testkit import KIT
+from testkit.supervise_rig import PYTHON_PATH, new_run_id
+
+PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=30.0)
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """One run on one node: its folder there (on this machine, too: nodes of a testbed share the disk) and its copy."""
+
+    host: Host
+    run: Path
+    there: Path
+
+    @classmethod
+    def on(cls, testbed: Testbed, node: str, base: Path, run_id: str | None = None) -> RemoteRun:
+        """One on a node of a testbed, new unless its id is given."""
+        run_id = run_id or new_run_id()
+        run = base / run_id
+        run.mkdir(mode=0o700, exist_ok=True)
+        there = testbed.node(node).folder.home / ".burst" / "runs" / run_id
+        return cls(testbed.host(node, 3.0), run, there)
+
+    @property
+    def node(self) -> str:
+        return self.host.name
+
+    def link(self, pool: SshPool, timing: LinkTiming = PATIENT) -> SshLink:
+        return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), timing)
+
+    def spec(self, *argv: str, **changes: Any) -> NodeSpec:
+        """`argv` as the whole of this node's part."""
+        logs = self.there / "logs" / self.node
+        values: dict[str, Any] = {
+            "run_id": self.run.name,
+            "node": self.node,
+            "node_rank": 0,
+            "num_nodes": 1,
+            "first_rank": 0,
+            "local_ranks": 2,
+            "folder": str(self.there),
+            "argv": argv,
+            "cwd": "/",
+            "environment": {"PYTHONPATH": PYTHON_PATH, "BURST_RANK_LOGS": str(logs)},
+            "files": (("config.yaml", "exp: test\n"), ("run.json", "{}\n")),
+            "lease_s": 60.0,
+            "stop_grace_s": 3.0,
+        }
+        return NodeSpec(**{**values, **changes})
+
+    def chatty(self, files: int, lines: int, per_second: float, end_s: float = 0.0, **changes: Any) -> NodeSpec:
+        """Ranks that only write logs."""
+        words = (str(files), str(lines), str(per_second), str(end_s))
+        return self.spec(sys.executable, "-S", str(KIT / "chatty_rank.py"), *words, **changes)
+
+    def log(self, rank: int = 0) -> Path:
+        """The copy of a rank's log."""
+        return self.run / "logs" / self.node / f"rank{rank:04}.log"
+
+    def check_logs(self, files: int = 1) -> int:
+        """The bytes of all ranks' logs, each the same on both sides."""
+        total = 0
+        for rank in range(files):
+            here = self.log(rank).read_bytes()
+            assert here == (self.there / "logs" / self.node / self.log(rank).name).read_bytes()
+            total += len(here)
+        return total
+
+
+def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = 200.0, beat_s: float = 0.2) -> Any:
+    """What `is_so` says of a poll as soon as it is true; meanwhile the lease is renewed, as a controller would."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        link.beat()
+        status = link.poll()
+        if found := is_so(status):
+            return found
+        assert time.monotonic() < deadline, f"it did not come to that within {timeout_s} s: {status}"
+        time.sleep(beat_s)
+
+
+def bridges_on(testbed: Testbed, node: str) -> list[psutil.Process]:
+    """The bridges that run on a node."""
+    found = []
+    namespace = Path(f"/proc/{testbed.node(node).holder()}/ns/net").readlink()
+    for process in psutil.process_iter():
+        try:
+            if "burst-bridge" in process.cmdline() and Path(f"/proc/{process.pid}/ns/net").readlink() == namespace:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def start_launcher(testbed: Testbed, runs: Sequence[RemoteRun]) -> subprocess.Popen[bytes]:
+    """A process of its own that mirrors `runs` until it is killed."""
+    places = [f"{run.run}={run.node}" for run in runs]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    return subprocess.Popen([sys.executable, __file__, testbed.name, *places], env=environment)
+
+
+def main(name: str, *places: str) -> None:
+    """The launcher: follows, renews the leases, waits to be killed."""
+    testbed = open_testbed(name)
+    with SshPool() as pool:
+        links = []
+        for place in places:
+            run, _, node = place.rpartition("=")
+            links.append(RemoteRun.on(testbed, node, Path(run).parent, Path(run).name).link(pool))
+        for link in links:
+            link.follow()
+        while True:
+            for link in links:
+                link.beat()
+            time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

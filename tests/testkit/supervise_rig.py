@@ -1,0 +1,148 @@
+"""Supervisors for tests: real daemons of this machine on made-up nodes, and nothing of them left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.supervise.node.daemon import start
+from cluster.supervise.node.folder import NodeFiles, beat, read_status
+from cluster.supervise.node.sweep import sweep
+from testkit import KIT, ROOT
+
+PYTHON_PATH = f"{ROOT}{os.pathsep}{KIT}"
+WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
+# How a rank ended is to be had only until the parent asks for it: this one takes its time.
+UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "5"}
+_numbers = itertools.count()
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """What `condition` gives as soon as it is true; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def new_run_id() -> str:
+    """A run id that no other test process uses."""
+    return f"20250101-000000-{os.getpid():x}-{next(_numbers)}"
+
+
+class Rig:
+    """One run on nodes that are folders below `folder`."""
+
+    def __init__(self, folder: Path, run_id: str | None = None) -> None:
+        self.run_id = run_id or new_run_id()
+        self.folder = folder / self.run_id
+        self._specs: dict[str, dict[str, Any]] = {}
+
+    def spec(self, mode: str = "wait", *, node: str = "alpha", **changes: Any) -> dict[str, Any]:
+        """The spec of two fake ranks in `mode` on node `node`."""
+        argv = [sys.executable, str(KIT / "fake_torchrun.py"), "2", "supervise_rank", mode]
+        spec = {
+            "run_id": self.run_id,
+            "node": self.name(node),
+            "node_rank": 0,
+            "num_nodes": 1,
+            "first_rank": 0,
+            "local_ranks": 2,
+            "folder": str(self.folder / node),
+            "argv": argv,
+            "cwd": str(KIT),
+            "environment": {"PYTHONPATH": PYTHON_PATH},
+            "lease_s": None,
+            "stop_grace_s": 3.0,
+            **changes,
+        }
+        self._specs[node] = spec
+        return spec
+
+    def start(self, mode: str = "wait", *, ranks: int = 2, **changes: Any) -> int:
+        """The pid of a supervisor whose ranks are all there (`ranks` of them)."""
+        spec = self.spec(mode, **changes)
+        answer = start(spec)
+        assert answer["op"] == "started", answer
+        node = changes.get("node", "alpha")
+        if ranks:
+            wait_for(lambda: self._are_there(node, ranks), "the ranks")
+        return int(answer["pid"])
+
+    def name(self, node: str = "alpha") -> str:
+        """The node's name, of this run alone: locks are of the machine."""
+        return f"{node}-{self.run_id}"
+
+    def files(self, node: str = "alpha") -> NodeFiles:
+        return NodeFiles(str(self.folder / node), self.name(node))
+
+    def status(self, node: str = "alpha") -> dict[str, Any]:
+        return read_status(str(self.folder / node), self.name(node))
+
+    def ranks(self, node: str = "alpha") -> dict[str, int]:
+        """Rank -> pid, as the supervisor says."""
+        return dict(self.status(node)["supervisor"].get("ranks", {}))
+
+    def outcome(self, node: str = "alpha") -> dict[str, Any]:
+        """The outcome, once there is one."""
+        return dict(wait_for(lambda: self.status(node)["outcome"], "an outcome"))
+
+    def _are_there(self, node: str, ranks: int) -> bool:
+        """Whether that many ranks are; until then the lease must not end, however long they take."""
+        self.beat(node)
+        return len(self.ranks(node)) == ranks and self._said(node) == ranks
+
+    def beat(self, node: str = "alpha") -> None:
+        beat(str(self.folder / node), self.name(node))
+
+    def processes(self, node: str = "alpha") -> list[psutil.Process]:
+        """All living processes that carry the marks of the run and the node."""
+        return [process for process in psutil.process_iter() if _is_marked(process, self.run_id, self.name(node))]
+
+    def close(self) -> None:
+        """Sweep every node."""
+        for node, spec in self._specs.items():
+            assert sweep(str(self.folder / node), self.name(node), self.run_id, spec) == []
+
+    def _said(self, node: str) -> int:
+        return len(list(Path(self.files(node).log_dir).glob("rank*.log")))
+
+
+def _is_marked(process: psutil.Process, run_id: str, node: str) -> bool:
+    try:
+        environ = process.environ()
+        lives = process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+    return lives and environ.get("BURST_RUN_ID") == run_id and environ.get("BURST_NODE") == node
+
+
+def names_of(processes: Sequence[psutil.Process]) -> list[str]:
+    """Their names, without those that ended meanwhile."""
+    names = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            names.append(process.name())
+    return names
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
