@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from testkit import KIT
+from testkit import KIT, PYTHON_PATH
 
 from cluster.control.controller import Manner, control
 from cluster.control.open import open_links
@@ -45,7 +45,7 @@ class LivingRun:
 
     def __init__(self, runs_dir: Path, mode: str = "wait", *flags: str) -> None:
         before = set(list_runs(runs_dir))
-        environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": PYTHON_PATH}
         command = [sys.executable, __file__, str(runs_dir), mode, *flags]
         self.controller = subprocess.Popen(command, env=environment, start_new_session=True)
         wait_for(lambda: bool(set(list_runs(runs_dir)) - before), "the run folder")

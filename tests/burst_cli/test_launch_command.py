@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from testkit import PYTHON_PATH
 from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.app import main
@@ -40,7 +41,7 @@ class Launch:
 
     def __init__(self, folder: Path, mode: str, *flags: str, **streams: Any) -> None:
         self.runs_dir = folder / "runs"
-        environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": PYTHON_PATH}
         environment.pop("COLUMNS", None)
         streams = streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [sys.executable, str(DRIVER), str(self.runs_dir), *flags]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testkit import PYTHON_PATH
 from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.detach import CONTROLLER_LOG
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def detach(folder: Path, mode: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, str(DRIVER), str(folder / "runs"), "--detach", *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=END_S, check=False)
 

@@ -1,9 +1,9 @@
-"""What tests share: waiting, clocks, ranks, rigs and stand-ins.
+"""What tests share: waiting, clocks, ranks, rigs and stand-ins."""
 
-KIT goes on the PYTHONPATH of what tests start with `python -m NAME`: fake_trainer, supervise_rank, hang_programs.
-"""
-
+import os
 from pathlib import Path
 
 KIT = Path(__file__).resolve().parent
 ROOT = KIT.parent.parent
+# For programs that tests start: the product, this package, and by their names fake_trainer, supervise_rank and others.
+PYTHON_PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", KIT)))

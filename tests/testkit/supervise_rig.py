@@ -17,9 +17,8 @@ import psutil
 from cluster.supervise.node.daemon import start
 from cluster.supervise.node.folder import NodeFiles, beat, read_status
 from cluster.supervise.node.sweep import sweep
-from testkit import KIT, ROOT
+from testkit import KIT, PYTHON_PATH
 
-PYTHON_PATH = f"{ROOT}{os.pathsep}{KIT}"
 WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
 # How a rank ended is to be had only until the parent asks for it: this one takes its time.
 UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "5"}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from testkit import KIT, ROOT
+from testkit import KIT, PYTHON_PATH
 from testkit.process_table import kill_run
 
 from cluster.control.link import NodeLink
@@ -22,7 +21,6 @@ from engine.config import RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig, SshConfig
 from engine.runs import RunFolder, create_run, new_run_path
 
-PYTHON_PATH = f"{ROOT}{os.pathsep}{KIT}"
 LINKS = LinkTiming(first_pause_s=0.2, longest_pause_s=1.0, silence_s=4.0, start_s=60.0)
 LOCAL_RANKS = 2
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit import KIT, ROOT
+from testkit import KIT, PYTHON_PATH
 from testkit.machine_clock import machine_time
 from testkit.process_table import run_processes, supervisors
 from testkit.supervise_rig import names_of
@@ -64,7 +64,7 @@ class Observer:
 def make_plan(tmp_path: Path, *, real: bool = False) -> tuple[LaunchPlan, RunFolder]:
     """A plan for two ranks of the fake trainer, and its run folder."""
     path = new_run_path(tmp_path / "runs", "tiny")
-    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), f"{ROOT}{os.pathsep}{KIT}")
+    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), PYTHON_PATH)
     config = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
     plan = build_launch_plan(config, facts, path, module="fake_trainer")
     if not real:

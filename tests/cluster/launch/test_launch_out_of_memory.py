@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from testkit import KIT, ROOT
+from testkit import KIT, PYTHON_PATH, ROOT
 from testkit.process_table import run_processes
 
 from cluster.control.controller import Manner, control
@@ -114,7 +114,7 @@ def launch(
 ) -> tuple[LaunchOutcome, RunFolder]:
     """Two fake ranks in `mode`; `prefix` goes before the command that starts them, `proc` is the procfs seen."""
     path = new_run_path(tmp_path / "runs", "tiny")
-    python_path = f"{ROOT}{os.pathsep}{KIT}"
+    python_path = PYTHON_PATH
     facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), python_path)
     plan = build_launch_plan(RunConfig(cluster=ClusterConfig(ranks_per_node=2)), facts, path, module="fake_trainer")
     argv = (*prefix, sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
