@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help setup demo test thorough check lint format-check types imports format bench gpu clean
+.PHONY: help setup demo test thorough mutants check lint format-check types imports format bench gpu clean
 
 VENV := .venv
 JOBS := 2
@@ -34,12 +34,13 @@ demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, 
 	$(PY) -m burst_cli report tiny --latest
 
 test: $(READY)  ## Run every test that needs no special machine
-	$(PY) -m pytest --durations 10 -m "not alone and not thorough" -n $(JOBS) --dist worksteal --ignore tests/cluster tests
-	$(PY) -m pytest --durations 10 -m "alone and not thorough" tests
-	$(PY) -m pytest --durations 20 -m "not alone and not thorough" -n $(JOBS) --dist loadfile tests/cluster
+	$(PY) -m pytest --durations 15 -m "not thorough" -n $(JOBS) --dist loadfile tests
 
 thorough: $(READY)  ## Run the variations that `make test` leaves out
-	$(PY) -m pytest -m thorough
+	$(PY) -m pytest --durations 15 -m thorough
+
+mutants: $(READY)  ## Change product lines one at a time: do the nearest tests notice? (MUTANTS='--count 300 --seed 1')
+	$(PY) scripts/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 check: lint format-check types imports test  ## Lint, format, types, import rules, tests: what CI runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from testkit.ranks import Pools
@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-pytest_plugins = ("testkit.skip_rule", "testkit.testbed_fixture")
+pytest_plugins = ("testkit.skip_rule", "testkit.alone", "testkit.pace", "testkit.testbed_fixture")
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +41,3 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
-
-
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Tests over real ranks need both cores: `make test` runs them, and all that is marked so, one after the other."""
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.alone)
