@@ -1,6 +1,7 @@
 """docs/faults.md from the rows that a run of tests/cluster/launch/test_fault_table.py left:
 
-BURST_FAULT_ROWS=/tmp/rows python -m pytest tests/cluster/launch/test_fault_table.py && python scripts/fault_table.py /tmp/rows
+BURST_FAULT_ROWS=/tmp/rows python -m pytest tests/cluster/launch/test_fault_table.py
+python scripts/fault_table.py /tmp/rows
 """
 
 from __future__ import annotations

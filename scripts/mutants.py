@@ -1,4 +1,4 @@
-"""Changes product lines, one at a time, and asks the tests nearest to each: python scripts/mutants.py --count 300 --seed 1
+"""Changes product lines, one at a time, and asks the nearest tests: python scripts/mutants.py --count 300 --seed 1
 
 Lines are drawn by the seed from all lines of the packages that can be changed in a meaningful way (a comparison, a
 number, a condition, an operator, a name in quotes, a returned value, a call). A mutant that no test notices survives.
@@ -125,7 +125,7 @@ class Changes(ast.NodeVisitor):
         self.replace(node.test, "not ({})")
         self.generic_visit(node)
 
-    visit_While = visit_IfExp = visit_If
+    visit_While = visit_IfExp = visit_If  # noqa: N815 - names of ast.NodeVisitor
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and not isinstance(node.value, ast.Constant):
@@ -260,7 +260,7 @@ def nearest(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """caught: a test failed, or none could even be collected. how: "failed", "survived", "late" (not within the limit)."""
+    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end in time)."""
 
     mutant: Mutant
     how: str

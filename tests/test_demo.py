@@ -17,7 +17,12 @@ from engine.data import prepare, unigram_bits_per_byte
 
 ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(END_S)]  # whichever comes first runs the demo
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(END_S),
+]  # whichever comes first runs the demo
 
 
 @pytest.fixture(scope="module")

@@ -302,6 +302,7 @@ def test_follows_files_old_new_and_replaced_to_the_end(
     assert texts == ["one", "two", "a new file", "after rotation", "last words"]
 
 
+@pytest.mark.thorough
 def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, reader: Reader) -> None:
     """400 MB in three bursts: no line is lost in the count, and the memory of the reader stays small."""
     reader.wait_for("one")

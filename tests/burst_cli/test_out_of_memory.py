@@ -76,6 +76,7 @@ def run(folder: Path, launched: subprocess.CompletedProcess[str]) -> RunFolder:
     return run
 
 
+@pytest.mark.thorough
 def test_run_ends_in_state_oom_without_a_process_left(
     launched: subprocess.CompletedProcess[str], run: RunFolder
 ) -> None:

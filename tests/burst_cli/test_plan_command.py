@@ -266,6 +266,7 @@ def test_a_comparison_shows_memory_by_formulas(burst) -> None:
     assert "memory of a rank" in burst("plan", "exp=tiny", "--compare", "ring,burst").out
 
 
+@pytest.mark.thorough
 def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
     """Within seconds, and with the memory and the FLOPs of them all."""
     arguments = ["exp=llama8b_1m", "train.seq_len=4194304", "--ranks", "1024", "--nodes", "128"]

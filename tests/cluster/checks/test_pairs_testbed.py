@@ -54,6 +54,7 @@ def test_a_cut_pair_and_a_node_that_is_cut_off_are_named(make_testbed: MakeTestb
         assert [lost[name].severity is Verdict.FAIL for name in (one, two, three, four)] == [False, True, False, False]
 
 
+@pytest.mark.thorough
 def test_a_slow_link_among_fast_ones_is_named_and_all_are_measured_as_shaped(make_testbed: MakeTestbed) -> None:
     testbed = make_testbed(nodes=4, rate="400mbit")
     slow = testbed.node_names[2]

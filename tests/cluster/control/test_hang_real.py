@@ -9,6 +9,8 @@ from hang_rig import gather_evidence, hanging_run, wait_until_quiet
 
 from cluster.hang import find_culprit
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), [("hang_sleep", "has not entered"), ("hang_gil", "holds its interpreter")])

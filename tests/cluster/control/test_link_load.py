@@ -64,6 +64,7 @@ def copied_bytes(runs: Sequence[RemoteRun], files: int) -> int:
     return sum(path.stat().st_size for run in runs for path in map(run.log, range(files)) if path.exists())
 
 
+@pytest.mark.thorough
 def test_a_minute_of_sixty_four_logs_of_300_lines_a_second_arrives_whole(
     testbed4: Testbed, tmp_path: Path, pool: SshPool
 ):

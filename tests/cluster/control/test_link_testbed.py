@@ -139,6 +139,7 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
     assert led.run.check_logs(4) == 4 * 1600 * 100
 
 
+@pytest.mark.thorough
 def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led):
     link = led.link()
     link.start(led.run.chatty(1, 1_000_000, 100.0))
@@ -154,6 +155,7 @@ def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led)
     assert led.run.check_logs() > 0
 
 
+@pytest.mark.thorough
 def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led):
     link = led.link()
     link.start(led.run.chatty(1, 1_000_000, 100.0, lease_s=5.0))
@@ -170,6 +172,7 @@ def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led
     assert led.run.check_logs() > 0
 
 
+@pytest.mark.thorough
 def test_a_launcher_killed_at_any_moment_is_followed_by_one_that_goes_on(led):
     first = led.link()
     first.start(led.run.chatty(4, 7500, 300.0))  # for longer than three launchers take to begin

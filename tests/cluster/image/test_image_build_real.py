@@ -18,6 +18,8 @@ from testkit.image_rig import LauncherEngine, launcher_engine
 from cluster.image.build import CONTEXT
 
 BASE, TAG = "host-python:test", "burst:test"
+pytestmark = pytest.mark.thorough
+
 PATH = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

@@ -112,6 +112,7 @@ def test_one_changed_layer_moves_only_that_layer(rig):
     verified(rig, image)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_push_goes_on_where_it_stopped(rig):
     image = rig.image(3, 5)
     interrupted_push(rig, image, 4 * MIB)
@@ -127,6 +128,7 @@ def test_an_interrupted_push_goes_on_where_it_stopped(rig):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.thorough
 def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(rig, testbeds, tmp_path, number):
     image = rig.image(2, 5)
     command = [sys.executable, "-m", "burst_cli", "image", "push", f"cluster={rig.testbed.name}", "--limit", "2MB/s"]
@@ -185,6 +187,7 @@ def test_an_agent_that_is_killed_does_not_stop_the_others(rig):
 
 
 @pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.thorough
 def test_a_node_that_dies_in_the_chain_does_not_stop_the_others(rig, position):
     image = rig.image(8)
     victim = rig.names[position]

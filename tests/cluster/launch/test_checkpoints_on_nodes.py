@@ -18,6 +18,8 @@ from cluster.plan_record import read_launch_plan
 from engine.checkpoint.manifest import read_manifest
 from engine.runs import RunFolder
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 12
 WORDS = (
     f"train.steps={STEPS}",

@@ -130,6 +130,7 @@ def test_runs_folder_that_cannot_be_written_is_named(rig: FaultRig, tmp_path: Pa
     rig.conclude(Row("run folder cannot be written", "launching", "not started", blamed="RunFolderError"), None, 1)
 
 
+@pytest.mark.thorough
 def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(rig: FaultRig) -> None:
     first = rig.launch(*rig.words(FOREVER))
     run = first.wait_for_step()
@@ -193,6 +194,7 @@ INJURIES = (
 THOROUGH = ("exit0", "exit7", "segv", "abort", "hang_gil")  # others stand for them
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.thorough] * (case.fault in THOROUGH), id=case.fault) for case in INJURIES],
@@ -216,6 +218,7 @@ def test_injured_rank_is_blamed_and_everything_stops(rig: FaultRig, case: Injury
         assert any("File " in path.read_text(errors="replace") for path in stacks), stacks
 
 
+@pytest.mark.thorough
 def test_straggler_slows_the_run_and_is_named(rig: FaultRig) -> None:
     words = rig.words("train.steps=12", 'cluster.environment=["BURST_FAULT=slow:0.3;1;3"]')
     launched = rig.launch(*words)
@@ -226,6 +229,7 @@ def test_straggler_slows_the_run_and_is_named(rig: FaultRig) -> None:
     rig.conclude(Row("straggler", "running", blamed="straggler_rank=1 in metrics"), run, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["flood", "garbage"])
 def test_log_that_floods_or_holds_garbage_disturbs_nothing(rig: FaultRig, kind: str) -> None:
     launched = rig.launch(*rig.words("train.steps=6", f'cluster.environment=["BURST_FAULT={kind};1;3"]'))
@@ -243,6 +247,7 @@ def test_log_that_floods_or_holds_garbage_disturbs_nothing(rig: FaultRig, kind: 
 # --- while ranks work: what happens to them ---------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_torchrun_killed_takes_its_ranks_with_it_and_is_blamed(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER))
@@ -252,6 +257,7 @@ def test_torchrun_killed_takes_its_ranks_with_it_and_is_blamed(rig: FaultRig) ->
     _ends(rig, launched, run, Row("torchrun killed", "running"), blamed=(node,))
 
 
+@pytest.mark.thorough
 def test_supervisor_killed_is_noticed_and_nothing_of_it_stays(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER))
@@ -274,6 +280,7 @@ def test_node_that_restarts_is_blamed(rig: FaultRig) -> None:
     _ends(rig, launched, run, Row("node restarts", "running"), blamed=(node,))
 
 
+@pytest.mark.thorough
 def test_link_between_launcher_and_a_node_cut_for_good_ends_both_sides(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER, LEASE))
@@ -287,6 +294,7 @@ def test_link_between_launcher_and_a_node_cut_for_good_ends_both_sides(rig: Faul
     assert node in row.blamed + str(run.read_state()["failure"])
 
 
+@pytest.mark.thorough
 def test_ssh_that_breaks_for_a_moment_ends_nothing(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words("train.steps=400", "cluster.lease_s=60"))
@@ -300,6 +308,7 @@ def test_ssh_that_breaks_for_a_moment_ends_nothing(rig: FaultRig) -> None:
     assert (run.path / log).read_bytes() == (rig.node_folder(run, node) / log).read_bytes()
 
 
+@pytest.mark.thorough
 def test_nodes_that_cannot_reach_each_other_end_with_a_reason(rig: FaultRig) -> None:
     first, second = rig.testbed.node_names
     launched = rig.launch(*rig.words(FOREVER, HANG))
@@ -327,6 +336,7 @@ def test_slow_link_slows_the_run_and_ends_nothing(rig: FaultRig) -> None:
 # --- what happens to the launcher -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_launcher_killed_leaves_nodes_that_stop_by_themselves(rig: FaultRig) -> None:
     launched = rig.launch(*rig.words(FOREVER, LEASE))
     run = launched.wait_for_step()
@@ -341,6 +351,7 @@ def test_launcher_killed_leaves_nodes_that_stop_by_themselves(rig: FaultRig) -> 
     assert row.left == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["Ctrl-C", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("SIGTERM", "SIGHUP"))]
 )
@@ -354,6 +365,7 @@ def test_launcher_asked_to_stop_stops_all_nodes(rig: FaultRig, name: str) -> Non
     assert (row.state, row.exit_code, row.left) == ("cancelled", 130, [])
 
 
+@pytest.mark.thorough
 def test_second_ctrl_c_kills_ranks_that_will_not_stop(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER, 'cluster.environment=["BURST_FAULT=hang_gil;1;4"]'))
@@ -370,6 +382,7 @@ def test_second_ctrl_c_kills_ranks_that_will_not_stop(rig: FaultRig) -> None:
     assert row.stop_s < 10
 
 
+@pytest.mark.thorough
 def test_third_ctrl_c_leaves_at_once_and_says_what_may_remain(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER, LEASE))
@@ -387,6 +400,7 @@ def test_third_ctrl_c_leaves_at_once_and_says_what_may_remain(rig: FaultRig) -> 
     assert (row.exit_code, row.left) == (130, [])
 
 
+@pytest.mark.thorough
 def test_terminal_that_is_closed_does_not_hurt_the_run(rig: FaultRig) -> None:
     reader, writer = os.pipe()
     launched = rig.launch(*rig.words("train.steps=60"), stdout=writer)
@@ -412,6 +426,7 @@ def test_cancel_from_another_terminal_stops_the_run(rig: FaultRig) -> None:
     assert (row.state, row.exit_code, row.left) == ("cancelled", 130, [])
 
 
+@pytest.mark.thorough
 def test_detached_run_is_followed_and_cancelled_from_elsewhere(rig: FaultRig) -> None:
     known = rig.run_paths()
     done = rig.burst("launch", *rig.words(FOREVER), "--detach")
@@ -429,6 +444,7 @@ def test_detached_run_is_followed_and_cancelled_from_elsewhere(rig: FaultRig) ->
     assert (row.state, row.left) == ("cancelled", [])
 
 
+@pytest.mark.thorough
 def test_run_of_a_killed_launcher_is_taken_up_again_and_ends_well(rig: FaultRig) -> None:
     launched = rig.launch(*rig.words("train.steps=600", "cluster.lease_s=60"))
     run = launched.wait_for_step()

@@ -150,6 +150,7 @@ def test_the_first_failure_stops_the_others_and_is_the_exit_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.thorough
 def test_an_interrupt_ends_what_it_started(lay: Callable[..., LaunchPlan], tmp_path: Path, ranks: int) -> None:
     """Also a node that has been asked to begin and has not begun yet."""
     plan = lay(tmp_path / "run" / f"20260101-000000-00dea{ranks}", "wait", 2)

@@ -69,6 +69,7 @@ def test_ranks_run_in_containers_that_are_gone_afterwards(bench):
     assert containers(bench) == ["", ""]
 
 
+@pytest.mark.thorough
 def test_containers_of_ranks_that_ignore_everything_end_with_the_job(bench):
     led = bench.lead(plan(bench, "ignore"))
     led.wait_for_step(5)
@@ -80,6 +81,7 @@ def test_containers_of_ranks_that_ignore_everything_end_with_the_job(bench):
     wait_for(lambda: containers(bench) == ["", ""], timeout_s=10)
 
 
+@pytest.mark.thorough
 def test_the_container_of_a_supervisor_that_was_killed_is_swept(bench):
     led = bench.lead(plan(bench, "wait"))
     led.wait_for_step(5)

@@ -68,6 +68,7 @@ def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench, mod
     wait_for(lambda: not bench.processes(led.run), timeout_s=15)
 
 
+@pytest.mark.thorough
 def test_a_second_attempt_keeps_the_records_of_the_first(bench):
     first = bench.lead(bench.plan("raise"))
     first.wait()
@@ -147,6 +148,7 @@ def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbe
     assert "controller does not answer" in outcome.failure.message
 
 
+@pytest.mark.thorough
 def test_a_node_that_does_not_see_the_run_folder_is_named(bench):
     plan = bench.plan("ok")
     second = bench.testbed.nodes[1]
@@ -174,6 +176,7 @@ def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(ben
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_node_that_is_lost_is_named(bench):
     led = bench.lead(bench.plan("wait"))
     led.wait_for_step(5)
@@ -191,6 +194,7 @@ def test_a_node_that_is_lost_is_named(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_time_limit_is_told_as_such(bench):
     led = bench.lead(bench.plan("wait"))
     led.wait_for_step(5)

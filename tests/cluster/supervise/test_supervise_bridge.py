@@ -103,6 +103,7 @@ def test_supervisor_outlives_the_bridge_and_the_next_one_goes_on(rig: Rig, open_
     assert second.close() == 0
 
 
+@pytest.mark.thorough
 def test_beats_renew_the_lease_and_are_answered(rig: Rig, open_bridge: OpenBridge) -> None:
     bridge = open_bridge()
     bridge.say("beat", id=1)

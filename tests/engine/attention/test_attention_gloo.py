@@ -89,6 +89,7 @@ def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tupl
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("size", "attention", "nodes"), CASES, ids=str)
+@pytest.mark.pairwise
 def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
     ranks,
     size: int,

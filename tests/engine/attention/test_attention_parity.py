@@ -21,6 +21,7 @@ SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (1, 4), (5, 1), (3, 2), (2, 3), (7, 1)
 @pytest.mark.parametrize("circulates", ["kv", "q"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
+@pytest.mark.pairwise
 def test_group_equals_dense_attention(
     inner: int, outer: int, layout: Literal["zigzag"], circulates: Literal["kv", "q"]
 ) -> None:
@@ -53,6 +54,7 @@ def test_other_masks_equal_dense_attention_under_both_hubs(mask: Mask, kernel: T
 @pytest.mark.parametrize("circulates", ["kv", "q"])
 @pytest.mark.parametrize("ring", [Ring(2), Ring(8), Ring(4, 2), Ring(16)], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.pairwise
 def test_bf16_error_is_at_most_that_of_one_kernel(ring: Ring, circulates: Literal["kv", "q"], kv_heads: int) -> None:
     rows = 1024
     inputs = random_inputs(rows, 4, kv_heads, head_dim=64, dtype=torch.bfloat16)

@@ -70,6 +70,7 @@ def test_when_nothing_is_legal_the_rules_are_listed() -> None:
         settle_auto(config, NODES, SLOW_RAILS)
 
 
+@pytest.mark.thorough
 def test_large_groups_are_judged_by_smaller_ones_with_as_many_tokens_per_rank() -> None:
     topology = Topology(16, 8)
     config = replace(AUTO, train=TrainConfig(seq_len=128 * 1024))

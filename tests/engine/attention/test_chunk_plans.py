@@ -62,6 +62,7 @@ def check_numbers(chosen: AttentionMethod, mask: Mask, heads: tuple[int, int] = 
 @pytest.mark.parametrize("store", ["host", "device"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.pairwise
 def test_every_pair_is_counted_once_and_numbers_equal_dense_attention(mask, heads, store):
     for chunks in range(1, 7):
         tokens = -(-ROWS // heads // chunks)
@@ -72,6 +73,7 @@ def test_every_pair_is_counted_once_and_numbers_equal_dense_attention(mask, head
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.pairwise
 def test_chunks_may_be_fetched_any_distance_ahead(mask, prefetch):
     for chosen in (method(chunk_tokens=4), method(2, chunk_tokens=2), method(1, 2, chunk_tokens=3)):
         prove(replace(chosen, prefetch_chunks=prefetch), mask)

@@ -28,6 +28,7 @@ def method(grid: tuple[int, int, int], circulates: str = "kv", **changes: object
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("circulates", ["kv", "q"])
 @pytest.mark.parametrize(("mask", "rows"), [(Mask(48), 48), (Mask(29, window=7, documents=(0, 3, 4, 20)), 31)])
+@pytest.mark.pairwise
 def test_every_pair_is_counted_once_and_numbers_equal_dense_attention(grid, circulates, mask, rows):
     for placement in ("head_first", "context_first", "interleaved"):
         for layout in ("zigzag", "striped", "contiguous"):

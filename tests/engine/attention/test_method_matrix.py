@@ -71,6 +71,7 @@ def check(method: AttentionMethod, mask: Mask, heads: tuple[int, int], topology:
 @pytest.mark.parametrize("kind", ["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("nodes_and_ranks", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("preset", DISTRIBUTED)
+@pytest.mark.pairwise
 def test_preset_equals_dense_attention(preset, nodes_and_ranks, kind):
     topology = Topology(*nodes_and_ranks)
     number = DISTRIBUTED.index(preset) + TOPOLOGIES.index(nodes_and_ranks) + ["MHA", "GQA", "MQA"].index(kind)
@@ -83,6 +84,7 @@ def test_preset_equals_dense_attention(preset, nodes_and_ranks, kind):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("preset", DISTRIBUTED)
+@pytest.mark.pairwise
 def test_preset_takes_every_mask(preset, settings):
     topology = Topology(2, 2)
     axes = {"chunk_tokens": 5} if PRESETS[preset].chunked else {}
@@ -95,6 +97,7 @@ LAYOUTS: list[LayoutName] = ["contiguous", "zigzag", "striped", "per_document", 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("preset", DISTRIBUTED)
+@pytest.mark.pairwise
 def test_preset_takes_every_layout(preset, layout):
     topology = Topology(2, 3)
     axes = {"chunk_tokens": 5} if PRESETS[preset].chunked else {}
@@ -119,6 +122,7 @@ ALIKE = [pytest.param(preset, marks=pytest.mark.thorough) for preset in ("ring",
 
 
 @pytest.mark.parametrize("preset", ["burst", "usp", "megatron_allgather", *ALIKE])
+@pytest.mark.thorough
 def test_bf16_error_is_that_of_one_kernel_up_to_32_ranks(preset, one_kernel):
     inputs, want, single = one_kernel
     got = relative_errors(on_ranks(preset, Topology(4, 8), inputs), want)

@@ -98,6 +98,7 @@ def check(case: Case, cut: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("preset", DISTRIBUTED)
+@pytest.mark.pairwise
 def test_every_preset_and_layout_attends_again_exactly_what_was_not_kept(preset: str, shape: tuple[int, int]) -> None:
     for turn, layout in enumerate(LAYOUTS):
         number = turn + NAMES.index(preset) + SHAPES.index(shape)
@@ -109,6 +110,7 @@ def test_every_preset_and_layout_attends_again_exactly_what_was_not_kept(preset:
 
 @pytest.mark.parametrize("rho", TRIED_RHOS)
 @pytest.mark.parametrize("preset", DISTRIBUTED)
+@pytest.mark.pairwise
 def test_every_preset_and_mask_attends_again_exactly_what_was_not_kept(preset: str, rho: float) -> None:
     for mask in MASKS.values():
         check(case_of(preset, (2, 2), mask), round((1 - rho) * ROWS))
@@ -119,6 +121,7 @@ def test_every_preset_and_mask_attends_again_exactly_what_was_not_kept(preset: s
 @pytest.mark.parametrize(
     ("preset", "shape"), [("burst", (1, 1)), ("burst", (2, 2)), ("ulysses", (1, 2)), ("usp", (2, 2))]
 )
+@pytest.mark.pairwise
 def test_chunks_straddle_the_cut(preset: str, shape: tuple[int, int], store: str, cut: int) -> None:
     for prefetch in (0, 1, 2):
         axes: dict[str, Any] = {"chunk_tokens": 5, "chunk_store": store, "prefetch_chunks": prefetch}
@@ -273,6 +276,7 @@ def device_rows(plan: AttentionPlan) -> int:
 
 
 @pytest.mark.parametrize(("preset", "shape"), [("fpdt", (1, 2)), ("usp", (2, 2)), ("burst", (2, 1))])
+@pytest.mark.thorough_for("burst-shape2", "usp-shape1")
 def test_chunks_that_are_only_exchanged_pass_through_few_buffers(preset: str, shape: tuple[int, int]) -> None:
     for rows in (128, 512):
         case = case_of(preset, shape, Mask(rows), rows=rows, chunk_tokens=4, chunk_store="host")

@@ -38,6 +38,7 @@ def prove(visibility: Visibility, ring: Ring) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
+@pytest.mark.pairwise
 def test_every_ring_shape_is_proven_by_counting(inner: int, outer: int, layout: str) -> None:
     size = inner * outer
     rows = 2 * size + 3

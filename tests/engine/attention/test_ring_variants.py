@@ -78,6 +78,7 @@ def exposed(plan: RankPlan) -> list[Channel]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
+@pytest.mark.pairwise
 def test_the_reversed_order_is_proven_for_every_shape(inner: int, outer: int, layout: str) -> None:
     ring = Ring(inner, outer, backward_order="reversed")
     rows = 2 * ring.size + 3
@@ -158,6 +159,7 @@ def test_reversed_numbers_equal_dense_attention(inner: int, outer: int, mask: Ma
 
 
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
+@pytest.mark.pairwise
 def test_every_tail_of_every_shape_is_proven(inner: int, outer: int) -> None:
     for tail in range(1, inner + 1):
         ring = Ring(inner, outer, tail_steps=tail)

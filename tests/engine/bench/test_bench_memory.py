@@ -74,6 +74,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return written
 
 
+@pytest.mark.thorough
 def test_a_run_says_what_and_where_it_measured(document: dict[str, Any]) -> None:
     assert document["benchmark"] == "memory"
     assert {"command", "date", "device", "cores", "torch", "python"} <= document["environment"].keys()

@@ -147,6 +147,7 @@ def test_saving_changes_nothing(ranks: Pools, saved: Saved, one: Case) -> None:
 
 
 @pytest.mark.parametrize(("one", "more"), TRIED)
+@pytest.mark.thorough_for("two rings, 50")
 def test_resumed_on_the_same_ranks_every_bit_is_the_same(ranks: Pools, saved: Saved, one: Case, more: int) -> None:
     root, whole = saved(one.name, more)
     resumed = ranks(one.world_size).run(train, one.config, root, None, True, more=more)[0]

@@ -148,6 +148,7 @@ def slots_bytes(plan: RankPlan, config: RunConfig, pins: set[str | None]) -> int
 @pytest.mark.parametrize(
     "model", [pytest.param(SEVEN_B, marks=pytest.mark.thorough), EIGHT_B], ids=lambda model: model.name
 )
+@pytest.mark.pairwise
 def test_attention_takes_what_its_plans_allocate(model: ModelConfig, world: Topology, preset: PresetName) -> None:
     config = replace(seven_b(attention={"preset": preset}), model=model)
     method = method_on(config, world)

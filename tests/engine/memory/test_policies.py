@@ -176,6 +176,9 @@ def check(ranks: Pools, preset: str, settings: dict[str, Any], names: tuple[str,
 
 
 @pytest.mark.parametrize("preset", EVERY_KIND_OF_PLAN)
+@pytest.mark.thorough_for(
+    "loongtrain", "megatron_allgather", "megatron_hierarchical", "burst and tensor parallel", "fpdt"
+)
 def test_every_policy_has_the_gradients_of_keeping_everything(ranks: Pools, preset: str) -> None:
     check(ranks, preset, MASKS["causal"], tuple(POLICIES), torch.float32)
 

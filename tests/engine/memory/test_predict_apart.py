@@ -48,6 +48,7 @@ def test_silent_process_is_stopped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_real_prediction_grows_with_the_sequence() -> None:
     def peak(seq_len: int) -> int:
         config = RunConfig(

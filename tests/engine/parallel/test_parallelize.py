@@ -91,6 +91,7 @@ def test_a_sharded_weight_counts_as_the_part_of_its_rank(ranks: Pools) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="torch.compile on a CPU needs g++ or clang++")
+@pytest.mark.thorough
 def test_compiled_layers_give_the_same_losses(ranks: Pools) -> None:
     expected = ranks(1).run(train_losses, TINY, 2, 2)[0]
     assert ranks(1).run(losses_when_compiled, timeout_s=280)[0] == pytest.approx(expected, rel=1e-5)

@@ -72,6 +72,7 @@ def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataCon
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard_size": 2}, {"dp_shard_size": 1}])
+@pytest.mark.thorough
 def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, parallel: dict[str, int]
 ) -> None:

@@ -172,6 +172,7 @@ def step_memory(config: RunConfig) -> StepMemory:
 
 
 @pytest.mark.parametrize("mesh", ["1 rank", "2 cp", "2 cp x 2 tp"])
+@pytest.mark.thorough
 def test_updates_in_backward_save_the_gradients_but_for_a_layer_or_two(ranks: Pools, mesh: str) -> None:
     world_size, parallel = MESHES[mesh]
     base = tiny_config(

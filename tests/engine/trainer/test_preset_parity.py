@@ -1,4 +1,4 @@
-"""Every preset trains like one rank: gradients of a whole model and 20 steps of losses, causal and packed documents."""
+"""Every preset trains like one rank: gradients of a whole model and three steps of losses, causal and packed documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config import RunConfig
 from engine.data import Batch
 from engine.train_step import count_labels, rank_batch, sequence_loss
 
-STEPS = 20
+STEPS = 3
 STARTS = (0, 1, 6, 7, 20)  # a document of one token, and some that cross every chunk's edge
 CAUSAL: dict[str, Any] = {}
 WINDOWED: dict[str, Any] = {"mask": "window", "window_tokens": 5, "documents": True}
@@ -74,7 +74,7 @@ def test_masks_change_the_losses(alone) -> None:
 
 @pytest.mark.parametrize("name", ["causal", pytest.param("windowed", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("preset", DISTRIBUTED)
-def test_twenty_steps_of_every_preset_give_the_losses_of_one_rank(ranks: Pools, alone, preset: str, name: str) -> None:
+def test_three_steps_of_every_preset_give_the_losses_of_one_rank(ranks: Pools, alone, preset: str, name: str) -> None:
     config = config_of(preset, {"causal": CAUSAL, "windowed": WINDOWED}[name])
     for found in ranks(ranks_of(preset)).run(losses, config):
         assert found == pytest.approx(alone[name][0], rel=1e-5)

@@ -186,6 +186,7 @@ def start(*args: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 def test_torchrun_alone_trains_a_run(corpus: DataConfig, tmp_path: Path) -> None:
     run = create_run_of(run_config(corpus), tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -1,0 +1,63 @@
+"""The plugins of the suite itself: cases that cover every pair, tests that are alone, and the pace."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from testkit import pace
+from testkit.alone import turn
+from testkit.covering import covering
+
+pytest_plugins = ("pytester",)
+
+NAP = "import time, pytest\n{decorator}\ndef test_naps():\n    time.sleep({seconds})\n"
+
+
+def test_chosen_cases_hold_every_pair_of_values() -> None:
+    cases = [dict(zip("abc", values, strict=True)) for values in itertools.product("01234", "0123", "012")]
+    chosen = [cases[index] for index in covering(cases)]
+    assert len(chosen) < len(cases) / 2
+    for first, second in itertools.combinations("abc", 2):
+        assert {(c[first], c[second]) for c in chosen} == {(c[first], c[second]) for c in cases}
+
+
+def test_who_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) -> None:
+    order: list[str] = []
+    begun = threading.Event()
+
+    def run(name: str, alone: bool) -> None:
+        with turn(tmp_path / "locks", alone=alone):
+            order.append(f"{name} begins")
+            begun.set()
+            time.sleep(0.3)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=run, args=case) for case in (("first", False), ("alone", True), ("late", False))]
+    for thread in threads:
+        begun.clear()
+        thread.start()
+        if thread is threads[0]:
+            begun.wait()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert order == [f"{name} {what}" for name in ("first", "alone", "late") for what in ("begins", "ends")]
+
+
+@pytest.mark.parametrize(("seconds", "mark", "passes"), [(0.0, "", True), (1.2, "", False), (1.2, "thorough", True)])
+def test_a_test_over_its_limit_fails_the_session_unless_it_is_thorough(
+    pytester: pytest.Pytester, seconds: float, mark: str, passes: bool
+) -> None:
+    pytester.makeconftest(
+        f"from testkit import pace\npace.TEST_S = 0.1\npace.FILE_S = {pace.FILE_S}\npytest_plugins = ('testkit.pace',)\n"
+    )
+    pytester.makeini("[pytest]\nmarkers = thorough\n")
+    decorator = f"@pytest.mark.{mark}" if mark else ""
+    pytester.makepyfile(NAP.format(decorator=decorator, seconds=seconds))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    assert result.ret == (0 if passes else 1), result.outlines
+    assert any("too slow" in line for line in result.outlines) is not passes
