@@ -260,7 +260,7 @@ def nearest(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end in time)."""
+    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end)."""
 
     mutant: Mutant
     how: str

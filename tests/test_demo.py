@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.alone,
     pytest.mark.timeout(END_S),
-]  # whichever comes first runs the demo
+]
 
 
 @pytest.fixture(scope="module")

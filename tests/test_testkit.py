@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from testkit import pace
+from testkit import PYTHON_PATH
 from testkit.alone import turn
 from testkit.covering import covering
 
@@ -50,11 +50,10 @@ def test_who_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) 
 
 @pytest.mark.parametrize(("seconds", "mark", "passes"), [(0.0, "", True), (1.2, "", False), (1.2, "thorough", True)])
 def test_a_test_over_its_limit_fails_the_session_unless_it_is_thorough(
-    pytester: pytest.Pytester, seconds: float, mark: str, passes: bool
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, seconds: float, mark: str, passes: bool
 ) -> None:
-    pytester.makeconftest(
-        f"from testkit import pace\npace.TEST_S = 0.1\npace.FILE_S = {pace.FILE_S}\npytest_plugins = ('testkit.pace',)\n"
-    )
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
+    pytester.makeconftest("from testkit import pace\npace.TEST_S = 0.1\npytest_plugins = ('testkit.pace',)\n")
     pytester.makeini("[pytest]\nmarkers = thorough\n")
     decorator = f"@pytest.mark.{mark}" if mark else ""
     pytester.makepyfile(NAP.format(decorator=decorator, seconds=seconds))

@@ -1,7 +1,7 @@
 """A pytest plugin: which cases of a parametrised test are left to `make thorough`.
 
-@pytest.mark.pairwise               of a product of parameters, cases remain that hold every pair of values of two of them
-@pytest.mark.thorough_for("a", "b") the cases with these ids are thorough
+@pytest.mark.pairwise: of a product of parameters, cases remain that hold every pair of values of two of them
+@pytest.mark.thorough_for("a", "b"): the cases with these ids are thorough
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Case]) -> set[int]:
-    """Indices of few cases that together hold every pair of values that any case holds; greedy, most new pairs first."""
+    """Indices of few cases that hold every pair of values that any case holds; greedy, most new pairs first."""
     pairs = [set(_pairs(case)) for case in cases]
     missing, chosen = set().union(*pairs), set()
     while missing:

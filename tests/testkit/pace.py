@@ -88,7 +88,7 @@ def _work_s() -> float:
 
 
 def _stolen_and_all() -> tuple[float, float]:
-    """Ticks that the machine was kept waiting by its host while it had work, and those in which it worked or waited so."""
+    """Ticks in which the machine had work and its host made it wait, and these with those in which it worked."""
     user, nice, system, _idle, _wait, irq, softirq, steal = map(
         float, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     )

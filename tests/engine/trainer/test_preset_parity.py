@@ -1,4 +1,4 @@
-"""Every preset trains like one rank: gradients of a whole model and three steps of losses, causal and packed documents."""
+"""Every preset trains like one rank: gradients of a whole model and losses of three steps, causal and packed."""
 
 from __future__ import annotations
 
