@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_root, newest_undamaged, verified
+from burst_cli.checkpoint_view import checkpoint_of_step, newest_undamaged, verified
 from burst_cli.figures import binary_bytes
-from engine.checkpoint.commit import Checkpoint
+from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.config import DataConfig, load_config
 from engine.data.chat_template import ChatTemplate, find_template
@@ -64,7 +64,7 @@ def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:
 
 
 def _choose(run: RunFolder, step: int | None, console: Console) -> tuple[Checkpoint, Manifest]:
-    root = checkpoints_root(run)
+    root = checkpoints_of(run.path)
     if step is None:
         found = newest_undamaged(root, console)
         if found is None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from burst_cli.figures import DASH, binary_bytes, count
 from engine.checkpoint.commit import (
     Checkpoint,
-    checkpoints_folder,
+    checkpoints_of,
     list_checkpoints,
     open_checkpoint,
     remove,
@@ -24,8 +24,6 @@ from engine.checkpoint.commit import (
     verify_files,
 )
 from engine.checkpoint.manifest import CheckpointError, Manifest
-from engine.config import load_config
-from engine.config_checkpoint import CheckpointConfig
 from engine.runs import FINAL_STATES, RunFolder
 
 
@@ -62,16 +60,9 @@ class Pruned:
         return asdict(self)
 
 
-def checkpoints_root(run: RunFolder) -> Path:
-    """Where the run's checkpoints lie. Raises ConfigError when its config.yaml cannot be read."""
-    config = run.path / "config.yaml"
-    settings = load_config(config).train.checkpoint if config.exists() else CheckpointConfig()
-    return checkpoints_folder(settings, run.path)
-
-
 def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
     """The run's checkpoint of that step. Raises CheckpointError when it has none."""
-    known = list_checkpoints(checkpoints_root(run))
+    known = list_checkpoints(checkpoints_of(run.path))
     for checkpoint in known:
         if checkpoint.step == step:
             return checkpoint
@@ -82,7 +73,7 @@ def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
 def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
     """The run's checkpoints, newest first; `verify`: with every file read, which a bar on `console` shows."""
     entries = []
-    for checkpoint in list_checkpoints(checkpoints_root(run)):
+    for checkpoint in list_checkpoints(checkpoints_of(run.path)):
         try:
             manifest = open_checkpoint(checkpoint)
         except CheckpointError as error:
@@ -141,7 +132,7 @@ def prune_run(run: RunFolder, *, keep_last: int, keep_every: int | None, dry_run
             f"run {run.run_id} has not ended and keeps its own checkpoints (train.checkpoint.keep_last); "
             "wait for its end, or `burst cancel` it"
         )
-    root = checkpoints_root(run)
+    root = checkpoints_of(run.path)
     found, undamaged = list_checkpoints(root), newest_undamaged(root, console)
     protected = [] if undamaged is None else [undamaged[0].step]
     steps = [one.step for one in found]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_root
+from burst_cli.checkpoint_view import checkpoint_of_step
 from burst_cli.launch_request import LaunchRequest
 from burst_cli.run_choice import choose_run
 from cluster.plan_record import PlanFileError, read_launch_plan
-from engine.checkpoint.commit import checkpoints_folder, list_checkpoints
+from engine.checkpoint.commit import checkpoints_folder, checkpoints_of, list_checkpoints
 from engine.checkpoint.manifest import CheckpointError
 from engine.config import RunConfig, load_config
 from engine.errors import ConfigError
@@ -66,7 +66,7 @@ def weights_of(run: RunFolder, step: int | None) -> str:
         return folder if step is None else f"{folder}/step-{step:08d}"
     if step is not None:
         return str(checkpoint_of_step(run, step).path.absolute())
-    root = checkpoints_root(run)
+    root = checkpoints_of(run.path)
     if not list_checkpoints(root):
         raise CheckpointError(
             f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.slow,
     pytest.mark.alone,
     pytest.mark.timeout(END_S),
 ]

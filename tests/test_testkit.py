@@ -49,7 +49,7 @@ def test_who_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("seconds", "mark", "passes"), [(0.0, "", True), (1.2, "", False), (1.2, "thorough", True)])
-def test_a_test_over_its_limit_fails_the_session_unless_it_is_thorough(
+def test_a_test_over_its_limit_is_named_unless_it_is_thorough(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, seconds: float, mark: str, passes: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
@@ -58,5 +58,5 @@ def test_a_test_over_its_limit_fails_the_session_unless_it_is_thorough(
     decorator = f"@pytest.mark.{mark}" if mark else ""
     pytester.makepyfile(NAP.format(decorator=decorator, seconds=seconds))
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    assert result.ret == (0 if passes else 1), result.outlines
+    assert result.ret == 0, result.outlines
     assert any("too slow" in line for line in result.outlines) is not passes

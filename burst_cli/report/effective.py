@@ -24,6 +24,8 @@ from typing import Any
 
 from burst_cli.report.metrics_file import metric_rows
 from burst_cli.report.values import number
+from engine.checkpoint.commit import checkpoints_of, list_checkpoints
+from engine.errors import ConfigError
 from engine.run.records import read_json_lines
 from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
@@ -137,8 +139,8 @@ def _phases(events: Sequence[tuple[float, Mapping[str, Any]]], end: float) -> di
 
 def _has_checkpoints(path: Path) -> bool:
     try:
-        return any((path / "checkpoints").iterdir())
-    except OSError:
+        return bool(list_checkpoints(checkpoints_of(path)))
+    except (ConfigError, OSError):
         return False
 
 

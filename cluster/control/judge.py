@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,13 @@ from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
 from cluster.failure import Failure, find_failure
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
+from engine.checkpoint.commit import checkpoints_folder, list_checkpoints
+from engine.checkpoint.manifest import MANIFEST_FILE
+from engine.config_checkpoint import CheckpointConfig
 from engine.run.records import read_json_object
 from engine.runs import RunFolder
 
 OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
-_STEP_FOLDER = re.compile(r"step-(\d+)")
 _WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone
 
 
@@ -57,19 +58,15 @@ def complete(failure: Failure, case: Case) -> Failure:
     failure = _located(failure, case)
     if failure.kind == "oom":
         failure = replace(failure, memory=_compared(failure, case))
-    checkpoint = last_checkpoint(case.run)
+    checkpoint = last_checkpoint(case.run, case.plan.config.train.checkpoint)
     failure = replace(failure, checkpoint=None if checkpoint is None else str(checkpoint))
     return replace(failure, advice=advice(failure, case.run.path, case.plan.config))
 
 
-def last_checkpoint(run: RunFolder) -> Path | None:
+def last_checkpoint(run: RunFolder, settings: CheckpointConfig) -> Path | None:
     """The checkpoint of the most steps that was committed, or None."""
-    found = []
-    for manifest in (run.path / "checkpoints").glob("*/MANIFEST.json"):
-        step = _STEP_FOLDER.fullmatch(manifest.parent.name)
-        if step is not None:
-            found.append((int(step[1]), manifest.parent))
-    return max(found)[1] if found else None
+    known = list_checkpoints(checkpoints_folder(settings, run.path))
+    return next((checkpoint.path for checkpoint in known if (checkpoint.path / MANIFEST_FILE).exists()), None)
 
 
 def _find(case: Case) -> Failure:

@@ -1,14 +1,12 @@
 """Folders of checkpoints: written under another name, committed by one rename, verified before they are trusted.
 
-    checkpoints/
-        step-00001200/             committed: files and MANIFEST.json
-        step-00001300.tmp-<id>/    being written, or left by a save that died; never read
-        step-00001100.old-<id>/    replaced by a new save of the same step, until that is committed
-        step-00001000.bad-<id>/    found damaged and put aside, with the reason in WHY
-        fetched-<id>/              files of another node's disk, while they are read
-        storage                    id of this disk, so that nodes can tell whether they share it
-
-Standard library only.
+checkpoints/
+    step-00001200/             committed: files and MANIFEST.json
+    step-00001300.tmp-<id>/    being written, or left by a save that died; never read
+    step-00001100.old-<id>/    replaced by a new save of the same step, until that is committed
+    step-00001000.bad-<id>/    found damaged and put aside, with the reason in WHY
+    fetched-<id>/              files of another node's disk, while they are read
+    storage                    id of this disk, so that nodes can tell whether they share it
 """
 
 from __future__ import annotations
@@ -24,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
+from engine.config import load_config
 from engine.config_checkpoint import CheckpointConfig
+from engine.errors import ConfigError
 from engine.run.records import replace_json
 
 STORAGE_FILE = "storage"
@@ -160,6 +160,13 @@ def checkpoints_folder(settings: CheckpointConfig, run_path: Path) -> Path:
     return run_path / "checkpoints" if folder is None else Path(folder).expanduser() / run_path.name
 
 
+def checkpoints_of(run_path: Path) -> Path:
+    """Where the checkpoints of a run lie, as its config.yaml says. Raises ConfigError when that cannot be read."""
+    config = run_path / "config.yaml"
+    settings = load_config(config).train.checkpoint if config.exists() else CheckpointConfig()
+    return checkpoints_folder(settings, run_path)
+
+
 def read_storage_id(root: Path) -> str:
     """What tells the disk under `root` from others, as `storage_id` left it; empty where it did not."""
     try:
@@ -226,7 +233,10 @@ def find_source(source: Path) -> tuple[Path, int | None]:
     for checkpoint in list_checkpoints(source.parent):
         if checkpoint.path == source:
             return source.parent, checkpoint.step
-    for root in (source / "checkpoints", source):
+    roots = [source / "checkpoints", source]
+    with contextlib.suppress(ConfigError):  # of a run whose settings are of another version
+        roots.insert(0, checkpoints_of(source))
+    for root in roots:
         if list_checkpoints(root):
             return root, None
     raise CheckpointError(f"{source} holds no checkpoint: expected a run folder or one of its checkpoints")

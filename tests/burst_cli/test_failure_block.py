@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from burst_cli.failure_block import failure_block, memory_line
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
+from engine.config_checkpoint import CheckpointConfig
 from engine.runs import RunFolder
 
 GIB = 2**30
@@ -70,14 +73,15 @@ def test_lost_node_is_the_place() -> None:
     assert text.startswith("FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n")
 
 
-def test_last_checkpoint_is_named(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
+    run = RunFolder(tmp_path / "runs/tiny/20260101-000000-abcdef")
+    root = tmp_path / "shared" / run.path.name if elsewhere else run.path / "checkpoints"
     for name, is_whole in (("step-00000900", True), ("step-00001200", True), ("step-00001500", False)):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (root / name).mkdir(parents=True)
         if is_whole:
-            (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    found = last_checkpoint(run)
-    assert found is not None
-    assert found.name == "step-00001200"
+            (root / name / "MANIFEST.json").write_text("{}")
+    found = last_checkpoint(run, CheckpointConfig(folder=str(tmp_path / "shared") if elsewhere else None))
+    assert found == root / "step-00001200"
     failure = Failure("node_lost", "NodeLost", "gone", host="node2", checkpoint=str(found))
     assert f"last checkpoint {found}" in failure_block(run, failure).plain

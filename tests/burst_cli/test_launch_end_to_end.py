@@ -19,7 +19,7 @@ from burst_cli.app import main
 from engine.config import load_config
 from engine.runs import RunFolder, list_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.alone]
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests

@@ -151,6 +151,18 @@ def test_equal_losses_and_figures_of_one_value_claim_nothing(two_runs: Path) -> 
     assert figure(found, "peak_memory_bytes").verdict == "one value per side: not tested"
 
 
+def test_losses_are_compared_over_the_whole_last_quarter(tmp_path: Path) -> None:
+    def row(step: int) -> dict[str, Any]:
+        return {**metrics(step), "loss": 1000.0 / step}
+
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=80, row=row)
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", steps=80, row=row)
+    found = figure(compared(tmp_path, "aaaaaa", "bbbbbb"), "loss, last quarter")
+    assert (
+        found.a == found.b == pytest.approx(sum(1000.0 / step for step in range(62, 81)) / 19)
+    )  # of 79 steps after the warm-up
+
+
 def test_same_speed_shows_no_difference(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
     make_run(tmp_path, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1000, 7))

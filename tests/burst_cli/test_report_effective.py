@@ -14,6 +14,8 @@ from report_samples import make_run, report
 
 from burst_cli.report.effective import effective_time
 from burst_cli.report.metrics_file import metric_rows, run_rows, series, thinned
+from engine.config import RunConfig, TrainConfig, dump_config
+from engine.config_checkpoint import CheckpointConfig
 from engine.runs import RunFolder
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -76,9 +78,16 @@ def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path:
     assert effective_time(run)["restart_s"] == 110 - 40
 
 
-def test_checkpoint_stall_is_counted_where_the_run_tells_it_and_unknown_where_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpoint_stall_is_counted_where_the_run_tells_it_and_unknown_where_not(
+    tmp_path: Path, elsewhere: bool
+) -> None:
     run = write(tmp_path / "r", [("starting", 0), ("completed", 30)])
-    (run.path / "checkpoints/step-00000010").mkdir(parents=True)
+    if elsewhere:
+        settings = CheckpointConfig(folder=str(tmp_path / "shared"))
+        (run.path / "config.yaml").write_text(dump_config(RunConfig(train=TrainConfig(checkpoint=settings))))
+    root = tmp_path / "shared/r" if elsewhere else run.path / "checkpoints"
+    (root / "step-00000010").mkdir(parents=True)
     record(run.path, range(1, 11), [(5, {"phase": "train"})])
     assert effective_time(run)["checkpoint_stall_s"] is None
     saved = (20, {"kind": "checkpoint", "stall_s": 0.5})

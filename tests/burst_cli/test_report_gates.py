@@ -9,7 +9,7 @@ import pytest
 from report_samples import make_methods, make_run, report
 
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.gates import parse_gates
+from burst_cli.report.gates import judge, parse_gates
 from engine.errors import ConfigError
 
 
@@ -120,6 +120,16 @@ def test_gates_decide_the_exit_code(
     assert report(runs_dir, "--status", "completed", *arguments) == code
     errors = capsys.readouterr().err
     assert ("failed: " in errors) is bool(code)
+
+
+@pytest.mark.parametrize("words", [(["mfu=25%"], []), ([], ["mfu=25%"])], ids=["below", "above"])
+@pytest.mark.parametrize(("value", "passes"), [(0.25, (True, True)), (0.26, (True, False)), (0.24, (False, True))])
+def test_a_figure_exactly_at_its_limit_passes(
+    words: tuple[list[str], list[str]], value: float, passes: tuple[bool, bool]
+) -> None:
+    record = {"run_id": "20260101-000000-aaaaaa", "exp": "tiny", "status": "completed", "mfu": value}
+    (verdict,) = judge(parse_gates(*words), [record], {})
+    assert verdict.passed is passes[bool(words[1])]
 
 
 def test_run_without_the_figure_fails_its_gate(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from engine.runs import RunFolder, list_runs
 
-pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.alone, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parent.parent.parent
 LENGTHS = (128, 256)

@@ -352,7 +352,6 @@ def test_without_transformers_the_error_says_what_to_install() -> None:
     assert "pip install transformers" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_example_trains_on_two_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

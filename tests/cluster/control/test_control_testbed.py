@@ -25,8 +25,6 @@ from cluster.control.timing import LaunchTiming
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 
-pytestmark = pytest.mark.slow
-
 END_S = 300.0  # on a machine that is busy with other tests
 GONE_S = 15.0
 

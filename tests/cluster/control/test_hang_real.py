@@ -12,7 +12,6 @@ from cluster.hang import find_culprit
 pytestmark = pytest.mark.thorough
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), [("hang_sleep", "has not entered"), ("hang_gil", "holds its interpreter")])
 def test_the_rank_that_holds_up_a_training_run_is_named(tmp_path: Path, fault: str, words: str) -> None:
     with hanging_run(tmp_path, f"{fault};1;3", ranks=2) as run:

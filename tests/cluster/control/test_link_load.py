@@ -19,8 +19,6 @@ from testkit.supervise_rig import wait_for
 from cluster.access.ssh import SshPool
 from cluster.testbed.build import Testbed
 
-pytestmark = pytest.mark.slow
-
 MIB = 1 << 20
 # Python with paramiko takes 50 to 60 MiB before it has mirrored a byte; windows and frames are at most 2 MiB a node.
 LAUNCHER_BYTES = 120 * MIB

@@ -22,8 +22,6 @@ from cluster.control.ssh_link import LinkTiming, SshLink
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:

@@ -104,6 +104,8 @@ def test_infiniband_subnets_tell_whether_rails_cross() -> None:
     same = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", default.format(2))})
     apart = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", other.format(2))})
     assert node(one, apart).value("NCCL_CROSS_NIC") == "0"
+    near = replace(port("mlx5_0"), gids={0: ("IB/RoCE v1", other.replace("0001", "0002", 1).format(1))})
+    assert node(near, apart).value("NCCL_CROSS_NIC") == "0"
     assert "one InfiniBand subnet" in left_out(node(one, same), "NCCL_CROSS_NIC")
     assert node(one, port("mlx5_1")).value("NCCL_CROSS_NIC") is None
 

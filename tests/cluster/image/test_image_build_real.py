@@ -54,7 +54,6 @@ def inspect(engine: LauncherEngine, image: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_image_is_built_without_network_and_a_change_of_code_changes_one_layer(tmp_path: Path) -> None:
     wheels, checkout = tmp_path / "wheels", tmp_path / "checkout"

@@ -23,7 +23,7 @@ from testkit.testbed_fixture import Testbeds
 from cluster.testbed.faults import clear_faults, set_fault
 from engine.runs import RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 STOP_S = 15.0  # all processes of all nodes after the death of a rank
 HANG_S = 60.0  # a hang named, with stacks

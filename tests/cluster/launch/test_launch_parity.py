@@ -16,7 +16,7 @@ from testkit.testbed_fixture import Testbeds
 
 from engine.runs import RunFolder
 
-pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 STEPS = 8
 WORDS = (f"train.steps={STEPS}", "attention=burst", "train.compute_dtype=float32")

@@ -16,7 +16,7 @@ from testkit.testbed_fixture import Testbeds
 
 from engine.runs import FINAL_STATES, RunFolder
 
-pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(2400)]
 
 LANES = 2
 TIMES = 4

@@ -110,7 +110,6 @@ def processes(plan: LaunchPlan) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 def test_by_hand_it_starts_the_planned_commands_and_brings_back_what_they_wrote(
     lay: Callable[..., LaunchPlan], tmp_path: Path
 ) -> None:
@@ -136,7 +135,6 @@ def test_by_hand_it_starts_the_planned_commands_and_brings_back_what_they_wrote(
     assert processes(plan) == []
 
 
-@pytest.mark.slow
 def test_the_first_failure_stops_the_others_and_is_the_exit_code(
     lay: Callable[..., LaunchPlan], tmp_path: Path
 ) -> None:
@@ -148,7 +146,6 @@ def test_the_first_failure_stops_the_others_and_is_the_exit_code(
     wait_until(lambda: processes(plan) == [], "the end of the ranks")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.thorough
 def test_an_interrupt_ends_what_it_started(lay: Callable[..., LaunchPlan], tmp_path: Path, ranks: int) -> None:

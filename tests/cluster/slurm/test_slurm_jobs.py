@@ -175,7 +175,6 @@ def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(ben
     assert "need a run folder that all nodes share" in failure.message
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_node_that_is_lost_is_named(bench):
     led = bench.lead(bench.plan("wait"))
@@ -193,7 +192,6 @@ def test_a_node_that_is_lost_is_named(bench):
     wait_for(lambda: not bench.processes(led.run), timeout_s=30)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_time_limit_is_told_as_such(bench):
     led = bench.lead(bench.plan("wait"))

@@ -12,7 +12,7 @@ from testkit.fault_rig import SMALL
 
 from engine.runs import RunFolder
 
-pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 _SETTINGS = (*SMALL, "train.steps=4")
 

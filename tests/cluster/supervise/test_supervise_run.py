@@ -21,6 +21,7 @@ from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, na
 from cluster.supervise.node.daemon import start
 from cluster.supervise.node.folder import read_json, request_stop
 from cluster.supervise.node.locks import RefusedError, node_lock_path
+from cluster.supervise.node.supervisor import StopOrder
 from cluster.supervise.node.sweep import sweep
 
 
@@ -236,13 +237,23 @@ def test_rank_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig) -> None:
     assert {death["exit_code"] for death in outcome["deaths"]} <= {-9, None}  # None: torchrun reaped it first
 
 
-def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> None:
+def test_later_request_shortens_the_grace(rig: Rig) -> None:
     rig.start("stubborn")
     stop(rig, 60.0, "first")
     wait_for(lambda: rig.status()["phase"] == "stopping", "the first request")
     stop(rig, 0.0, "second")
     outcome = rig.outcome()
     assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "first")
+
+
+def test_later_request_never_lengthens_the_grace() -> None:
+    order = StopOrder()
+    assert order.ask("stop", "first", 5.0)
+    first = order.deadline
+    assert not order.ask("stop", "second", 60.0)
+    assert order.deadline == first
+    order.ask("stop", "third", 1.0)
+    assert order.deadline < first
 
 
 def test_damaged_request_stops_with_the_grace_of_the_spec(rig: Rig) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import pytest
 import torch
 from attention_oracle import causal, gather, oracle, random_inputs
 from plan_mutations import mutants
@@ -85,7 +84,6 @@ def counting_accepts(plan: AttentionPlan, visibility: Visibility) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_counting_finds_what_falsifies_numbers() -> None:
     faults, missed = 0, []
     for seed, (direction, ring, layout_name) in enumerate(CASES):

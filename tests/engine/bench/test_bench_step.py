@@ -31,7 +31,6 @@ def table(**variants: tuple[float, int]) -> dict[str, dict[str, Any]]:
     return summarise(CASE, named)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_run_compares_equal_work_and_writes_what_it_found(tmp_path: Path) -> None:
     output = tmp_path / "step.json"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from testkit import PYTHON_PATH
 
 from engine.checkpoint.commit import (
     Checkpoint,
@@ -37,6 +38,8 @@ from engine.checkpoint.manifest import (
     content_hash,
     read_manifest,
 )
+from engine.config import RunConfig, TrainConfig, dump_config
+from engine.config_checkpoint import CheckpointConfig
 
 FILE = "rank00000.safetensors"
 
@@ -245,3 +248,43 @@ def test_only_the_files_that_are_named_are_read(tmp_path: Path) -> None:
 def test_nothing_of_this_needs_torch() -> None:
     code = "import sys, engine.checkpoint.commit; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_is_a_source(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "20260101-000000-abcdef"
+    run.mkdir(parents=True)
+    settings = CheckpointConfig(folder=str(tmp_path / "shared"))
+    (run / "config.yaml").write_text(dump_config(RunConfig(train=TrainConfig(checkpoint=settings))))
+    root = tmp_path / "shared" / run.name
+    (root / "step-00000020").mkdir(parents=True)
+    assert find_source(run) == (root, None)
+
+
+SYNCED = """
+import os, sys
+from pathlib import Path
+from engine.checkpoint.commit import commit, new_folder
+from engine.checkpoint.manifest import Manifest
+
+def note(event, arguments):
+    if event == "os.rename":
+        print("rename", os.path.basename(arguments[1]), flush=True)
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_DIRECTORY:
+        print("open", os.path.basename(str(arguments[0])), flush=True)
+
+root = Path(sys.argv[1])
+folder = new_folder(root, 7, "ab")
+sys.addaudithook(note)
+commit(folder, Manifest(7, "ab", "now", {}, {}, {}, {}))
+"""
+
+
+def test_the_name_of_a_commit_is_synced_before_anybody_is_told(tmp_path: Path) -> None:
+    """Without it a crash may undo the rename. A folder is opened for nothing else."""
+    root = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", SYNCED, str(root)]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.index("open checkpoints") > lines.index("rename step-00000007")

@@ -185,7 +185,6 @@ def test_predicting_twice_gives_the_same_and_leaves_no_process_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
     model = ModelConfig(

@@ -47,7 +47,6 @@ def test_silent_process_is_stopped() -> None:
         ask(3, timeout_s=0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_real_prediction_grows_with_the_sequence() -> None:
     def peak(seq_len: int) -> int:

@@ -43,6 +43,7 @@ EPSILON = 1e-3
 SEQ_LEN = 32
 IGNORED = (31,)  # one sequence with a single label: ranks then hold different counts
 STEPS = 3
+STEPS_UNTIL_LEARNT = 20  # of one rank: what is compared is a model that learns
 SEQUENCES = 2
 
 GQA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
@@ -86,7 +87,7 @@ def local_rows(run: TinyRun, batch: Batch) -> LocalBatch:
 @pytest.fixture(scope="module")
 def one_rank(ranks: Pools) -> Any:
     """Losses of one rank by shape, each trained once."""
-    return cache(lambda shape: ranks(1).run(train_losses, config_of(shape), SEQUENCES, STEPS)[0])
+    return cache(lambda shape: ranks(1).run(train_losses, config_of(shape), SEQUENCES, STEPS_UNTIL_LEARNT)[0])
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
@@ -95,7 +96,7 @@ def test_three_steps_give_the_losses_of_one_rank(ranks: Pools, one_rank: Any, na
     expected = one_rank(shape)
     assert expected[-1] < 0.8 * expected[0]
     for losses in ranks(world_size).run(train_losses, config_of(shape, **sections), SEQUENCES, STEPS):
-        assert losses == pytest.approx(expected, rel=RELATIVE)
+        assert losses == pytest.approx(expected[:STEPS], rel=RELATIVE)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,10 @@ def test_rows_that_do_not_divide_are_padded(ranks: Pools) -> None:
 def test_bf16_follows_fp32(ranks: Pools, one_rank: Any) -> None:
     config = config_of("gqa", parallel={"tp_size": 2}, train={"compute_dtype": "bfloat16"})
     losses = ranks(2).run(train_losses, config, SEQUENCES, STEPS)[0]
-    assert losses == pytest.approx(one_rank("gqa"), rel=2e-2)  # 8 bits of mantissa; differences grow over the steps
-    assert losses != pytest.approx(one_rank("gqa"), rel=RELATIVE)  # else it did not run in bf16
+    assert losses == pytest.approx(
+        one_rank("gqa")[:STEPS], rel=2e-2
+    )  # 8 bits of mantissa; differences grow over the steps
+    assert losses != pytest.approx(one_rank("gqa")[:STEPS], rel=RELATIVE)  # else it did not run in bf16
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ def test_a_sharded_weight_counts_as_the_part_of_its_rank(ranks: Pools) -> None:
         assert tracked == shards
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="torch.compile on a CPU needs g++ or clang++")
 @pytest.mark.thorough
 def test_compiled_layers_give_the_same_losses(ranks: Pools) -> None:

@@ -257,7 +257,6 @@ def test_int8_moments_are_the_same_bits_wherever_and_whenever_they_are_updated(r
         assert_bitwise_equal(found, expected)
 
 
-@pytest.mark.slow
 def test_int8_moments_train_as_fp32_ones_in_a_quarter_of_their_memory(ranks: Pools) -> None:
     base = tiny_config(
         model=WIDE_MODEL,

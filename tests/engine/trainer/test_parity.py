@@ -14,6 +14,7 @@ from engine.config_cluster import ClusterConfig
 RELATIVE = 1e-5  # fp32 over some steps, as the project promises; seen: 5e-8
 BF16_RELATIVE = 2e-2  # bf16 has 8 bits of mantissa; differences grow over the steps
 STEPS = 3
+STEPS_UNTIL_LEARNT = 20  # of one rank: what is compared is a model that learns
 SEQUENCES = 2
 
 BURST_2X2 = AttentionConfig(preset="burst", ring_inner_size=2, ring_outer_size=2, backward_circulates="q")
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[int, RunConfig]] = {
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: Pools) -> list[float]:
-    losses: list[float] = ranks(1).run(train_losses, TINY, SEQUENCES, STEPS)[0]
+    losses: list[float] = ranks(1).run(train_losses, TINY, SEQUENCES, STEPS_UNTIL_LEARNT)[0]
     return losses
 
 
@@ -52,21 +53,21 @@ def test_the_loss_falls(one_rank: list[float]) -> None:
 def test_three_steps_give_the_losses_of_one_rank(ranks: Pools, one_rank: list[float], name: str) -> None:
     world_size, config = CASES[name]
     for losses in ranks(world_size).run(train_losses, config, SEQUENCES, STEPS):
-        assert losses == pytest.approx(one_rank, rel=RELATIVE)
+        assert losses == pytest.approx(one_rank[:STEPS], rel=RELATIVE)
 
 
 def test_bf16_follows_fp32(ranks: Pools, one_rank: list[float]) -> None:
     config = tiny_config(attention=AttentionConfig(preset="burst"), train={"compute_dtype": "bfloat16"})
     losses = ranks(2).run(train_losses, config, SEQUENCES, STEPS)[0]
-    assert losses == pytest.approx(one_rank, rel=BF16_RELATIVE)
-    assert losses != pytest.approx(one_rank, rel=RELATIVE)  # else it did not run in bf16
+    assert losses == pytest.approx(one_rank[:STEPS], rel=BF16_RELATIVE)
+    assert losses != pytest.approx(one_rank[:STEPS], rel=RELATIVE)  # else it did not run in bf16
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_micro_steps_give_the_losses_of_the_large_batch(ranks: Pools, one_rank: list[float], world_size: int) -> None:
     config = tiny_config(attention=AttentionConfig(preset="burst" if world_size > 1 else "single"))
     losses = ranks(world_size).run(train_losses, config, SEQUENCES, STEPS, micro_steps=2)[0]
-    assert losses == pytest.approx(one_rank, rel=RELATIVE)
+    assert losses == pytest.approx(one_rank[:STEPS], rel=RELATIVE)
 
 
 def test_checkpointing_changes_nothing(ranks: Pools) -> None:
