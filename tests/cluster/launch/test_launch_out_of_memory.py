@@ -44,13 +44,14 @@ class OtherMachine(LocalLink):
         self._proc = proc
 
     def start(self, spec: NodeSpec) -> None:
-        command = [sys.executable, str(KIT / "memory_supervisor.py"), str(self._proc)]
+        command = [sys.executable, str(Path(__file__).with_name("memory_supervisor.py")), str(self._proc)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None
         process.stdin.write(json.dumps(spec.to_dict()).encode())
         process.stdin.close()
         while self.poll().phase == "none":
+            assert process.poll() is None, f"the supervisor ended with exit code {process.returncode} and began nothing"
             time.sleep(0.02)
         self.process = process
 
