@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from testkit import PYTHON_PATH
+from testkit.fault_rig import confirm
+from testkit.fault_table import AROUND_RANKS
 from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.app import main
@@ -245,6 +247,15 @@ def test_ranks_of_a_killed_launcher_stop_when_the_lease_is_over(tmp_path: Path) 
     settled = settle(run)
     assert (settled.state, run.read_state()["state"]) == ("failed", "failed")
     assert "the launcher was gone" in run.read_state()["failure"]["message"]
+
+
+def test_terminal_that_is_closed_does_not_hurt_the_run(tmp_path: Path) -> None:
+    (row,) = (row for row in AROUND_RANKS if row.do == "close stdout")
+    reader, writer = os.pipe()
+    launch = Launch(tmp_path, "ok", "--plain", stdout=writer, stderr=writer)
+    os.close(writer)
+    os.close(reader)
+    confirm(row, launch.run, launch.end(), ())
 
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------

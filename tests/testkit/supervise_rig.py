@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from cluster.supervise.node.daemon import start
 from cluster.supervise.node.folder import NodeFiles, beat, read_status
 from cluster.supervise.node.sweep import sweep
 from testkit import KIT, PYTHON_PATH
+from testkit.fake_plan import fake_torchrun
 
 WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
 # How a rank ended is to be had only until the parent asks for it: this one takes its time.
@@ -49,7 +49,6 @@ class Rig:
 
     def spec(self, mode: str = "wait", *, node: str = "alpha", **changes: Any) -> dict[str, Any]:
         """The spec of two fake ranks in `mode` on node `node`."""
-        argv = [sys.executable, str(KIT / "fake_torchrun.py"), "2", "supervise_rank", mode]
         spec = {
             "run_id": self.run_id,
             "node": self.name(node),
@@ -58,7 +57,7 @@ class Rig:
             "first_rank": 0,
             "local_ranks": 2,
             "folder": str(self.folder / node),
-            "argv": argv,
+            "argv": list(fake_torchrun(2, mode)),
             "cwd": str(KIT),
             "environment": {"PYTHONPATH": PYTHON_PATH},
             "lease_s": None,

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from control_fakes import Observer
-from control_rig import PYTHON_PATH, TestbedRun, rank_numbers
+from testkit import PYTHON_PATH
+from testkit.fake_run import TestbedRun
 from testkit.link_rig import bridges_on
 from testkit.process_table import run_processes, supervisors, wait_until_gone
 
@@ -83,10 +84,8 @@ def test_run_on_two_nodes_completes_with_all_its_files_here(start: Callable[...,
     assert [row["step"] for row in one.run.read_metrics()] == [1, 2, 3, 4, 5]
     assert (one.run.read_summary() or {})["attention_preset"] == "ring"
     first, second = one.testbed.node_names
-    assert (rank_numbers(one.run, first), rank_numbers(one.run, second)) == (
-        ["rank0000.log", "rank0001.log"],
-        ["rank0002.log", "rank0003.log"],
-    )
+    logs = [sorted(path.name for path in one.run.log_dir(node).glob("rank*.log")) for node in (first, second)]
+    assert logs == [["rank0000.log", "rank0001.log"], ["rank0002.log", "rank0003.log"]]
     assert one.run.log_path(second, 3).read_text() == "rank 3 in mode ok\n"
     states = [entry["state"] for entry in one.run.read_state()["history"]]
     assert states == ["planned", "starting", "running", "completed"]
@@ -94,7 +93,7 @@ def test_run_on_two_nodes_completes_with_all_its_files_here(start: Callable[...,
 
 @pytest.mark.parametrize(
     ("mode", "kind", "word"),
-    [("killed", "signal", "SIGKILL"), ("raise", "exception", "tenth"), ("silent", "exit", "7")],
+    [("kill", "signal", "SIGKILL"), ("raise", "exception", "tenth"), ("exit7", "exit", "7")],
 )
 def test_rank_that_fails_on_the_second_node_is_blamed(
     start: Callable[..., TestbedRun], mode: str, kind: str, word: str
@@ -154,7 +153,7 @@ def test_stop_request_reaches_all_nodes(start: Callable[..., TestbedRun]) -> Non
 
 
 def test_second_attempt_begins_anew_and_ends_well(start: Callable[..., TestbedRun]) -> None:
-    one = start("killed")
+    one = start("kill")
     assert lead(one)[0].status == "failed"
     one.mend()
     outcome, _ = lead(one)

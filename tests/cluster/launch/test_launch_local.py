@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from testkit import KIT, PYTHON_PATH
+from testkit.fake_plan import fake_plan
 from testkit.machine_clock import machine_time
 from testkit.process_table import run_processes, supervisors
 from testkit.supervise_rig import names_of
@@ -25,10 +23,7 @@ from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.stopping import StopRequests, write_cancel
 from cluster.control.timing import LaunchTiming
-from cluster.facts import NodeFacts
-from cluster.plan import LaunchPlan, build_launch_plan
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
+from cluster.plan import LaunchPlan
 from engine.runs import RunFolder, create_run, new_run_path
 
 TIMING = LaunchTiming(
@@ -64,12 +59,7 @@ class Observer:
 def make_plan(tmp_path: Path, *, real: bool = False) -> tuple[LaunchPlan, RunFolder]:
     """A plan for two ranks of the fake trainer, and its run folder."""
     path = new_run_path(tmp_path / "runs", "tiny")
-    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), PYTHON_PATH)
-    config = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
-    plan = build_launch_plan(config, facts, path, module="fake_trainer")
-    if not real:
-        argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
-        plan = dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),))
+    plan = fake_plan(path, real=real)
     return plan, create_run(path, dict(plan.files))
 
 
@@ -127,7 +117,7 @@ def test_torchrun_completes_and_every_rank_has_its_log(tmp_path: Path) -> None:
 
 
 def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "killed", real=True)
+    outcome, run, _ = launch(tmp_path, "kill", real=True)
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.signal, outcome.failure.step) == (1, "SIGKILL", 3)
     assert (run.read_state()["state"], run.read_state()["failure"]["rank"]) == ("failed", 1)
@@ -174,12 +164,12 @@ def test_configuration_error_of_a_rank_gives_exit_code_2(tmp_path: Path) -> None
 
 
 def test_rank_out_of_memory_ends_in_state_oom(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "memory")
+    outcome, run, _ = launch(tmp_path, "oom_host")
     assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("oom", 1, "oom")
 
 
 def test_rank_that_leaves_no_error_is_blamed_by_its_exit_code(tmp_path: Path) -> None:
-    outcome, _, _ = launch(tmp_path, "silent")
+    outcome, _, _ = launch(tmp_path, "exit7")
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == ("exit", 1)
     assert "exit code 7" in outcome.failure.message
@@ -300,7 +290,7 @@ def test_what_is_run_is_what_the_plan_says(tmp_path: Path) -> None:
     def look(observer: Observer) -> None:
         for process in run_processes(observer.run.run_id) if not seen else []:
             with contextlib.suppress(psutil.Error):
-                if not seen and "fake_torchrun.py" in " ".join(process.cmdline()):
+                if not seen and "torch.distributed.run" in process.cmdline():
                     seen.update(argv=process.cmdline(), cwd=process.cwd(), environment=process.environ())
                     stop.count, stop.cause = 1, "Ctrl-C"
 

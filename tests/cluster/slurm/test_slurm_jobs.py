@@ -56,7 +56,7 @@ def test_every_node_gets_its_own_command_and_the_address_of_the_first(bench):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "error"), [("raise", "exception", "ValueError"), ("killed", "signal", "SIGKILL")]
+    ("mode", "kind", "error"), [("raise", "exception", "ValueError"), ("kill", "signal", "SIGKILL")]
 )
 def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench, mode, kind, error):
     led = bench.lead(bench.plan(mode))
