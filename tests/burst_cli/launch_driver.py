@@ -1,7 +1,7 @@
 """What `burst launch` does after composition, with fake ranks.
 
-python launch_driver.py RUNS_DIR [--real] [--json] [--plain] [--detach] [--short-lease] [--patient] [--broken]
---real: torchrun itself instead of its stand-in. --patient: as patient as a launch really is.
+python launch_driver.py RUNS_DIR [--real] [--json] [--plain] [--detach] [--broken]
+--real: torchrun itself instead of its stand-in.
 --broken: with a Python that is not there.
 """
 
@@ -29,7 +29,7 @@ def main() -> int:
     data = DataConfig(
         format="text", paths=(str(corpus),), prepared_dir=str(runs_dir.parent / "prepared"), validation_fraction=0.2
     )
-    cluster = ClusterConfig(ranks_per_node=2, lease_s=5.0 if "--short-lease" in flags else 60.0)
+    cluster = ClusterConfig(ranks_per_node=2)
     config = RunConfig(data=data, train=TrainConfig(steps=5, seq_len=64), cluster=cluster)
     path = new_run_path(runs_dir, "tiny")
     plan = fake_plan(path, config, real="--real" in flags)
@@ -37,8 +37,6 @@ def main() -> int:
         argv = ("/no/such/python", *plan.nodes[0].argv[1:])
         plan = with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
     timing = LaunchTiming(poll_s=0.02, stop_grace_s=0.7, failure_grace_s=0.5, evidence_s=0.2)
-    if "--patient" in flags:
-        timing = LaunchTiming()
     manner = LaunchManner("--plain" in flags, "--json" in flags, timing, "--detach" in flags)
     return run_plan(plan, ["exp=tiny"], manner)
 

@@ -42,7 +42,6 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
     if rank == 0:
         if run.read_state()["state"] != "starting":
             run.transition("starting")
-        run.append_event("phase", phase="building the model")
         run.transition("running")
         run.append_event("phase", phase="train")
     lead = RunFolder(Path(os.environ.get("FAKE_LEAD", run.path)))

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,10 @@ from cluster.testbed.build import Testbed
 from engine.config import RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig, SshConfig
 from engine.runs import RunFolder, create_run, new_run_path, open_run
-from testkit import FAKE_PYTHON_PATH
+from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
 from testkit.process_table import kill_run
+from testkit.waiting import wait_for
 
 LINKS = LinkTiming(first_pause_s=0.2, longest_pause_s=1.0, silence_s=4.0, start_s=60.0)
 # As short as a controller lets things be; ranks of fakes end in no time.
@@ -96,6 +100,19 @@ class LocalRun:
     def is_under_way(self) -> bool:
         """Whether ranks did all steps, and the launcher knows that all nodes have begun: before, a start would fail."""
         return len(self.run.read_metrics()) >= 5 and self.run.read_state()["nodes_started_at"] is not None
+
+    @contextlib.contextmanager
+    def orphaned(self) -> Iterator[None]:
+        """Another process leads it, and is killed when it is under way."""
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+        launcher = subprocess.Popen([sys.executable, "-m", "testkit.fake_run", str(self.run.path)], env=environment)
+        try:
+            wait_for(lambda: self.is_under_way or launcher.poll() is not None, "the ranks")
+            assert launcher.poll() is None
+        finally:
+            launcher.kill()
+            launcher.wait()
+        yield
 
     def mend(self) -> None:
         """From the next attempt on no rank misbehaves."""

@@ -70,7 +70,7 @@ REFUSED = (
     ),
     refused("port in use", "29555", "hold the port", words=("cluster.master_port=29555",)),
     refused("run folder cannot be written", "cannot be created", "put a file there"),
-    refused("two launches at once", "holds this node", "run another"),
+    refused("two launches at once", "holds it", "run another"),
 )  # fmt: skip
 
 ON_NODE_2 = "(rank 1 on node2)"

@@ -16,6 +16,7 @@ from testkit.testbed_fixture import Testbeds
 
 from burst_cli.app import main
 from cluster.control.stopping import StopRequests
+from cluster.plan import with_exclusive
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 from engine.runs import list_runs
@@ -66,8 +67,9 @@ def test_launch_that_cannot_work_is_refused_with_its_reason_and_starts_nothing(
 ) -> None:
     node = testbed.node_names[1]
     if row.do:
-        value = f"{testbed.node(node).folder.home}/.burst" if row.do == "disk_full" else None
-        set_fault(testbed, node, row.do, value)
+        folder = testbed.node(node).folder.home / ".burst"
+        folder.mkdir(exist_ok=True)
+        set_fault(testbed, node, row.do, str(folder) if row.do == "disk_full" else None)
         words = [*words, "cluster.ssh.connect_timeout_s=2"]  # a healthy node may be slow
     said = check(row, words, capsys)
     assert node in said or not row.do
@@ -101,6 +103,7 @@ def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(
 ) -> None:
     (row,) = (row for row in REFUSED if row.do == "run another")
     first, stop, said = TestbedRun(testbed, tmp_path / "first", "wait"), StopRequests(), []
+    first.plan = with_exclusive(first.plan, exclusive=True)
 
     def launch_another() -> None:
         if first.is_under_way and not said:
