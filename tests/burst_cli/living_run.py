@@ -9,12 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from testkit import PYTHON_PATH
 from testkit.fake_plan import fake_plan
+from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
 from cluster.control.open import open_links
@@ -29,14 +28,6 @@ from engine.runs import RunFolder, create_run, list_runs, new_run_path
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 200.0
 TIMING = LaunchTiming(poll_s=0.05, stop_grace_s=2.0, failure_grace_s=1.0)
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Returns once `condition` holds; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
 
 
 class LivingRun:

@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,11 @@ from cluster.supervise.node.folder import NodeFiles, beat, read_status
 from cluster.supervise.node.sweep import sweep
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
+from testkit.waiting import wait_for
 
-WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
 # How a rank ended is to be had only until the parent asks for it: this one takes its time.
-UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "5"}
+UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "2"}
 _numbers = itertools.count()
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """What `condition` gives as soon as it is true; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
-    return found
 
 
 def new_run_id() -> str:

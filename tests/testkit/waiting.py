@@ -20,5 +20,5 @@ def wait_for(
     while not (found := condition()):
         told = what if isinstance(what, str) else what()
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {told}"
-        time.sleep(0.02)
+        time.sleep(0.01)
     return found

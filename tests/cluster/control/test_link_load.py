@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from testkit import KIT
 from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
-from testkit.supervise_rig import wait_for
+from testkit.waiting import wait_for
 
 from cluster.access.ssh import SshPool
 from cluster.testbed.build import Testbed

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.image_rig import PushRig, Watcher, launcher_engine, noise, wait_until
+from testkit.image_rig import PushRig, Watcher, launcher_engine, noise
 from testkit.testbed_fixture import Testbeds
+from testkit.waiting import wait_for
 
 from burst_cli.app import main
 from cluster.access.ssh import connect
@@ -53,7 +54,7 @@ def nothing_stays(rig):
     yield
     for node in rig.testbed.nodes:
         clear_faults(rig.testbed, node.name)
-        wait_until(lambda node=node: not rig.agents(node.name), f"the end of the agent on {node.name}")
+        wait_for(lambda node=node: not rig.agents(node.name), f"the end of the agent on {node.name}")
         assert node.folder.authorized_keys.read_bytes() == before[node.name]
     assert not list(Path("/dev/shm").glob("burst-image-*"))
 
@@ -140,10 +141,10 @@ def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(r
     }
     with (tmp_path / "log").open("wb") as log:
         launcher = subprocess.Popen([*command, "--image", image.name], env=environment, stdout=log, stderr=log)
-        wait_until(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node")
+        wait_for(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node")
         launcher.send_signal(number)
         code = launcher.wait(200)
-    wait_until(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
+    wait_for(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
     left = {node: {path.stem: path.stat().st_size for path in rig.cache(node).iterdir()} for node in rig.names}
     pushed = rig.push(image)
 

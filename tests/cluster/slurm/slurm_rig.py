@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 from testkit import FAKE_PYTHON_PATH
+from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
@@ -202,14 +202,6 @@ class SlurmBench:
     def wait_idle(self) -> None:
         """Return once Slurm has cleared all nodes."""
         wait_for(lambda: set(self.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
-
-
-def wait_for(ready: Callable[[], object], describe: Callable[[], str] = lambda: "", timeout_s: float = 200.0) -> None:
-    """Return once `ready()`."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.05)
 
 
 def has_ended(process: psutil.Process) -> bool:

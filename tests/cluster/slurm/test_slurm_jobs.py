@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from slurm_rig import SlurmBench, wait_for
+from slurm_rig import SlurmBench
+from testkit.waiting import wait_for
 
 from cluster.control.settle import settle
 from cluster.control.timing import LaunchTiming
