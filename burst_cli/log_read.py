@@ -129,9 +129,15 @@ class LogFollower:
     Only lines for which `matches` holds are given; among those that are passed over unread nobody looks.
     """
 
-    def __init__(self, path: Path, offset: int = 0, matches: Callable[[Line], bool] = lambda line: True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        offset: int = 0,
+        matches: Callable[[Line], bool] = lambda line: True,
+        count_bytes: int = COUNT_BYTES,
+    ) -> None:
         self.path, self.offset = path, offset
-        self._matches = matches
+        self._matches, self._count_bytes = matches, count_bytes
         self._cutter = LineCutter()
         self._inode: int | None = None
         self._is_torn = False  # the place is within a line whose beginning was passed over
@@ -168,7 +174,7 @@ class LogFollower:
     def _skip_to(self, target: int) -> tuple[int | None, int]:
         """Move to the first line that begins behind `target`; (lines, bytes) that are passed over."""
         begin, self._cutter, self._is_torn = self.offset, LineCutter(), True
-        is_counted = target - begin <= COUNT_BYTES
+        is_counted = target - begin <= self._count_bytes
         count = sum(block.count(b"\n") for block in _blocks(self.path, begin, target)) if is_counted else 0
         self.offset = target
         for block in _blocks(self.path, target, None):

@@ -6,6 +6,7 @@ What several connections of a verb share lies in an `SshPool` that is handed aro
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -218,7 +219,7 @@ class SshPool:
             raise SshError(host.name, SshFailure.TIMEOUT, text)
         try:
             if jump is None:
-                sock = open_socket(host, deadline)
+                sock = self._open_socket(host, deadline)
                 keep_alive(sock, 3 * self._keepalive_s)
                 transport = SshTransport(sock, keepalive_s=self._keepalive_s)
             else:
@@ -232,6 +233,10 @@ class SshPool:
         finally:
             if door is not None:
                 door.release()
+
+    def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
+        """A connection to the host itself, over which nothing has been said."""
+        return open_socket(host, deadline)
 
     def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
         """Prove the server's key, log in."""

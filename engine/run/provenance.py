@@ -16,21 +16,21 @@ from engine.run.records import utc_now
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
 IMAGE_VARIABLE = "BURST_IMAGE"
 MAX_DIFF_CHARACTERS = 1_000_000
+CODE_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 10.0
 
 
-def collect_provenance(code_root: Path | None = None) -> dict[str, Any]:
+def collect_provenance(code_root: Path = CODE_ROOT) -> dict[str, Any]:
     """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
 
     code_root: the folder that holds the packages; its git commit and uncommitted changes are recorded when it is the
     top of a checkout (not when it merely lies in one, as site-packages of a virtual environment may).
     """
-    root = code_root or Path(__file__).resolve().parents[2]
     return {
         "collected_at": utc_now(),
         "command": list(sys.argv),
         "cwd": str(Path.cwd()),
-        "git": git_facts(root),
+        "git": git_facts(code_root),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "hardware": _hardware(),
         "image": os.environ.get(IMAGE_VARIABLE),

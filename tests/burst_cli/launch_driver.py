@@ -1,23 +1,21 @@
-"""What `burst launch` does after composition, with the fake trainer.
+"""What `burst launch` does after composition, with fake ranks.
 
-python launch_driver.py RUNS_DIR [--real] [--json] [--plain] [--detach] [--short-lease] [--patient] [--broken]
---real: torchrun itself instead of its stand-in. --patient: as patient as a launch really is.
+python launch_driver.py RUNS_DIR [--real] [--json] [--plain] [--detach] [--broken]
+--real: torchrun itself instead of its stand-in.
 --broken: with a Python that is not there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
-from testkit import KIT
+from testkit.fake_plan import fake_plan
 
 from burst_cli.launching import LaunchManner, run_plan
 from cluster.control.timing import LaunchTiming
-from cluster.facts import probe_local_node
-from cluster.plan import build_launch_plan, with_files
+from cluster.plan import with_files
 from engine.config import DataConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.runs import new_run_path
@@ -31,20 +29,14 @@ def main() -> int:
     data = DataConfig(
         format="text", paths=(str(corpus),), prepared_dir=str(runs_dir.parent / "prepared"), validation_fraction=0.2
     )
-    cluster = ClusterConfig(ranks_per_node=2, lease_s=5.0 if "--short-lease" in flags else 60.0)
+    cluster = ClusterConfig(ranks_per_node=2)
     config = RunConfig(data=data, train=TrainConfig(steps=5, seq_len=64), cluster=cluster)
-    facts = probe_local_node()
-    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{KIT}")
     path = new_run_path(runs_dir, "tiny")
-    plan = build_launch_plan(config, facts, path, module="fake_trainer")
-    if "--real" not in flags:
-        argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
-        if "--broken" in flags:
-            argv = ("/no/such/python", *argv[1:])
+    plan = fake_plan(path, config, real="--real" in flags)
+    if "--broken" in flags:
+        argv = ("/no/such/python", *plan.nodes[0].argv[1:])
         plan = with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
     timing = LaunchTiming(poll_s=0.02, stop_grace_s=0.7, failure_grace_s=0.5, evidence_s=0.2)
-    if "--patient" in flags:
-        timing = LaunchTiming()
     manner = LaunchManner("--plain" in flags, "--json" in flags, timing, "--detach" in flags)
     return run_plan(plan, ["exp=tiny"], manner)
 

@@ -5,24 +5,22 @@ python living_run.py RUNS_DIR MODE [--lease S] [--detached]: creates the run and
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from testkit import KIT, PYTHON_PATH
+from testkit import PYTHON_PATH
+from testkit.fake_plan import fake_plan
+from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
 from cluster.control.open import open_links
 from cluster.control.outcome import SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
-from cluster.facts import probe_local_node
-from cluster.plan import build_launch_plan, with_files
+from cluster.plan import LaunchPlan
 from engine.config import RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.runs import RunFolder, create_run, list_runs, new_run_path
@@ -30,14 +28,6 @@ from engine.runs import RunFolder, create_run, list_runs, new_run_path
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 200.0
 TIMING = LaunchTiming(poll_s=0.05, stop_grace_s=2.0, failure_grace_s=1.0)
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Returns once `condition` holds; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
 
 
 class LivingRun:
@@ -78,13 +68,9 @@ class LivingRun:
             link.close()
 
 
-def _plan(path: Path, lease_s: float = 60.0):
+def _plan(path: Path, lease_s: float = 60.0) -> LaunchPlan:
     config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2, lease_s=lease_s))
-    facts = probe_local_node()
-    facts = dataclasses.replace(facts, python_path=f"{facts.python_path}{os.pathsep}{KIT}")
-    plan = build_launch_plan(config, facts, path, module="fake_trainer")
-    argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
-    return with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
+    return fake_plan(path, config)
 
 
 def main() -> int:

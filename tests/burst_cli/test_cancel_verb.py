@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from living_run import LivingRun, wait_for
+from living_run import LivingRun
 from run_maker import make_run, write_node
+from testkit.waiting import wait_for
 
 from burst_cli.run_cancel import cancelled_text, result_of
 from cluster.control.settle import Settled

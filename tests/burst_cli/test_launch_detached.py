@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from testkit import PYTHON_PATH
 from testkit.process_table import kill_run, run_processes, wait_until_gone
+from testkit.waiting import wait_for
 
 from burst_cli.detach import CONTROLLER_LOG
 from cluster.control.busy import find_controller
@@ -52,12 +52,6 @@ def detach(folder: Path, mode: str, *flags: str) -> subprocess.CompletedProcess[
 def the_run(folder: Path) -> RunFolder:
     (run,) = list_runs(folder / "runs")
     return run
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + END_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def ended(run: RunFolder) -> str:

@@ -141,6 +141,7 @@ def test_its_weights_are_evaluated_by_a_run_of_their_own(
     assert run_processes(run.run_id) == []
 
 
+@pytest.mark.thorough  # in test_launch_command with fake ranks, in engine/run/test_stopping without a launch
 def test_ctrl_c_stops_training_at_the_end_of_a_step(folder: Path, document: dict[str, Any]) -> None:
     process = start(folder, 1_000_000)
     run = wait_for_steps(folder, document["run_id"], process)

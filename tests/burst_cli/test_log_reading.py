@@ -7,11 +7,9 @@ import os
 import tracemalloc
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_cli import log_read
 from burst_cli.log_merge import WINDOW_LINES, merge_folded
 from burst_cli.log_read import (
     BLOCK_BYTES,
@@ -126,10 +124,9 @@ def test_flood_is_passed_over_and_counted_exactly(tmp_path: Path) -> None:
     assert arrived.skipped_lines == 99_990
 
 
-def test_of_more_than_is_worth_counting_the_size_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_read, "COUNT_BYTES", 1000)
+def test_of_more_than_is_worth_counting_the_size_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, b"")
-    follower = LogFollower(path)
+    follower = LogFollower(path, count_bytes=1000)
     path.write_bytes(b"".join(b"line %06d\n" % number for number in range(1000)))
     arrived = follower.poll(Budget(120, 100))
     assert [line.text for line in arrived.lines] == [b"line %06d" % number for number in range(991, 1000)]

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from living_run import ROOT, LivingRun, wait_for
+from living_run import ROOT, LivingRun
 from rich.console import Console
 from run_maker import forget_process, make_run
+from testkit.waiting import wait_for
 
 from burst_cli.run_resume import UnknownRunError, find_way
 from cluster.control.busy import controlling

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from living_run import LivingRun, wait_for
+from living_run import LivingRun
 from run_maker import forget_process, health, make_run, write_log, write_node
+from testkit.waiting import wait_for
 
 from burst_cli.run_facts import read_facts, read_nodes
 from cluster.control.busy import controlling

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from sweep_driver import Quiet, manner_of, plan_of
+from testkit.waiting import wait_for
 
 from burst_cli.sweep.runner import SweepRunner, last_words
 from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
@@ -191,10 +192,12 @@ def test_last_words_are_the_error_a_launch_printed(tmp_path: Path) -> None:
     assert last_words(tmp_path / "absent") == "it said nothing"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_sweep_killed_at_random_moments_runs_every_cell_exactly_once(tmp_path: Path, ledger: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_sweep_killed_at_random_moments_runs_every_cell_exactly_once(
+    tmp_path: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     rng = random.Random(seed)
-    os.environ["FAKE_CELL_S"] = "0.3"
+    monkeypatch.setenv("FAKE_CELL_S", "0.3")
     for _ in range(3):
         process = subprocess.Popen([sys.executable, str(DRIVER), str(tmp_path), "8"])
         time.sleep(rng.uniform(0.3, 1.2))
@@ -207,19 +210,13 @@ def test_sweep_killed_at_random_moments_runs_every_cell_exactly_once(tmp_path: P
     assert {cell["run_path"] for cell in cells} == {str(run.path) for run in runs}
     histories = [[move["state"] for move in run.read_state()["history"]] for run in runs]
     assert [history.count("completed") for history in histories] == [1] * 8
-    assert not _strays(tmp_path)
+    wait_for(lambda: not _strays(tmp_path), "the end of launches that outlived their sweep")
 
 
 def _strays(runs_dir: Path) -> list[str]:
-    """Launches that outlived their sweep; they end within moments of it."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        found = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-        strays = [line for line in found if "fake_sweep_launch" in line and str(runs_dir) in line]
-        if not strays:
-            return []
-        time.sleep(0.1)
-    return strays
+    """Launches that run."""
+    found = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in found if "fake_sweep_launch" in line and str(runs_dir) in line]
 
 
 def test_sweep_json_is_a_document_that_reports_can_read(tmp_path: Path, ledger: Path) -> None:

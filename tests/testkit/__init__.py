@@ -5,5 +5,7 @@ from pathlib import Path
 
 KIT = Path(__file__).resolve().parent
 ROOT = KIT.parent.parent
-# For programs that tests start: the product, this package, and by their names fake_trainer, supervise_rank and others.
+# For programs that tests start: the product, this package, and by their names fake_rank and others.
 PYTHON_PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", KIT)))
+# The same, and a torchrun that starts fake ranks at once in the place of torch.
+FAKE_PYTHON_PATH = os.pathsep.join((str(KIT / "fakes"), PYTHON_PATH))

@@ -1,31 +1,28 @@
-"""What tests of faults share: real launches by the command line on a testbed, faults at chosen moments, what remains.
-
-Every case leaves one row: who was blamed, exit code, seconds until the last process of the run was gone, what was
-left. `scripts/fault_table.py` makes docs/faults.md of the rows of a whole test run (BURST_FAULT_ROWS names the folder).
-"""
+"""What tests of faults share: real launches by the command line on a testbed, what remains of them, what a row says."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cluster.supervise.node.locks import holder
 from cluster.testbed.build import Testbed
 from engine.runs import RunFolder, list_runs
 from testkit import ROOT
+from testkit.fault_table import Row
+from testkit.waiting import wait_for
 
-_REASON_CHARS = 160
-ROWS_VARIABLE = "BURST_FAULT_ROWS"
 # A model so small that a step takes milliseconds, and data that takes no time to prepare.
 SMALL = (
     "exp=tiny",
@@ -53,19 +50,6 @@ START_S = 240.0  # torch starts four times for one launch: no limit of a test, o
 
 
 @dataclass
-class Row:
-    """One line of the table. stop_s: from the fault until no process of the run was left on any node."""
-
-    fault: str
-    when: str
-    state: str = ""
-    exit_code: int | None = None
-    blamed: str = ""
-    stop_s: float | None = None
-    left: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Launched:
     """A `burst launch` at work."""
 
@@ -75,7 +59,7 @@ class Launched:
 
     def run(self, timeout_s: float = START_S) -> RunFolder:
         """Its run folder, as soon as there is one."""
-        return RunFolder(wait_for(lambda: max(self.rig.run_paths() - self.known, default=None), timeout_s, self._said))
+        return RunFolder(wait_for(lambda: max(self.rig.run_paths() - self.known, default=None), self.said, timeout_s))
 
     def wait_for_step(self, step: int = 3, timeout_s: float = START_S) -> RunFolder:
         """Its run folder once so many steps are recorded."""
@@ -85,10 +69,10 @@ class Launched:
             has_ended = self.process.poll() is not None  # asked first: then its last rows are there
             rows = run.read_metrics()
             is_there = bool(rows) and int(rows[-1].get("step", 0)) >= step
-            assert is_there or not has_ended, self._said()
+            assert is_there or not has_ended, self.said()
             return is_there
 
-        wait_for(reached, timeout_s, lambda: f"{run.path}: {self._said()}")
+        wait_for(reached, lambda: f"{run.path}: {self.said()}", timeout_s)
         return run
 
     def end(self, timeout_s: float = START_S) -> int:
@@ -96,13 +80,10 @@ class Launched:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"burst launch did not end in {timeout_s} s: {self._said()}") from None
+            raise AssertionError(f"burst launch did not end in {timeout_s} s: {self.said()}") from None
 
     def said(self) -> str:
         """What it wrote so far."""
-        return self._said()
-
-    def _said(self) -> str:
         return self.rig.output.read_text(errors="replace")[-4000:]
 
 
@@ -173,15 +154,6 @@ class FaultRig:
                     found[int(folder.name)] = values
         return found
 
-    def rank_pid(self, run: RunFolder, rank: int) -> int:
-        """The process of a rank."""
-
-        def found() -> int | None:
-            pids = [pid for pid, values in self.processes(run.run_id).items() if values.get("RANK") == str(rank)]
-            return min(pids) if pids else None
-
-        return int(wait_for(found, START_S))
-
     def pids_of(self, run: RunFolder, node: str, what: str) -> list[int]:
         """Processes of the run on a node whose command line holds `what`, ranks left out."""
         found = []
@@ -192,10 +164,6 @@ class FaultRig:
                     found.append(pid)
         return found
 
-    def supervisor_pid(self, run: RunFolder, node: str) -> int:
-        """The supervisor of a node."""
-        return int(json.loads((self.node_folder(run, node) / f"nodes/{node}/supervisor.json").read_text())["pid"])
-
     def node_folder(self, run: RunFolder, node: str) -> Path:
         """The run folder on a node."""
         return self.testbed.node(node).folder.home / ".burst" / "runs" / run.run_id
@@ -203,7 +171,7 @@ class FaultRig:
     def wait_until_gone(self, run_id: str, timeout_s: float = 60.0) -> float:
         """Seconds until no process of the run is left, supervisors included: they hold the locks of their nodes."""
         begin = time.monotonic()
-        wait_for(lambda: not self.left_behind(run_id), timeout_s, lambda: str(self.left_behind(run_id)))
+        wait_for(lambda: not self.left_behind(run_id), lambda: str(self.left_behind(run_id)), timeout_s)
         return time.monotonic() - begin
 
     def left_behind(self, run_id: str) -> list[str]:
@@ -219,53 +187,34 @@ class FaultRig:
         files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
         return [str(path) for path in [*files, *Path("/proc").glob("[0-9]*/cmdline")] if _holds(path, SECRET)]
 
-    # --- the table ---------------------------------------------------------------------------------------------------
+    def conclude(self, row: Row, run: RunFolder, exit_code: int) -> None:
+        """That the run ended as `row` says, and left nothing: neither processes nor secrets."""
+        confirm(row, run, exit_code, self.testbed.node_names)
+        assert self.left_behind(run.run_id) == []
+        assert not self.tells_secrets(run)
 
-    def conclude(self, row: Row, run: RunFolder | None, exit_code: int | None) -> Row:
-        """The row completed from run.json, and kept for the table."""
-        row.exit_code = exit_code
-        if run is not None:
-            state = run.read_state()
-            failure = state.get("failure") or {}
-            row.state, row.blamed = state["state"], describe(failure)
-            row.left = self.left_behind(run.run_id)
-            assert not self.tells_secrets(run)
-        keep(row)
-        return row
+
+def confirm(row: Row, run: RunFolder, exit_code: int | None, names: Sequence[str]) -> None:
+    """That the run ended as `row` says; `names` are those of its nodes, which the row calls node1 and node2."""
+    state = run.read_state()
+    assert (state["state"], exit_code) == (row.state, row.exit_code), state
+    told = describe(state.get("failure") or {})
+    for number, name in enumerate(names, 1):
+        told = told.replace(name, f"node{number}")
+    assert told.startswith(row.blamed) if row.blamed else not told, (told, row.blamed)
 
 
 def describe(failure: dict[str, Any]) -> str:
     """Who is blamed for what, in one line."""
-    if not failure:
-        return "–"
     who = f"rank {failure['rank']} on {failure['host']}" if failure.get("rank") is not None else failure.get("host")
     return " ".join(filter(None, [failure.get("kind"), failure.get("type"), f"({who})" if who else None]))
 
 
-def reason(stderr: str) -> str:
-    """The first error that a refused launch named, in one line."""
-    text = " ".join(stderr.rpartition("error: ")[2].split())
-    return text if len(text) <= _REASON_CHARS else text[: _REASON_CHARS - 4] + " ..."
-
-
-def keep(row: Row) -> None:
-    """Leave the row for the table, if a table is made."""
-    folder = os.environ.get(ROWS_VARIABLE)
-    if folder:
-        name = "".join(char if char.isalnum() else "_" for char in f"{row.when}_{row.fault}")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.json").write_text(json.dumps(asdict(row)))
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float, said: Callable[[], str] = lambda: "") -> Any:
-    """The first true answer of `condition`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        answer = condition()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {timeout_s} s; {said()}")
+def sshd_sessions(testbed: Testbed, node: str) -> list[int]:
+    """The sshd processes of a node that serve connections."""
+    listener = testbed.node(node).sshd_pid()
+    assert listener is not None
+    return [process.pid for process in psutil.Process(listener).children()]
 
 
 @contextlib.contextmanager

@@ -267,11 +267,3 @@ def _is_agent(process: psutil.Process, home: str) -> bool:
     with contextlib.suppress(psutil.Error):
         return "burst-image-agent" in process.cmdline() and process.environ().get("HOME") == home
     return False
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 200.0) -> None:
-    """Return as soon as `condition()`; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)

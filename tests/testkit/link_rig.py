@@ -71,7 +71,7 @@ class RemoteRun:
     def chatty(self, files: int, lines: int, per_second: float, end_s: float = 0.0, **changes: Any) -> NodeSpec:
         """Ranks that only write logs."""
         words = (str(files), str(lines), str(per_second), str(end_s))
-        return self.spec(sys.executable, "-S", str(KIT / "chatty_rank.py"), *words, **changes)
+        return self.spec(sys.executable, "-S", str(KIT / "fake_rank.py"), "lines", *words, **changes)
 
     def log(self, rank: int = 0) -> Path:
         """The copy of a rank's log."""

@@ -6,9 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,12 @@ from cluster.supervise.node.daemon import start
 from cluster.supervise.node.folder import NodeFiles, beat, read_status
 from cluster.supervise.node.sweep import sweep
 from testkit import KIT, PYTHON_PATH
+from testkit.fake_plan import fake_torchrun
+from testkit.waiting import wait_for
 
-WAIT_S = 200.0  # on a machine that is busy elsewhere; else fractions of a second
 # How a rank ended is to be had only until the parent asks for it: this one takes its time.
-UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "5"}
+UNHURRIED = {"PYTHONPATH": PYTHON_PATH, "FAKE_POLL_S": "2"}
 _numbers = itertools.count()
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """What `condition` gives as soon as it is true; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
-    return found
 
 
 def new_run_id() -> str:
@@ -49,7 +39,6 @@ class Rig:
 
     def spec(self, mode: str = "wait", *, node: str = "alpha", **changes: Any) -> dict[str, Any]:
         """The spec of two fake ranks in `mode` on node `node`."""
-        argv = [sys.executable, str(KIT / "fake_torchrun.py"), "2", "supervise_rank", mode]
         spec = {
             "run_id": self.run_id,
             "node": self.name(node),
@@ -58,7 +47,7 @@ class Rig:
             "first_rank": 0,
             "local_ranks": 2,
             "folder": str(self.folder / node),
-            "argv": argv,
+            "argv": list(fake_torchrun(2, mode)),
             "cwd": str(KIT),
             "environment": {"PYTHONPATH": PYTHON_PATH},
             "lease_s": None,

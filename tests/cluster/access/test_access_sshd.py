@@ -23,7 +23,6 @@ from cluster.access.connection import quote_command
 from cluster.access.deadline import Deadline
 from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
-from cluster.access.sockets import open_socket
 from cluster.access.ssh import SshConnection, SshPool, connect
 from cluster.access.transport import SshTransport
 from cluster.errors import SshError, SshFailure
@@ -372,11 +371,11 @@ class CountingPool(SshPool):
         self.now = self.most = 0
         self._counted = threading.Lock()
 
-    def open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
         with self._counted:
             self.now += 1
             self.most = max(self.most, self.now)
-        return open_socket(host, deadline)
+        return super()._open_socket(host, deadline)
 
     def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
         try:
@@ -387,10 +386,9 @@ class CountingPool(SshPool):
                 self.now -= 1
 
 
-def test_few_strangers_at_once_stand_at_one_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_strangers_at_once_stand_at_one_door(tmp_path: Path) -> None:
     with start_sshd(tmp_path / "door", "MaxStartups 12", "LogLevel VERBOSE") as server, CountingPool() as pool:
         hosts = [server.host.with_name(f"n{number}") for number in range(32)]
-        monkeypatch.setattr("cluster.access.ssh.open_socket", pool.open_socket)
 
         def work(host: Host) -> bool:
             with pool.connect(host) as connection:

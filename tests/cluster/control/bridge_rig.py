@@ -321,15 +321,6 @@ def spec_of(node: FakeNode) -> NodeSpec:
     return NodeSpec(RUN_ID, NODE, 0, 1, 0, 2, str(node.folder), argv, "/", {"KEY": "value"}, (("config.yaml", "a: 1"),))
 
 
-def wait_until(is_so: Callable[[], Any], timeout_s: float = 200.0) -> Any:
-    """What `is_so` says as soon as it is true; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
-    return found
-
-
 @contextlib.contextmanager
 def closing(*links: SshLink) -> Iterator[None]:
     """Close links at the end, and see that their threads end."""

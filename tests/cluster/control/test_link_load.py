@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from testkit import KIT
 from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
-from testkit.supervise_rig import wait_for
+from testkit.waiting import wait_for
 
 from cluster.access.ssh import SshPool
 from cluster.testbed.build import Testbed
@@ -88,7 +88,7 @@ def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed
     run = RemoteRun.on(testbed4, testbed4.node_names[0], tmp_path)
     size = 100 * MIB
     endless = f"head -c {size} /dev/zero | tr '\\0' x >$BURST_RANK_LOGS/rank0001.log"
-    flood = f"{sys.executable} -S {KIT}/chatty_rank.py 1 1000000 0"
+    flood = f"{sys.executable} -S {KIT}/fake_rank.py lines 1 1000000 0"
     launcher = start_launcher(testbed4, [run])
     try:
         link = run.link(pool)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from testkit.link_rig import led_until
-from testkit.supervise_rig import Rig, wait_for
+from testkit.supervise_rig import Rig
+from testkit.waiting import wait_for
 
 from cluster.control.link import NodeSpec, StartRefusedError
 from cluster.control.local_link import LocalLink

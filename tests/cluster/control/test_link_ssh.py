@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bridge_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, hello, spec_of, status, wait_until
+from bridge_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, hello, spec_of, status
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from testkit.machine_clock import machine_time
+from testkit.waiting import wait_for
 
 from cluster.access.connection import CommandResult
 from cluster.access.hosts import Host
@@ -71,13 +72,13 @@ def test_a_followed_node_is_mirrored_to_its_end(run, node):
     with closing(link):
         assert link.poll().problem == "not connected yet"
         link.follow()
-        wait_until(lambda: link.poll().phase == "running")
+        wait_for(lambda: link.poll().phase == "running")
         node.append(LOG, b"two\n")
         node.write("health.json", {"at": "now", "load1": 0.5})
-        wait_until(lambda: link.poll().health)
+        wait_for(lambda: link.poll().health)
         assert not link.poll().is_synced
         node.end()
-        wait_until(lambda: link.poll().is_synced)
+        wait_for(lambda: link.poll().is_synced)
         seen = link.poll()
 
     assert (seen.phase, seen.outcome["cause"], seen.problem) == ("ended", "exit", None)
@@ -93,13 +94,13 @@ def test_requests_reach_the_supervisor_as_files(run, node):
         link.stop("Ctrl-C", 12.0)  # before there is any connection
         link.follow()
         link.beat()
-        assert wait_until(lambda: node.read("stop.json"))["grace_s"] == 12.0
+        assert wait_for(lambda: node.read("stop.json"))["grace_s"] == 12.0
         link.stop("Ctrl-C", 0.0)
-        wait_until(lambda: node.read("stop.json")["grace_s"] == 0.0)
+        wait_for(lambda: node.read("stop.json")["grace_s"] == 0.0)
         link.request_stacks("nonce1")
-        assert wait_until(lambda: node.read("stacks.json")) == {"nonce": "nonce1"}
+        assert wait_for(lambda: node.read("stacks.json")) == {"nonce": "nonce1"}
         link.beat()
-        wait_until(lambda: (node.folder / "nodes" / NODE / "lease").exists())
+        wait_for(lambda: (node.folder / "nodes" / NODE / "lease").exists())
         assert link.sweep(20.0) == ()
 
 
@@ -125,18 +126,18 @@ def test_what_the_node_has_confirmed_is_not_asked_for_again_what_it_has_not_is(r
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_until(lambda: link.poll().phase == "running")
+        wait_for(lambda: link.poll().phase == "running")
         link.stop("Ctrl-C", 5.0)
         link.beat()
-        wait_until(lambda: taken[0][-1:] == ["beat"])
+        wait_for(lambda: taken[0][-1:] == ["beat"])
         node.wire.cut()
-        wait_until(lambda: len(taken) == 2 and "stop" in taken[1])  # again, for no answer came
+        wait_for(lambda: len(taken) == 2 and "stop" in taken[1])  # again, for no answer came
         link.beat()
-        wait_until(lambda: link.poll().clock_offset_ns)
+        wait_for(lambda: link.poll().clock_offset_ns)
         node.wire.cut()
-        wait_until(lambda: len(taken) == 3 and "follow" in taken[2])
+        wait_for(lambda: len(taken) == 3 and "follow" in taken[2])
         link.beat()
-        wait_until(lambda: "beat" in taken[2])
+        wait_for(lambda: "beat" in taken[2])
 
     assert "stop" not in taken[2]
 
@@ -162,11 +163,11 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_beat(run, node):
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_until(lambda: link.poll().phase == "running")
+        wait_for(lambda: link.poll().phase == "running")
         for number in range(1, 6):
             link.beat()
-            wait_until(lambda number=number: len(answered) == number)
-        offset_ns = wait_until(lambda: link.poll().clock_offset_ns)
+            wait_for(lambda number=number: len(answered) == number)
+        offset_ns = wait_for(lambda: link.poll().clock_offset_ns)
 
     assert abs(offset_ns - ahead_ns) < 80_000_000
 
@@ -196,7 +197,7 @@ def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run,
     note_before_connecting(node, lambda: told.append(link.poll()))
     with closing(link):
         link.follow()
-        wait_until(lambda: link.poll().phase == "running")
+        wait_for(lambda: link.poll().phase == "running")
         assert told[0].problem == "not connected yet"
         assert told[1].problem == "nothing was heard for 0.5 s"
         assert told[1].heard_s >= 0.5
@@ -215,8 +216,8 @@ def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
     note_before_connecting(node, lambda: problems.add(link.poll().problem))
     with closing(link):
         link.follow()
-        wait_until(lambda: link.poll().phase == "running")
-        wait_until(lambda: link.poll().problem is None)
+        wait_for(lambda: link.poll().phase == "running")
+        wait_for(lambda: link.poll().problem is None)
 
     told = " | ".join(str(problem) for problem in problems)
     for part in (*kinds, "do this", "the stream ended within a frame", "not a frame", "the bridge there ended with 1"):
@@ -276,7 +277,7 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
             link.close()
             link.join(5.0)
     with closing(*links):
-        wait_until(lambda: links[-1].poll().is_synced)
+        wait_for(lambda: links[-1].poll().is_synced)
     writer.join()
 
     assert (run / LOG).read_bytes() == body
@@ -301,7 +302,7 @@ def test_launchers_killed_at_random_moments_lose_and_double_nothing(run, node, s
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_until(lambda: link.poll().is_synced)
+        wait_for(lambda: link.poll().is_synced)
 
     assert before > 0  # those who were killed had begun
     assert (run / LOG).read_bytes() == body
@@ -313,10 +314,10 @@ def test_a_log_begun_anew_on_the_node_is_kept_apart_across_a_reconnect(run, node
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_until(lambda: content(run / LOG))
+        wait_for(lambda: content(run / LOG))
         node.wire.cut()
         (node.folder / LOG).write_bytes(b"second\n")
-        wait_until(lambda: content(run / LOG) == b"second\n")
+        wait_for(lambda: content(run / LOG) == b"second\n")
 
     assert (run / f"{LOG}.before-1").read_bytes() == b"the first attempt was longer\n"
 
@@ -328,13 +329,13 @@ def test_a_second_launcher_waits_until_the_first_is_gone(run, node):
     with closing(second):
         with closing(first):
             first.follow()
-            wait_until(lambda: first.poll().phase == "running")
+            wait_for(lambda: first.poll().phase == "running")
             second.follow()
-            problem = wait_until(lambda: second.poll().phase == "running" and second.poll().problem)
+            problem = wait_for(lambda: second.poll().phase == "running" and second.poll().problem)
             assert "another process of this machine mirrors this node" in problem
         node.append(LOG, b"more\n")
         node.end()
-        wait_until(lambda: second.poll().is_synced)
+        wait_for(lambda: second.poll().is_synced)
 
     assert (run / LOG).read_bytes() == b"text\nmore\n"
 
@@ -374,10 +375,10 @@ def test_nothing_that_a_bridge_says_breaks_the_link_or_leaves_the_run_folder(run
     link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.02, silence_s=0.3))
     with closing(link):
         link.follow()
-        wait_until(lambda: not node.wire.scripts)
-        wait_until(lambda: link.poll().phase == "running")
+        wait_for(lambda: not node.wire.scripts)
+        wait_for(lambda: link.poll().phase == "running")
         node.end()
-        wait_until(lambda: link.poll().is_synced)
+        wait_for(lambda: link.poll().is_synced)
 
     assert (run / LOG).read_bytes() == b"true text\n"
     assert {path.name for path in tmp_path.iterdir()} == {"here", "there"}
@@ -400,7 +401,7 @@ def test_words_of_a_node_are_harmless_by_the_time_they_are_seen(run, node):
     link = node.link(run)
     with closing(link):
         link.follow()
-        seen = wait_until(lambda: link.poll().outcome)
+        seen = wait_for(lambda: link.poll().outcome)
 
     assert seen["cause"] == "exit"
     assert len(seen["error"]) < 70_000
@@ -420,7 +421,7 @@ def test_a_node_that_claims_to_have_sent_all_is_not_believed(run, node):
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_until(lambda: len(node.wire.processes) > 2)
+        wait_for(lambda: len(node.wire.processes) > 2)
 
     assert not link.poll().is_synced
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bridge_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, hello, spec_of, status, wait_until
+from bridge_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, hello, spec_of, status
 from testkit.machine_clock import machine_time
+from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
@@ -83,7 +84,7 @@ def test_a_start_whose_answer_is_lost_is_looked_for_and_never_repeated(run, node
     with closing(link):
         link.start(spec_of(node))
         link.follow()
-        wait_until(lambda: link.poll().phase == ("ended" if ends else "running"))
+        wait_for(lambda: link.poll().phase == ("ended" if ends else "running"))
 
     assert supervisors.started == 1
 
@@ -157,7 +158,7 @@ def test_the_files_of_an_earlier_attempt_are_not_mirrored_before_the_start_is_an
     link = node.link(run)
     with closing(link):
         link.start(spec_of(node))
-        wait_until(lambda: (run / LOG).exists())
+        wait_for(lambda: (run / LOG).exists())
 
 
 def test_files_too_large_for_a_message_are_refused_before_anything_is_sent(run, node):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from testkit import KIT
+from testkit.fake_plan import fake_torchrun
 from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
-from testkit.supervise_rig import wait_for
+from testkit.waiting import wait_for
 
 from cluster.access.ssh import SshPool
 from cluster.control.link import StartRefusedError
@@ -95,7 +95,7 @@ def led(testbed: Testbed, tmp_path: Path) -> Iterator[Led]:
 
 def test_a_run_is_started_followed_stopped_and_swept(led):
     link = led.link()
-    torchrun = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "supervise_rank", "polite")
+    torchrun = fake_torchrun(2, "polite")
     link.start(led.run.spec(*torchrun, cwd=str(KIT)))
     link.follow()
     led_until(link, lambda seen: seen.phase == "running" and len(seen.supervisor.get("ranks", {})) == 2)

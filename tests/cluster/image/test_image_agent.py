@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from testkit.image_rig import wait_until
 from testkit.local_connection import LocalConnection
+from testkit.waiting import wait_for
 
 from cluster.image.bundle import agent_command, agent_text
 from cluster.image.node.blobs import BlobFolder, parse_blobs
@@ -223,7 +223,7 @@ def test_messages_that_make_no_sense_end_the_agent_and_nothing_else(node, messag
 def test_an_agent_ends_when_its_launcher_is_gone(node):
     session = node.open()
     session.send({"op": "ping"})
-    wait_until(lambda: not node.events.empty(), "a first word")
+    wait_for(lambda: not node.events.empty(), "a first word")
     session.close()
     process = node.connection.processes[0].popen
 
@@ -309,10 +309,10 @@ def test_a_follower_begins_again_when_what_it_followed_is_dropped(tmp_path, laye
     folder.append(0, 0, b"wrong" + packed[5:700_000])
     sender.request([(0, 0)])
     sender.start()
-    wait_until(lambda: len(sent) >= 700_000, "the first bytes")
+    wait_for(lambda: len(sent) >= 700_000, "the first bytes")
     folder.drop(0)
     folder.append(0, 0, packed)
-    wait_until(lambda: sender.sent_bytes >= 700_000 + len(packed), "all bytes again")
+    wait_for(lambda: sender.sent_bytes >= 700_000 + len(packed), "all bytes again")
     sender.close()
     reader, body, restarts = FrameReader(_reader(bytes(sent))), bytearray(), 0
     while (frame := reader.next()) is not None:
@@ -335,7 +335,7 @@ def test_messages_overtake_data():
     sender.request([(0, 0)])
     sender.message({"op": "first"})
     sender.start()
-    wait_until(lambda: len(sent) == 2, "message and data")
+    wait_for(lambda: len(sent) == 2, "message and data")
     sender.close()
 
     assert sent[0] == pack_message({"op": "first"})

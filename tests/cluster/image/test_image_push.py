@@ -1,4 +1,7 @@
-"""Pushes to four nodes with an sshd and a Docker engine each: what moves, and what happens when something breaks."""
+"""Pushes to four nodes with an sshd and a Docker engine each: what moves, and what happens when something breaks.
+
+What test_image_plan, test_image_agent and test_image_mishaps show without Docker is thorough here.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.image_rig import PushRig, Watcher, launcher_engine, noise, wait_until
+from testkit.image_rig import PushRig, Watcher, launcher_engine, noise
 from testkit.testbed_fixture import Testbeds
+from testkit.waiting import wait_for
 
 from burst_cli.app import main
 from cluster.access.ssh import connect
@@ -53,7 +57,7 @@ def nothing_stays(rig):
     yield
     for node in rig.testbed.nodes:
         clear_faults(rig.testbed, node.name)
-        wait_until(lambda node=node: not rig.agents(node.name), f"the end of the agent on {node.name}")
+        wait_for(lambda node=node: not rig.agents(node.name), f"the end of the agent on {node.name}")
         assert node.folder.authorized_keys.read_bytes() == before[node.name]
     assert not list(Path("/dev/shm").glob("burst-image-*"))
 
@@ -140,10 +144,10 @@ def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(r
     }
     with (tmp_path / "log").open("wb") as log:
         launcher = subprocess.Popen([*command, "--image", image.name], env=environment, stdout=log, stderr=log)
-        wait_until(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node")
+        wait_for(lambda: any(size > MIB for size in sizes(rig.parts(rig.names[3]))), "a part on the last node")
         launcher.send_signal(number)
         code = launcher.wait(200)
-    wait_until(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
+    wait_for(lambda: not any(rig.agents(node) for node in rig.names), "the end of all agents")
     left = {node: {path.stem: path.stat().st_size for path in rig.cache(node).iterdir()} for node in rig.names}
     pushed = rig.push(image)
 
@@ -156,6 +160,7 @@ def test_a_killed_launcher_leaves_nothing_but_layers_and_the_next_push_goes_on(r
     assert all(node.received_bytes == pushed.plan.node(name).move_bytes for name, node in pushed.nodes.items())
 
 
+@pytest.mark.thorough
 def test_a_damaged_part_is_dropped_named_and_sent_again(rig):
     image = rig.image(5)
     node = rig.names[0]
@@ -173,6 +178,7 @@ def test_a_damaged_part_is_dropped_named_and_sent_again(rig):
     verified(rig, image, (node,))
 
 
+@pytest.mark.thorough
 def test_an_agent_that_is_killed_does_not_stop_the_others(rig):
     image = rig.image(8)
     victim = rig.names[1]
@@ -231,6 +237,7 @@ def test_nodes_that_cannot_reach_each_other_are_fed_from_here(rig):
     verified(rig, image, rig.names[:3])
 
 
+@pytest.mark.thorough
 def test_a_node_without_authorized_keys_is_not_reached_by_others(rig):
     image = rig.image(2)
     keys = rig.testbed.node(rig.names[1]).folder.authorized_keys
@@ -243,6 +250,7 @@ def test_a_node_without_authorized_keys_is_not_reached_by_others(rig):
     assert pushed.plan.chains[0][0] == rig.names[1]
 
 
+@pytest.mark.thorough
 def test_an_engine_that_refuses_a_partial_archive_gets_a_whole_one(rig):
     rig.push(rig.image(3, 1, name="rig/refuse:1", seed=8), rig.names[:1])
     image = rig.build("rig/refuse:1", {"layer0": noise(3 * MIB, 8000), "layer1": noise(MIB, 2)})
@@ -257,6 +265,7 @@ def test_an_engine_that_refuses_a_partial_archive_gets_a_whole_one(rig):
     verified(rig, image, rig.names[:1])
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_reported_before_anything_is_sent(rig):
     image = rig.image(6)
     victim = rig.names[1]
@@ -270,6 +279,7 @@ def test_a_full_disk_is_reported_before_anything_is_sent(rig):
     assert pushed.plan.chains == ((rig.names[0], rig.names[2]),)
 
 
+@pytest.mark.thorough
 def test_a_node_without_python_is_named_and_the_others_go_on(rig):
     image = rig.image(1)
     with rig.tool(rig.names[0], "python3", "exit 127"):
@@ -279,6 +289,7 @@ def test_a_node_without_python_is_named_and_the_others_go_on(rig):
     assert "no python3" in pushed.nodes[rig.names[0]].error
 
 
+@pytest.mark.thorough
 def test_a_node_without_zstd_gets_gzip(rig, tmp_path):
     image = rig.image(1, files={"text": b"the same again " * 100_000})
     node = rig.names[0]
@@ -292,6 +303,7 @@ def test_a_node_without_zstd_gets_gzip(rig, tmp_path):
     verified(rig, image, (node,))
 
 
+@pytest.mark.thorough
 def test_layers_go_through_a_shared_folder_once(rig):
     image = rig.image(4, 2)
     shared = str(rig.testbed.folder.shared)
@@ -321,6 +333,7 @@ def test_the_limit_holds_for_every_sender(rig):
     assert pushed.elapsed_s > 2 * 3 / 4
 
 
+@pytest.mark.thorough
 def test_an_image_that_is_there_under_another_name_is_only_named(rig):
     image = rig.image(1)
     rig.push(image, rig.names[:1])
@@ -332,6 +345,7 @@ def test_an_image_that_is_there_under_another_name_is_only_named(rig):
     verified(rig, other, rig.names[:1])
 
 
+@pytest.mark.thorough
 def test_lines_of_killed_agents_are_removed_by_the_next_push(rig):
     keys = rig.testbed.node(rig.names[1]).folder.authorized_keys
     before = keys.read_bytes()

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from testkit import KIT, PYTHON_PATH
-from testkit.machine_clock import machine_time
+from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes, supervisors
-from testkit.supervise_rig import names_of
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
 from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
-from cluster.control.stopping import StopRequests, write_cancel
+from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
-from cluster.facts import NodeFacts
-from cluster.plan import LaunchPlan, build_launch_plan
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
+from cluster.plan import LaunchPlan
 from engine.runs import RunFolder, create_run, new_run_path
 
 TIMING = LaunchTiming(
@@ -64,12 +56,7 @@ class Observer:
 def make_plan(tmp_path: Path, *, real: bool = False) -> tuple[LaunchPlan, RunFolder]:
     """A plan for two ranks of the fake trainer, and its run folder."""
     path = new_run_path(tmp_path / "runs", "tiny")
-    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), PYTHON_PATH)
-    config = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
-    plan = build_launch_plan(config, facts, path, module="fake_trainer")
-    if not real:
-        argv = (sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
-        plan = dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),))
+    plan = fake_plan(path, real=real)
     return plan, create_run(path, dict(plan.files))
 
 
@@ -115,19 +102,8 @@ def steps_done(observer: Observer) -> int:
 # --- against torchrun -------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_completes_and_every_rank_has_its_log(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "ok", real=True)
-    assert (outcome.status, outcome.exit_code, outcome.failure) == ("completed", 0, None)
-    assert [run.log_path(socket.gethostname(), rank).read_text() for rank in (0, 1)] == [
-        "rank 0 in mode ok\n",
-        "rank 1 in mode ok\n",
-    ]
-    states = [entry["state"] for entry in run.read_state()["history"]]
-    assert states == ["planned", "starting", "running", "completed"]
-
-
 def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "killed", real=True)
+    outcome, run, _ = launch(tmp_path, "kill", real=True)
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.signal, outcome.failure.step) == (1, "SIGKILL", 3)
     assert (run.read_state()["state"], run.read_state()["failure"]["rank"]) == ("failed", 1)
@@ -150,39 +126,10 @@ def test_killed_torchrun_takes_its_ranks_along(tmp_path: Path) -> None:
 # --- against the stand-in ---------------------------------------------------------------------------------------------
 
 
-def test_raising_rank_is_blamed_although_the_other_hangs(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "raise")
-    failure = outcome.failure
-    assert failure is not None
-    assert (failure.rank, failure.type, failure.step, failure.phase) == (1, "ValueError", 3, "forward")
-    assert failure.log == str(run.log_path(failure.host or "", 1))
-    assert "Traceback" in Path(failure.log).read_text()
-    assert (outcome.exit_code, run.read_state()["state"]) == (1, "failed")
-
-
 def test_rank_that_ignores_the_end_of_another_is_killed_and_not_blamed(tmp_path: Path) -> None:
     outcome, _, _ = launch(tmp_path, "raise_stubborn")
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.type) == (1, "ValueError")
-
-
-def test_configuration_error_of_a_rank_gives_exit_code_2(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "config")
-    assert (outcome.exit_code, run.read_state()["exit_code"]) == (2, 2)
-    assert outcome.failure is not None
-    assert outcome.failure.message == "train.seq_len is odd\nmodel.num_heads is odd"
-
-
-def test_rank_out_of_memory_ends_in_state_oom(tmp_path: Path) -> None:
-    outcome, run, _ = launch(tmp_path, "memory")
-    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("oom", 1, "oom")
-
-
-def test_rank_that_leaves_no_error_is_blamed_by_its_exit_code(tmp_path: Path) -> None:
-    outcome, _, _ = launch(tmp_path, "silent")
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.rank) == ("exit", 1)
-    assert "exit code 7" in outcome.failure.message
 
 
 def test_ranks_that_end_too_early_are_a_failure(tmp_path: Path) -> None:
@@ -190,41 +137,6 @@ def test_ranks_that_end_too_early_are_a_failure(tmp_path: Path) -> None:
     assert (outcome.exit_code, run.read_state()["state"]) == (1, "failed")
     assert outcome.failure is not None
     assert "before training was complete" in outcome.failure.message
-
-
-def test_stop_request_cancels_and_reaches_processes_in_other_sessions(tmp_path: Path) -> None:
-    stop = StopRequests()
-
-    def press(observer: Observer) -> None:
-        if steps_done(observer) == 5 and not stop.count:
-            assert "sleep" in names_of(run_processes(observer.run.run_id))  # the grandchild with a session of its own
-            stop.count, stop.cause = 1, "Ctrl-C"
-
-    outcome, run, observer = launch(tmp_path, "sleep", press, stop)
-    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("cancelled", 130, "cancelled")
-    assert observer.stops == ["Ctrl-C"]
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ranks_that_ignore_the_request_are_killed(tmp_path: Path, presses: int) -> None:
-    stop = StopRequests()
-
-    def press(observer: Observer) -> None:
-        if steps_done(observer) == 5:
-            stop.count, stop.cause = presses, "SIGTERM"
-
-    started = machine_time()
-    outcome, _, _ = launch(tmp_path, "ignore", press, stop)
-    assert outcome.status == "cancelled"
-    assert machine_time() - started < 30.0  # the fake trainer itself would sleep for minutes
-
-
-def test_request_before_the_start_starts_nothing(tmp_path: Path) -> None:
-    stop = StopRequests()
-    stop.count = 1
-    outcome, run, _ = launch(tmp_path, "ok", stop=stop)
-    assert (outcome.status, run.read_metrics()) == ("cancelled", [])
-    assert list((run.path / "logs").iterdir()) == []
 
 
 def test_failing_observer_stops_the_run_and_passes_on(tmp_path: Path) -> None:
@@ -236,42 +148,6 @@ def test_failing_observer_stops_the_run_and_passes_on(tmp_path: Path) -> None:
         launch(tmp_path, "sleep", fail)
     (path,) = tmp_path.glob("runs/*/*")
     assert RunFolder(path).read_state()["state"] == "failed"
-
-
-def test_request_of_another_terminal_cancels(tmp_path: Path) -> None:
-    def cancel(observer: Observer) -> None:
-        if steps_done(observer) == 5 and not observer.stops:
-            write_cancel(observer.run, "burst cancel", 0.3)
-
-    outcome, run, observer = launch(tmp_path, "ignore", cancel)
-    assert (outcome.status, outcome.exit_code, run.read_state()["state"]) == ("cancelled", 130, "cancelled")
-    assert observer.stops == ["burst cancel"]
-    assert not (run.path / "cancel.json").exists()
-
-
-def test_third_request_leaves_at_once_and_says_what_may_remain(tmp_path: Path) -> None:
-    stop = StopRequests()
-
-    def press(observer: Observer) -> None:
-        if steps_done(observer) == 5:
-            stop.count, stop.cause = 3, "Ctrl-C"
-
-    outcome, run, _ = launch(tmp_path, "ignore", press, stop)
-    assert (outcome.status, outcome.exit_code) == ("cancelled", 130)
-    assert [left.node for left in outcome.leftover] == [socket.gethostname()]
-    assert "60 s" in run.read_state()["leftover"][0]
-
-
-def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path) -> None:
-    def kill(observer: Observer) -> None:
-        if steps_done(observer) == 5:
-            for process in supervisors(observer.run.run_id):
-                process.kill()
-
-    outcome, run, _ = launch(tmp_path, "sleep", kill)
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", socket.gethostname())
-    assert (outcome.leftover, run.read_state()["state"]) == ((), "failed")
 
 
 def test_death_of_a_rank_is_known_within_two_seconds_although_its_peers_wait_for_ever(tmp_path: Path) -> None:
@@ -300,7 +176,7 @@ def test_what_is_run_is_what_the_plan_says(tmp_path: Path) -> None:
     def look(observer: Observer) -> None:
         for process in run_processes(observer.run.run_id) if not seen else []:
             with contextlib.suppress(psutil.Error):
-                if not seen and "fake_torchrun.py" in " ".join(process.cmdline()):
+                if not seen and "torch.distributed.run" in process.cmdline():
                     seen.update(argv=process.cmdline(), cwd=process.cwd(), environment=process.environ())
                     stop.count, stop.cause = 1, "Ctrl-C"
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from testkit import KIT, PYTHON_PATH, ROOT
+from testkit import ROOT
+from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes
 
 from cluster.control.controller import Manner, control
@@ -24,11 +24,7 @@ from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchOutcome, SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
-from cluster.facts import NodeFacts
-from cluster.plan import build_launch_plan
 from cluster.supervise.node.control_group import memory_groups
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
 from engine.run.records import json_text
 from engine.runs import RunFolder, create_run, new_run_path
 
@@ -115,11 +111,9 @@ def launch(
 ) -> tuple[LaunchOutcome, RunFolder]:
     """Two fake ranks in `mode`; `prefix` goes before the command that starts them, `proc` is the procfs seen."""
     path = new_run_path(tmp_path / "runs", "tiny")
-    python_path = PYTHON_PATH
-    facts = NodeFacts(socket.gethostname(), 2, 0, sys.executable, str(tmp_path), python_path)
-    plan = build_launch_plan(RunConfig(cluster=ClusterConfig(ranks_per_node=2)), facts, path, module="fake_trainer")
-    argv = (*prefix, sys.executable, str(KIT / "fake_torchrun.py"), "2", "fake_trainer", str(path / "config.yaml"))
-    plan = dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),))
+    plan = fake_plan(path)
+    node = dataclasses.replace(plan.nodes[0], argv=(*prefix, *plan.nodes[0].argv))
+    plan = dataclasses.replace(plan, nodes=(node,))
     predicted = json_text({"device_peak_bytes": 12345, "host_peak_bytes": 0})
     run = create_run(path, {**dict(plan.files), "memory_plan.json": predicted})
     os.environ["FAKE_MODE"] = mode
@@ -172,6 +166,6 @@ def test_allocation_that_fails_gives_oom_with_rank_phase_and_advice(tmp_path: Pa
 
 
 def test_rank_that_somebody_else_killed_is_not_out_of_memory(tmp_path: Path) -> None:
-    outcome, _ = launch(tmp_path, "killed")
+    outcome, _ = launch(tmp_path, "kill")
     assert outcome.failure is not None
     assert (outcome.status, outcome.failure.kind, outcome.failure.memory) == ("failed", "signal", None)

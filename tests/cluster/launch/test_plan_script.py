@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.image_rig import wait_until
 from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
+from testkit.waiting import wait_for
 
 from cluster.access.hosts import Host
 from cluster.access.ssh import SshPool
@@ -143,7 +143,7 @@ def test_the_first_failure_stops_the_others_and_is_the_exit_code(
     _, err = script.communicate(timeout=250)  # far less than the others would wait
     assert script.returncode == 3, err
     assert "ended with 3; stopping the others" in err
-    wait_until(lambda: processes(plan) == [], "the end of the ranks")
+    wait_for(lambda: processes(plan) == [], "the end of the ranks")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,11 +152,11 @@ def test_an_interrupt_ends_what_it_started(lay: Callable[..., LaunchPlan], tmp_p
     """Also a node that has been asked to begin and has not begun yet."""
     plan = lay(tmp_path / "run" / f"20260101-000000-00dea{ranks}", "wait", 2)
     script = start(tmp_path)
-    wait_until(lambda: len(processes(plan)) >= ranks, "the start of the ranks")
+    wait_for(lambda: len(processes(plan)) >= ranks, "the start of the ranks")
     script.send_signal(signal.SIGINT)
     script.communicate(timeout=200)
     assert script.returncode == 130
-    wait_until(lambda: processes(plan) == [], "the end of the ranks")
+    wait_for(lambda: processes(plan) == [], "the end of the ranks")
     time.sleep(2.0)
     assert processes(plan) == []
 

@@ -1,7 +1,4 @@
-"""What tests of launches through Slurm share: runs of the fake trainer as real jobs of a testbed's Slurm, led for real.
-
-The ranks are started by a torchrun of a few lines, which `lay_torchrun` puts where Python looks before it finds torch.
-"""
+"""What tests of launches through Slurm share: runs of fake ranks as real jobs of a testbed's Slurm, led for real."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ import json
 import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
-from testkit import KIT
+from testkit import FAKE_PYTHON_PATH
+from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
@@ -35,45 +32,6 @@ from cluster.testbed.node import Node
 from engine.config import DataConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.runs import RunFolder, create_run, new_run_path
-
-_TORCHRUN = """
-import argparse, os, signal, subprocess, sys, time
-parser = argparse.ArgumentParser()
-for name in ("--nnodes", "--node-rank", "--nproc-per-node"):
-    parser.add_argument(name, type=int)
-for name in ("--max-restarts", "--rdzv-backend", "--rdzv-id", "--master-addr", "--master-port", "--local-addr"):
-    parser.add_argument(name)
-parser.add_argument("--log-dir")
-parser.add_argument("-m", dest="module")
-parser.add_argument("argument")
-given = parser.parse_args()
-
-def start(local_rank):
-    rank = given.node_rank * given.nproc_per_node + local_rank
-    names = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TORCHELASTIC_RUN_ID": "fake"}
-    command = [sys.executable, "-m", given.module, given.argument]
-    return subprocess.Popen(command, env={**os.environ, **names}, start_new_session=True)
-
-def stop():
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    for rank in ranks:
-        rank.wait()
-
-ranks = [start(local_rank) for local_rank in range(given.nproc_per_node)]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(stop() or 1))
-while True:
-    codes = [rank.poll() for rank in ranks]
-    if all(code == 0 for code in codes):
-        sys.exit(0)
-    for local_rank, code in enumerate(codes):
-        if code:
-            stop()
-            print(f"failed (exitcode: {code}) local_rank: {local_rank} (pid: {ranks[local_rank].pid}) of binary")
-            sys.exit(1)
-    time.sleep(0.02)
-"""
 
 
 @dataclass
@@ -156,7 +114,7 @@ class SlurmBench:
         ).stdout.strip()
 
     def plan(self, mode: str, nodes: int = 2, **cluster: object) -> LaunchPlan:
-        """A run of the fake trainer with one rank per node."""
+        """A run of fake ranks with one rank per node."""
         settings = ClusterConfig(
             launcher="slurm",
             num_nodes=nodes,
@@ -169,20 +127,9 @@ class SlurmBench:
             train=TrainConfig(steps=5, seq_len=64),
             cluster=settings,
         )
-        facts = probe_local_node()
-        facts = replace(facts, python_path=os.pathsep.join([str(self.torchrun()), str(KIT), facts.python_path or ""]))
+        facts = replace(probe_local_node(), python_path=FAKE_PYTHON_PATH)
         path = new_run_path(self.folder / "runs", "tiny")
-        return build_slurm_plan(config, facts, path, module="fake_trainer", environment={})
-
-    def torchrun(self) -> Path:
-        """A folder with a `torch.distributed.run` that starts in no time."""
-        package = self.folder / "fakes" / "torch" / "distributed"
-        if not package.exists():
-            package.mkdir(parents=True)
-            (package.parent / "__init__.py").write_text("")
-            (package / "__init__.py").write_text("")
-            (package / "run.py").write_text(_TORCHRUN)
-        return self.folder / "fakes"
+        return build_slurm_plan(config, facts, path, module="fake_rank", environment={})
 
     def lead(
         self,
@@ -255,14 +202,6 @@ class SlurmBench:
     def wait_idle(self) -> None:
         """Return once Slurm has cleared all nodes."""
         wait_for(lambda: set(self.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
-
-
-def wait_for(ready: Callable[[], object], describe: Callable[[], str] = lambda: "", timeout_s: float = 200.0) -> None:
-    """Return once `ready()`."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.05)
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_rig import KIT, SlurmBench, wait_for
+from slurm_rig import SlurmBench
+from testkit import KIT
 from testkit.image_rig import busybox_tree
+from testkit.waiting import wait_for
 
 from cluster.testbed.node import Node
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from slurm_rig import SlurmBench, wait_for
+from slurm_rig import Led, SlurmBench
+from testkit.waiting import wait_for
 
 from cluster.control.settle import settle
 from cluster.control.timing import LaunchTiming
@@ -39,15 +40,14 @@ def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_node
     assert [node.name for node in read_launch_plan(led.run.path).nodes] == [first, second]
     assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.watcher.notes
     assert bench.processes(led.run) == []
+    check_commands(bench, led)
     wait_for(lambda: "JobState=COMPLETED" in bench.client("scontrol", "show", "job", led.job_id))
 
 
-def test_every_node_gets_its_own_command_and_the_address_of_the_first(bench):
-    led = bench.lead(bench.plan("ok"))
-    assert led.wait().status == "completed", led.describe()
+def check_commands(bench: SlurmBench, led: Led) -> None:
+    """Every node got its own command and the address of the first."""
     first, second = bench.testbed.nodes[:2]
     plan = read_launch_plan(led.run.path)
-
     masters = {word for node in plan.nodes for word in node.argv if word.startswith("--master-addr")}
     assert masters == {f"--master-addr={first.address}"}
     assert f"--local-addr={second.address}" in plan.nodes[1].argv
@@ -55,15 +55,12 @@ def test_every_node_gets_its_own_command_and_the_address_of_the_first(bench):
     assert all((led.run.path / node.env_file).stat().st_mode & 0o077 == 0 for node in plan.nodes)
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind", "error"), [("raise", "exception", "ValueError"), ("killed", "signal", "SIGKILL")]
-)
-def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench, mode, kind, error):
-    led = bench.lead(bench.plan(mode))
+def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench):
+    led = bench.lead(bench.plan("kill"))
     failure = led.wait().failure
 
     assert failure is not None
-    assert (failure.kind, failure.type, failure.rank, failure.host) == (kind, error, 1, names(bench)[1])
+    assert (failure.kind, failure.type, failure.rank, failure.host) == ("signal", "SIGKILL", 1, names(bench)[1])
     assert led.run.read_state()["state"] == "failed"
     wait_for(lambda: not bench.processes(led.run), timeout_s=15)
 
@@ -92,6 +89,7 @@ def test_scancel_from_outside_is_a_cancelled_run(bench):
     assert bench.processes(led.run) == []
 
 
+@pytest.mark.thorough
 def test_ranks_that_ignore_a_request_to_stop_are_killed_by_their_supervisors(bench):
     led = bench.lead(bench.plan("ignore"), timing=LaunchTiming(stop_grace_s=1.0))
     led.wait_for_step(5)
@@ -206,24 +204,13 @@ def test_the_time_limit_is_told_as_such(bench):
     assert "time limit" in outcome.failure.message
 
 
-def test_inside_of_an_allocation_its_nodes_are_used_and_it_stays(bench, monkeypatch):
-    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
-    monkeypatch.setenv("SLURM_JOB_ID", allocation)
-    led = bench.lead(bench.plan("ok"))
-    outcome = led.wait()
-
-    assert outcome.status == "completed"
-    assert led.job_id == allocation
-    assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)
-
-
-def test_inside_of_an_allocation_a_cancelled_run_leaves_the_allocation(bench, monkeypatch):
+def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):
     allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
     monkeypatch.setenv("SLURM_JOB_ID", allocation)
     led = bench.lead(bench.plan("wait"))
     led.wait_for_step(5)
+    assert led.job_id == allocation
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
     outcome = led.wait(40)
 

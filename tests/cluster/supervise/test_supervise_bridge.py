@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from supervise_bridge import BridgeClient
-from testkit.supervise_rig import Rig, is_gone, wait_for
+from testkit.supervise_rig import Rig, is_gone
+from testkit.waiting import wait_for
 
 from cluster.image.node.frames import pack_data
 from cluster.supervise.node.folder import NodeFiles, write_json

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from testkit.image_rig import LauncherEngine, busybox_tree, launcher_engine
 from testkit.machine_clock import machine_time
-from testkit.supervise_rig import Rig, is_gone, kill, wait_for
+from testkit.supervise_rig import Rig, is_gone, kill
+from testkit.waiting import wait_for
 
 from cluster.supervise.node.container import Container
 from cluster.supervise.node.daemon import start

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from testkit.supervise_rig import PYTHON_PATH, Rig, wait_for
+from testkit.supervise_rig import PYTHON_PATH, Rig
+from testkit.waiting import wait_for
 
 from cluster.supervise.node.control_group import memory_groups, memory_limit_bytes, oom_counter
 from cluster.supervise.node.memory import MemoryWatch

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, wait_for
+from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill
+from testkit.waiting import wait_for
 
 import cluster.supervise.node
 from cluster.supervise.bundle import bridge_text

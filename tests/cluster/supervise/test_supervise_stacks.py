@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.supervise_rig import Rig, kill, wait_for
+from testkit.supervise_rig import Rig, kill
+from testkit.waiting import wait_for
 
 from cluster.supervise.node.folder import read_json, request_stacks
 

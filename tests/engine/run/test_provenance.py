@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.run.provenance import MAX_DIFF_CHARACTERS, collect_provenance, git_facts
+from engine.run.provenance import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
 
 
 @pytest.fixture
@@ -62,9 +62,6 @@ def test_provenance_outside_of_a_checkout_still_has_versions(tmp_path: Path, mon
     assert provenance["hardware"]["memory_bytes"] > 0
 
 
-def test_the_code_is_looked_for_where_the_packages_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
-    monkeypatch.setattr("engine.run.provenance.git_facts", asked.append)
-    collect_provenance()
-    (root,) = asked
-    assert {"engine", "cluster", "burst_cli"} <= {path.name for path in root.iterdir()}
+def test_the_code_is_looked_for_where_the_packages_lie() -> None:
+    assert {"engine", "cluster", "burst_cli"} <= {path.name for path in CODE_ROOT.iterdir()}
+    assert (collect_provenance()["git"] or {}).get("sha") == (git_facts(CODE_ROOT) or {}).get("sha")

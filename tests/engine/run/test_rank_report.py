@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.waiting import wait_for
 
 from engine.run.rank_process import RankStatus
 from engine.run.rank_report import REQUEST_NAME, RankPlace
@@ -43,15 +44,6 @@ def read(path: Path) -> dict[str, Any]:
     document = json.loads(path.read_text())
     assert isinstance(document, dict)
     return document
-
-
-def wait_for(condition: Any, seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
 
 
 @pytest.fixture

@@ -1,0 +1,201 @@
+"""Faults of nodes, links and launchers, on a virtual cluster with real sshd; only the ranks are fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit.fake_run import HURRIED, TestbedRun
+from testkit.fault_rig import confirm, send, sshd_sessions
+from testkit.fault_table import AROUND_RANKS, LEASE, Row
+from testkit.process_table import run_processes, supervisors, wait_until_gone
+from testkit.testbed_fixture import Testbeds
+
+from cluster.control.outcome import SilentObserver
+from cluster.control.settle import request_cancel, settle, take_over
+from cluster.control.stopping import StopRequests
+from cluster.testbed.build import Testbed
+from cluster.testbed.faults import clear_faults, set_fault
+
+GONE_S = 15.0
+# A node that is not heard is lost soon; who asks for more time than this gets it by other rows.
+TIMING = replace(HURRIED, lost_s=2.0, kill_s=1.0)
+
+
+@dataclass
+class Case:
+    """A run of the row and what is done to it once it is under way."""
+
+    one: TestbedRun
+    node: str
+    exit_code: int | None = None
+
+    @property
+    def testbed(self) -> Testbed:
+        return self.one.testbed
+
+    def lead(self, act: Callable[[], None]) -> None:
+        """Lead it to its end in this process; `act` happens once."""
+        is_done: list[bool] = []
+
+        def once() -> None:
+            if not is_done and self.one.is_under_way:
+                is_done.append(True)
+                act()
+
+        with StopRequests().listening() as stop:
+            self.exit_code = self.one.lead(once, stop, TIMING)[0].exit_code
+        assert is_done
+
+    def open_gate(self) -> None:
+        """The ranks may come to their end."""
+        (self.one.there(self.one.names[0]).path / "gate").touch()
+
+    def pids(self, word: str) -> list[int]:
+        """Processes of the run on the node with this word in their command line."""
+        found = []
+        for process in [*run_processes(self.one.run.run_id), *supervisors(self.one.run.run_id)]:
+            with contextlib.suppress(psutil.Error):
+                is_there = self.node in process.cmdline() or process.environ().get("BURST_NODE") == self.node
+                if is_there and word in " ".join(process.cmdline()):
+                    found.append(process.pid)
+        return found
+
+    def kill(self, word: str) -> None:
+        pids = self.pids(word)
+        assert pids
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+
+    def signal(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+
+def restart(case: Case) -> None:
+    """All that runs on the node is gone at once, then it is there again."""
+    case.kill("burst-supervisor")
+    for pid in case.pids(""):
+        send(pid, signal.SIGKILL)
+    set_fault(case.testbed, case.node, "sshd_stop")
+    clear_faults(case.testbed, case.node)
+
+
+def break_sessions(case: Case) -> None:
+    for pid in sshd_sessions(case.testbed, case.node):
+        send(pid, signal.SIGKILL)
+    case.open_gate()
+
+
+def slow_down(case: Case) -> None:
+    set_fault(case.testbed, case.node, "link_slow", "20mbit")
+    case.open_gate()
+
+
+def cancel(case: Case) -> None:
+    threading.Thread(target=request_cancel, args=(case.one.run,), daemon=True).start()
+
+
+def cut_off_and_leave(case: Case) -> None:
+    set_fault(case.testbed, case.node, "link_down")
+    case.signal(*[signal.SIGINT] * 3)
+
+
+ACTIONS: dict[str, tuple[str, Callable[[Case], None]]] = {
+    "kill torchrun": ("sleep", lambda case: case.kill("distributed/run.py")),
+    "kill the supervisor": ("sleep", lambda case: case.kill("burst-supervisor")),
+    "restart the node": ("wait", restart),
+    "cut the link": ("wait", lambda case: set_fault(case.testbed, case.node, "link_down")),
+    "kill SSH sessions": ("gate", break_sessions),
+    "slow the link": ("gate", slow_down),
+    "SIGINT": ("sleep", lambda case: case.signal(signal.SIGINT)),
+    "SIGTERM": ("wait", lambda case: case.signal(signal.SIGTERM)),
+    "SIGHUP": ("wait", lambda case: case.signal(signal.SIGHUP)),
+    "SIGINT twice": ("ignore", lambda case: case.signal(signal.SIGINT, signal.SIGINT)),
+    "SIGINT thrice": ("wait", cut_off_and_leave),
+    "cancel": ("wait", cancel),
+}
+IN_THIS_PROCESS = [row for row in AROUND_RANKS if row.do in ACTIONS]
+(LAUNCHER_KILLED,) = (row for row in AROUND_RANKS if row.do == "kill the launcher")
+(RESUMED,) = (row for row in AROUND_RANKS if row.do == "resume")
+
+
+@pytest.fixture(scope="module")
+def testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
+    testbeds = Testbeds(tmp_path_factory.mktemp("faults") / "config")
+    try:
+        yield testbeds.make(nodes=2)
+    finally:
+        testbeds.close()
+
+
+@pytest.fixture
+def make_case(testbed: Testbed, tmp_path: Path) -> Iterator[Callable[[Row, str], Case]]:
+    """Makes the run of a row; afterwards all faults are taken back, and nothing of it is left on any node."""
+    made: list[Case] = []
+
+    def make(row: Row, mode: str) -> Case:
+        lease = {"lease_s": 5.0} if row.words == LEASE else {}
+        one = TestbedRun(testbed, tmp_path, mode, **lease)
+        made.append(Case(one, testbed.node_names[1]))
+        return made[-1]
+
+    yield make
+    for node in testbed.node_names:
+        clear_faults(testbed, node)
+    left = [process for case in made for process in wait_until_gone(case.one.run.run_id, GONE_S)]
+    for case in made:
+        case.one.kill()
+    assert left == []
+
+
+@pytest.mark.parametrize("row", IN_THIS_PROCESS, ids=lambda row: row.do.replace(" ", "_"))
+def test_fault_is_survived_or_ends_the_run_with_its_reason(make_case: Callable[[Row, str], Case], row: Row) -> None:
+    mode, act = ACTIONS[row.do]
+    case = make_case(row, mode)
+    begin: list[float] = []
+    case.lead(lambda: (begin.append(time.monotonic()), act(case))[0])
+    if row.limit_s is not None:
+        assert wait_until_gone(case.one.run.run_id, row.limit_s) == []
+        assert time.monotonic() - begin[0] <= row.limit_s
+    confirm(row, case.one.run, case.exit_code, case.one.names)
+    if row.words == LEASE:  # it was cut off: what may still run there is said
+        assert case.node in str(case.one.run.read_state()["leftover"])
+    if row.state == "completed":
+        log = case.one.run.log_path(case.node, 1)
+        assert log.read_bytes() == case.one.there(case.node).log_path(case.node, 1).read_bytes()
+
+
+def test_launcher_killed_leaves_nodes_that_stop_by_themselves(make_case: Callable[[Row, str], Case]) -> None:
+    case = make_case(LAUNCHER_KILLED, "wait")
+    with case.one.orphaned():
+        pass
+    begin = time.monotonic()
+    assert wait_until_gone(case.one.run.run_id, LAUNCHER_KILLED.limit_s or 0.0) == []
+    assert time.monotonic() - begin > 1.0  # it was the lease, not the death, that ended them
+    settle(case.one.run)
+    confirm(LAUNCHER_KILLED, case.one.run, None, case.one.names)
+
+
+def test_run_of_a_killed_launcher_is_taken_up_again_and_ends_well(make_case: Callable[[Row, str], Case]) -> None:
+    case = make_case(RESUMED, "gate")
+    with case.one.orphaned():
+        case.open_gate()
+    assert settle(case.one.run, 20.0).state in ("running", "completed")
+    outcome = take_over(case.one.run, SilentObserver(), StopRequests())
+    confirm(RESUMED, case.one.run, outcome.exit_code, case.one.names)
+    assert [row["step"] for row in case.one.run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert case.one.run.read_state()["attempt"] == 1
+
+
+def test_every_row_has_its_test() -> None:
+    elsewhere = {"close stdout"}  # tests/burst_cli/test_launch_command.py
+    assert {row.do for row in AROUND_RANKS} == {*ACTIONS, "kill the launcher", "resume"} | elsewhere

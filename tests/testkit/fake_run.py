@@ -1,0 +1,195 @@
+"""Real runs of several nodes without torch: a controller, links and supervisors lead fake ranks.
+
+`LocalRun` has all of its nodes on this machine, without SSH; `TestbedRun` has those of a virtual cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.control.controller import Manner, control
+from cluster.control.link import NodeLink, NodeStatus
+from cluster.control.local_link import LocalLink
+from cluster.control.open import open_links
+from cluster.control.outcome import LaunchOutcome, SilentObserver
+from cluster.control.ssh_link import LinkTiming
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.env.facts import EnvironmentVariable
+from cluster.facts import NodeFacts
+from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
+from cluster.plan_record import read_launch_plan
+from cluster.testbed.build import Testbed
+from engine.config import RunConfig, TrainConfig
+from engine.config_cluster import ClusterConfig, SshConfig
+from engine.runs import RunFolder, create_run, new_run_path, open_run
+from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
+from testkit.fake_plan import fake_torchrun
+from testkit.process_table import kill_run
+from testkit.waiting import wait_for
+
+LINKS = LinkTiming(first_pause_s=0.2, longest_pause_s=1.0, silence_s=4.0, start_s=60.0)
+# As short as a controller lets things be; ranks of fakes end in no time.
+HURRIED = LaunchTiming(
+    poll_s=0.02, stop_grace_s=0.5, evidence_s=0.2, failure_grace_s=0.5, early_exit_s=0.5, vanish_s=0.5, kill_s=3.0
+)
+
+
+class Observer:
+    """Remembers what it was told; `act` is called at every tick."""
+
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        self.act = act
+        self.stops: list[tuple[str, float]] = []
+        self.notes: list[str] = []
+        self.statuses: Sequence[NodeStatus] = ()
+
+    def tick(self) -> None:
+        self.act()
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = statuses
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        self.stops.append((cause, grace_s))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class LocalRun:
+    """A run of fake ranks in `mode` on nodes of these names, of which rank `bad_rank` misbehaves."""
+
+    launcher = "local"
+
+    def __init__(
+        self,
+        base: Path,
+        mode: str,
+        *,
+        names: Sequence[str] = ("node1", "node2"),
+        local_ranks: int = 1,
+        bad_rank: int = 1,
+        **cluster: Any,
+    ) -> None:
+        self.names, self.local_ranks = names, local_ranks
+        self.plan = self._plan(new_run_path(base / "runs", "tiny"), mode, bad_rank, cluster)
+        self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
+
+    def links(self) -> list[NodeLink]:
+        return [LocalLink(self.run.path, name) for name in self.names]
+
+    def lead(
+        self,
+        act: Callable[[], None] = lambda: None,
+        stop: StopRequests | None = None,
+        timing: LaunchTiming = HURRIED,
+    ) -> tuple[LaunchOutcome, Observer]:
+        """Lead the run to its end, with `act` at every tick."""
+        observer, manner = Observer(act), Manner(timing=timing)
+        return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether ranks did all steps, and the launcher knows that all nodes have begun: before, a start would fail."""
+        return len(self.run.read_metrics()) >= 5 and self.run.read_state()["nodes_started_at"] is not None
+
+    @contextlib.contextmanager
+    def orphaned(self) -> Iterator[None]:
+        """Another process leads it, and is killed when it is under way."""
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+        launcher = subprocess.Popen([sys.executable, "-m", "testkit.fake_run", str(self.run.path)], env=environment)
+        try:
+            wait_for(lambda: self.is_under_way or launcher.poll() is not None, "the ranks")
+            assert launcher.poll() is None
+        finally:
+            launcher.kill()
+            launcher.wait()
+        yield
+
+    def mend(self) -> None:
+        """From the next attempt on no rank misbehaves."""
+        nodes = []
+        for node in self.plan.nodes:
+            variables = [replace(one, value="ok") if one.name == "FAKE_MODE" else one for one in node.environment]
+            nodes.append(replace(node, environment=tuple(variables)))
+        self.plan = replace(self.plan, nodes=tuple(nodes))
+
+    def folder(self, name: str, path: Path) -> Path:
+        """The run folder on a node, when the launcher's is `path`."""
+        return path
+
+    def there(self, node: str) -> RunFolder:
+        """The run folder on a node, which lies on this machine's disk, too."""
+        return RunFolder(self.folder(node, self.run.path))
+
+    def kill(self) -> None:
+        kill_run(self.run.run_id)
+
+    def _plan(self, path: Path, mode: str, bad_rank: int, cluster: Mapping[str, Any]) -> LaunchPlan:
+        settings = ClusterConfig(ranks_per_node=self.local_ranks, **cluster)
+        config = RunConfig(cluster=settings, train=TrainConfig(steps=5, seq_len=64))
+        facts = NodeFacts(self.names[0], 2, 0, sys.executable, "/", FAKE_PYTHON_PATH)
+        plan = build_launch_plan(config, facts, path, module="fake_rank")
+        conduct = {"FAKE_MODE": mode, "FAKE_RANK": str(bad_rank), "FAKE_LEAD": str(self.folder(self.names[0], path))}
+        nodes = tuple(self._node(plan, number, conduct) for number in range(len(self.names)))
+        world_size = self.local_ranks * len(nodes)
+        return with_files(replace(plan, nodes=nodes, world_size=world_size, launcher=self.launcher))
+
+    def _node(self, plan: LaunchPlan, number: int, conduct: Mapping[str, str]) -> NodePlan:
+        name = self.names[number]
+        folder = self.folder(name, Path(plan.run_path))
+        logs = f"{folder}/logs/{name}"
+        python, torchrun, *words = fake_torchrun(self.local_ranks, f"{folder}/config.yaml")
+        # How a rank ended is to be had only until torchrun asks for it: this one is slower than a supervisor ever is.
+        more = {"FAKE_POLL_S": "1", **conduct, "BURST_NODE": name, "BURST_RANK_LOGS": logs}
+        kept = [variable for variable in plan.nodes[0].environment if variable.name not in more]
+        return NodePlan(
+            name=name,
+            node_rank=number,
+            first_rank=number * self.local_ranks,
+            local_ranks=self.local_ranks,
+            argv=(python, torchrun, f"--node-rank={number}", *words),
+            environment=(*kept, *(EnvironmentVariable(key, value, "for the test") for key, value in more.items())),
+            cwd="/",
+            folder=str(folder),
+            log_dir=logs,
+        )
+
+
+class TestbedRun(LocalRun):
+    """The same on all nodes of `testbed`, over SSH."""
+
+    __test__ = False
+    launcher = "ssh"
+
+    def __init__(self, testbed: Testbed, base: Path, mode: str, **settings: Any) -> None:
+        self.testbed = testbed
+        folder = testbed.folder
+        ssh = SshConfig(config_file=str(folder.ssh_config), known_hosts=str(folder.known_hosts))
+        super().__init__(base, mode, names=testbed.node_names, launcher="ssh", ssh=ssh, **settings)
+
+    def links(self) -> list[NodeLink]:
+        return open_links(self.plan, self.run, LINKS)
+
+    def folder(self, name: str, path: Path) -> Path:
+        return self.testbed.node(name).folder.home / ".burst" / "runs" / path.name
+
+
+def main(path: str) -> int:
+    """Lead the run in folder `path` from a process of its own, which can be killed."""
+    run = open_run(Path(path))
+    plan = read_launch_plan(run.path)
+    links = open_links(plan, run, LINKS)
+    return control(plan, run, links, SilentObserver(), StopRequests(), Manner(timing=HURRIED)).exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
