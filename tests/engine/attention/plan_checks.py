@@ -30,16 +30,18 @@ def check_plans(
     late: bool = True,
     topology: Topology | None = None,
 ) -> None:
-    """The plans of all ranks: proven by counting over both hubs; dense attention's numbers and the planned bytes."""
+    """The plans of all ranks: proven by counting, with dense attention's numbers and the planned bytes.
+
+    Counted over a hub that delivers late if `late`, computed over the other kind: each finds what the other cannot.
+    """
     for plan in filter(None, (plans.forward, plans.recompute, plans.backward)):
         plan.validate()
-    for hub_is_late in (True, False):
-        prove_pair(plans, mask, blocks, late=hub_is_late)
+    prove_pair(plans, mask, blocks, late=late)
     visible = dense_visibility(mask, blocks.home.seq_len)
     check_tiles(plans, blocks, visible)
     inputs = random_inputs(blocks.home.seq_len, *heads, HEAD_DIM)
     topology = topology or Topology(1, blocks.home.size)
-    group = Group(plans, blocks, kernel or ReferenceKernel(), late, topology, torch.float64)
+    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64)
     result = group.run(inputs)
     found = errors(result.values, oracle(inputs, visible))
     assert all(error < EXACT for error in found.values()), found

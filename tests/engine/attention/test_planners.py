@@ -156,3 +156,5 @@ def test_anything_that_a_planner_takes_is_proven_and_equals_dense_attention(plan
     for name in ("forward", "recompute", "backward"):
         if getattr(whole, name) is not None:
             assert same_but_for_step_numbers(getattr(alone, name).ranks[rank], getattr(whole, name).ranks[rank])
+    if whole.recompute is not None and alone.recompute is not None:
+        assert alone.recompute.recomputed_rows == {rank: whole.recompute.recomputed_rows[rank]}
