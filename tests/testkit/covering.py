@@ -1,4 +1,4 @@
-"""A pytest plugin: which cases of a parametrised test are left to `make thorough`.
+"""Few cases that hold every pair of values: of a parametrised test (a pytest plugin), or made up from axes.
 
 @pytest.mark.pairwise: of a product of parameters, cases remain that hold every pair of values of two of them
 @pytest.mark.thorough_for("a", "b"): the cases with these ids are thorough
@@ -7,12 +7,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 
 Case = dict[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+TRIES = 12  # cases that are made up for a pair, of which the one with most new pairs is taken
+LAST_TRIES = 300  # before a pair is called impossible
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,3 +57,43 @@ def covering(cases: Sequence[Case]) -> set[int]:
 def _pairs(case: Case) -> Iterable[object]:
     items = sorted(case.items())
     return itertools.combinations(items, 2) if len(items) > 1 else items
+
+
+def covering_cases(axes: Mapping[str, Sequence[str]], legal: Callable[[Case], bool]) -> list[Case]:
+    """Few legal cases that hold every pair of values that any legal case holds; the same ones in every process."""
+    missing = dict.fromkeys(
+        ((a, x), (b, y)) for a, b in itertools.combinations(axes, 2) for x in axes[a] for y in axes[b]
+    )  # a dict, for the order
+    rng, cases = random.Random(0), list[Case]()
+    while missing:
+        pair = next(iter(missing))
+        found: list[Case] = []
+        for number in range(LAST_TRIES):
+            case = _made_up(pair, axes, missing if number < TRIES else {}, rng)
+            found += [case] if legal(case) else []
+            if number >= TRIES and found:
+                break
+        if not found:
+            del missing[pair]
+            continue
+        cases.append(max(found, key=lambda case: sum(pair in missing for pair in pairs_of(case))))
+        for held in pairs_of(cases[-1]):
+            missing.pop(held, None)
+    return cases
+
+
+def _made_up(pair: Pair, axes: Mapping[str, Sequence[str]], missing: Mapping[Pair, None], rng: random.Random) -> Case:
+    """A case that holds a pair; on every other axis the value that adds most missing pairs to those before it."""
+    case, place = dict(pair), {axis: number for number, axis in enumerate(axes)}
+
+    def gain(new: tuple[str, str]) -> int:
+        return sum(((new, old) if place[new[0]] < place[old[0]] else (old, new)) in missing for old in case.items())
+
+    for axis in rng.sample([axis for axis in axes if axis not in case], len(axes) - 2):
+        case[axis] = max(rng.sample(list(axes[axis]), len(axes[axis])), key=lambda value: gain((axis, value)))
+    return {axis: case[axis] for axis in axes}
+
+
+def pairs_of(case: Case) -> list[Pair]:
+    """Every two values of a case, in the order of its axes."""
+    return list(itertools.combinations(case.items(), 2))

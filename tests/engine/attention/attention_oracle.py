@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention.executor import lockstep
+from engine.attention.executor import Execution, lockstep
 from engine.attention.grid import Grid
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layout import Layout, LayoutName, build_layout
@@ -16,9 +16,10 @@ from engine.attention.mask import Mask, Visibility
 from engine.attention.methods import Blocks, PlanPair
 from engine.attention.plan import HeadPart, LinkBytes
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
-from engine.attention.runtime import AttentionRuntime
+from engine.attention.recompute import RecomputePlan
+from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.topology import Topology
-from engine.attention.transport import Hub
+from engine.attention.transport import Hub, poison
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -100,6 +101,8 @@ class Group:
         forwards = [runtime.forward_execution(*qkv) for runtime, qkv in zip(runtimes, local, strict=True)]
         lockstep(forwards, forward_hub)
         finished = [r.collect(e, *qkv) for r, e, qkv in zip(runtimes, forwards, local, strict=True)]
+        if self.plans.recompute is not None:
+            finished = self._run_again(self.plans.recompute, local, [saved for _, saved in finished])
         backward_hub = Hub(home.size, self.topology, late=self.late)
         backwards = [
             self._runtime(r, backward_hub).backward_execution(saved, inputs.dout[i], inputs.k.shape[1])
@@ -116,6 +119,19 @@ class Group:
         values = {name: gather(index, tensors) for name, tensors in parts.items()}
         values["lse"] = self._lse([saved.lse for _, saved in finished], inputs)
         return GroupResult(values, forward_hub.sent, backward_hub.sent)
+
+    def _run_again(
+        self, plan: RecomputePlan, local: list[tuple[Tensor, Tensor, Tensor]], saved: list[SavedAttention]
+    ) -> list[tuple[Tensor, SavedAttention]]:
+        """As `collect` of the forward pass, after a recompute pass that was given nothing but the kept rows."""
+        hub = Hub(self.blocks.home.size, late=self.late)
+        again = []
+        for rank, (q, k, v) in enumerate(local):
+            pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}, "saved": _forgotten(saved[rank], plan, rank)}
+            arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
+            again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), pinned))
+        lockstep(again, hub)
+        return [_results(plan, rank, again[rank], local[rank], saved[rank]) for rank in range(len(local))]
 
     def _lse(self, parts: list[Tensor], inputs: Inputs) -> Tensor:
         """lse [N, H]: every rank has the rows of its ring member and its part of the heads."""
@@ -135,6 +151,33 @@ class Group:
             self.wire,
             poisoned=True,
         )
+
+
+def _forgotten(saved: SavedAttention, plan: RecomputePlan, rank: int) -> dict[str, Tensor]:
+    """out and lse without the rows that will be computed again."""
+    kept = {"out": saved.out.clone(), "lse": saved.lse.clone()}
+    for tensor in kept.values():
+        poison(tensor[: plan.recomputed_rows[rank]])
+    return kept
+
+
+def _results(
+    plan: RecomputePlan, rank: int, again: Execution, qkv: tuple[Tensor, Tensor, Tensor], before: SavedAttention
+) -> tuple[Tensor, SavedAttention]:
+    """(out, what backward starts from) of the recompute pass."""
+    pins = plan.ranks[rank].pins
+    query = again.pinned("ring_q")["q"] if "ring_q" in pins else qkv[0]
+    kv = {"k": qkv[1], "v": qkv[2]}
+    for name in ("ring_kv", "kv_last"):
+        kv = again.pinned(name) if name in pins else kv
+    results = _forgotten(before, plan, rank)
+    if "saved" in pins:
+        results = again.pinned("saved")
+    else:
+        for name in ("out", "lse"):
+            results[name][: plan.recomputed_rows[rank]] = again.pinned("acc")[name]
+    out = again.pinned("out")["out"] if "out" in pins else results["out"]
+    return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
 
 
 def gather(index: list[Tensor], parts: list[Tensor]) -> Tensor:

@@ -1,6 +1,4 @@
-"""Real processes over gloo: every preset on 1 to 4 ranks equals dense float64 attention, and its bytes are the
-plan's.
-"""
+"""THE table of real processes over gloo: every preset equals dense float64 attention, and its bytes are the plan's."""
 
 from __future__ import annotations
 
@@ -16,28 +14,31 @@ from engine.attention.arithmetic import AttentionShape
 from engine.attention.mask import Mask
 from engine.attention.methods import plan_method
 from engine.attention.plan import LinkBytes
+from engine.attention.presets import PRESETS
 from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.parallel.mesh import build_mesh
 
 HEADS, HEAD_DIM = 4, 8
-CASES = [
-    (1, {"preset": "single"}, 1),
-    *((size, {"preset": preset}, 1) for size in (2, 3, 4) for preset in ("ring", "striped", "burst")),
-    (4, {"preset": "burst"}, 2),  # two nodes of two ranks
-    (4, {"preset": "burst"}, 4),  # one rank per node
-    (3, {"preset": "burst"}, 3),
-    (4, {"preset": "burst", "backward_circulates": "q"}, 2),
-    (4, {"preset": "burst", "backward_circulates": "kv"}, 2),
-    (4, {"preset": "ring", "layout": "contiguous"}, 1),
-    (2, {"preset": "ulysses"}, 1),
-    (4, {"preset": "ulysses"}, 1),  # replicates the kv heads of GQA
-    (4, {"preset": "burst_ulysses"}, 2),
-    (4, {"preset": "loongtrain", "backward_circulates": "q", "gradient_wire_dtype": "float32"}, 2),
-    (4, {"preset": "usp", "head_parallel_size": 2, "placement": "context_first"}, 1),
-    (4, {"preset": "megatron_cp"}, 1),
-    (4, {"preset": "megatron_allgather"}, 2),
-    (4, {"preset": "megatron_hierarchical"}, 2),
+TABLE: list[tuple[int, int, int, dict[str, Any]]] = [  # ranks, nodes, kv heads, a point on the axes
+    (1, 1, 2, {"preset": "single"}),
+    (2, 1, 2, {"preset": "ring"}),
+    (3, 1, 4, {"preset": "striped"}),
+    (3, 1, 2, {"preset": "burst"}),
+    (3, 3, 2, {"preset": "burst"}),
+    (4, 4, 2, {"preset": "burst"}),  # one rank per node
+    (4, 2, 2, {"preset": "burst", "backward_circulates": "q"}),
+    (4, 2, 4, {"preset": "burst", "backward_circulates": "kv", "gradient_wire_dtype": "bfloat16"}),
+    (4, 2, 2, {"preset": "burst", "backward_order": "reversed", "backward_circulates": "kv"}),
+    (4, 2, 4, {"preset": "burst_ulysses"}),
+    (4, 1, 2, {"preset": "ulysses"}),  # replicates the kv heads
+    (4, 2, 4, {"preset": "loongtrain", "backward_circulates": "q"}),
+    (4, 1, 2, {"preset": "usp", "head_parallel_size": 2, "placement": "context_first"}),
+    (4, 1, 2, {"preset": "megatron_cp"}),
+    (4, 2, 4, {"preset": "megatron_allgather", "ring_inner_size": 2, "ring_outer_size": 2}),
+    (4, 2, 2, {"preset": "megatron_hierarchical"}),
+    (2, 1, 4, {"preset": "fpdt", "chunk_tokens": 3}),
+    (2, 1, 2, {"preset": "alst"}),
 ]
 
 
@@ -87,15 +88,13 @@ def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tupl
     return forward, backward
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(("size", "attention", "nodes"), CASES, ids=str)
-@pytest.mark.pairwise
+def test_every_preset_is_in_the_table() -> None:
+    assert {row[-1]["preset"] for row in TABLE} == {*PRESETS} - {"megatron_tp"}  # which is `single` to attention
+
+
+@pytest.mark.parametrize(("size", "nodes", "kv_heads", "attention"), TABLE, ids=str)
 def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
-    ranks,
-    size: int,
-    attention: dict[str, Any],
-    nodes: int,
-    kv_heads: int,
+    ranks, size: int, nodes: int, kv_heads: int, attention: dict[str, Any]
 ):
     seq_len = 8 * size + 3  # does not divide: the tail is padding
     replies = ranks(size).run(run_rank, seq_len, kv_heads, attention, nodes)

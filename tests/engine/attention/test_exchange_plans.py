@@ -1,13 +1,10 @@
-"""Head exchange: proven by counting, equal to dense float64 attention, and as many bytes as the published formulas."""
+"""Head exchange: as many bytes as the published formulas, and every rank in one place."""
 
 from __future__ import annotations
 
 import pytest
-from attention_oracle import Group, causal, dense_visibility, errors, oracle, random_inputs
 
-from engine.attention.counting import prove_pair
 from engine.attention.grid import Grid
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.mask import Mask
 from engine.attention.methods import divide_sequence, plan_method
 from engine.attention.plan import TokenBytes
@@ -23,37 +20,6 @@ def method(grid: tuple[int, int, int], circulates: str = "kv", **changes: object
     return AttentionMethod(
         "loongtrain", layout, inner, outer, circulates, "float32", "", head_parallel_size=heads, **changes
     )
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("circulates", ["kv", "q"])
-@pytest.mark.parametrize(("mask", "rows"), [(Mask(48), 48), (Mask(29, window=7, documents=(0, 3, 4, 20)), 31)])
-@pytest.mark.pairwise
-def test_every_pair_is_counted_once_and_numbers_equal_dense_attention(grid, circulates, mask, rows):
-    for placement in ("head_first", "context_first", "interleaved"):
-        for layout in ("zigzag", "striped", "contiguous"):
-            chosen = method(grid, circulates, layout=layout, placement=placement)
-            blocks = divide_sequence(chosen, rows, [mask])
-            plans = plan_method(chosen, mask, blocks)
-            for plan in (plans.forward, plans.backward):
-                plan.validate()
-            for late in (True, False):
-                prove_pair(plans, mask, blocks, late=late)
-    inputs = random_inputs(rows, 24, 24)
-    got = Group(plans, blocks, ReferenceKernel()).run(inputs).values
-    found = errors(got, oracle(inputs, dense_visibility(mask, rows)))
-    assert all(error < 1e-10 for error in found.values()), found
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "parallel"), [(8, 2, 4), (8, 1, 8), (6, 2, 6), (4, 1, 2)])
-def test_kv_heads_are_replicated_when_more_ranks_divide_the_heads(heads, kv_heads, parallel):
-    for rings in ((1, 1), (2, 1)):
-        chosen = method((parallel, *rings), kv_replicated=parallel > kv_heads)
-        blocks = divide_sequence(chosen, 40)
-        inputs = random_inputs(40, heads, kv_heads)
-        got = Group(plan_method(chosen, Mask(40), blocks), blocks, ReferenceKernel()).run(inputs).values
-        found = errors(got, oracle(inputs, causal(40)))
-        assert all(error < 1e-10 for error in found.values()), found
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 4), (8, 2, 4), (8, 4, 8)])
@@ -103,13 +69,3 @@ def test_every_rank_has_one_place(placement):
         grid = Grid(*shape, placement)
         assert [grid.rank(*grid.place(rank)) for rank in range(grid.size)] == list(range(grid.size))
         assert sorted(rank for head in range(grid.heads) for rank in grid.ring(head)) == list(range(grid.size))
-
-
-def test_a_rank_plans_alone_what_the_whole_plan_has_for_it():
-    chosen = method((2, 2, 2), "q")
-    blocks = divide_sequence(chosen, 64)
-    whole = plan_method(chosen, Mask(64), blocks)
-    for rank in range(8):
-        alone = plan_method(chosen, Mask(64), blocks, rank)
-        assert alone.forward.ranks[rank] == whole.forward.ranks[rank]
-        assert alone.backward.ranks[rank] == whole.backward.ranks[rank]

@@ -66,15 +66,11 @@ MASKS = [
     Mask(SEQ_LEN, window=5, sink=2),
     Mask(SEQ_LEN, documents=(0, 1, 11, 30)),
 ]
+# The presets themselves: test_attention_gloo.py.
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (2, {"preset": "ring"}),
-    (2, {"preset": "ulysses"}),
-    (4, {"preset": "burst", "nodes": 2}),
-    (4, {"preset": "burst", "nodes": 2, "backward_circulates": "q"}),
     (4, {"preset": "ulysses", "num_kv_heads": 1}),
-    (4, {"preset": "usp", "nodes": 2}),
     (4, {"preset": "usp", "nodes": 2, "placement": "context_first"}),
-    (4, {"preset": "ring", "layout": "striped", "head_parallel_size": 2}),
 ]
 
 

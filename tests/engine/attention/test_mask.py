@@ -56,6 +56,9 @@ def test_bands_cover_exactly_the_visible_pairs_once(visibility: Visibility) -> N
             for band in visibility.bands(q_rank, kv_rank):
                 pairs = pairs_of(band)
                 assert len(pairs) == band.area() > 0
+                assert len({i for i, _ in pairs}) == band.num_queries, "a query that sees nothing"
+                assert len({j for _, j in pairs}) == band.num_keys, "a key that nobody sees"
+                assert not band.is_causal or band.num_queries == band.num_keys
                 found.update((queries[i], keys[j]) for i, j in pairs)
             assert found == Counter((i, j) for i in queries for j in keys if mask.visible(i, j))
 

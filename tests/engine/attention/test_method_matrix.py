@@ -1,152 +1,166 @@
-"""Every preset x topology x mask x heads equals dense float64 attention, proven by counting and by numbers.
+"""THE table of distributed attention: every pair of what a user can set, proven by counting and by numbers.
 
-Masks take turns over the topologies, so that every preset meets every mask several times, and on 2 x 2 ranks each mask.
+A new preset, layout, mask or ring variant is one more value of an axis below; the cases follow by themselves.
 """
 
 from __future__ import annotations
 
-import pytest
-import torch
-from attention_oracle import Group, dense_visibility, errors, oracle, random_inputs, relative_errors
+import itertools
+from functools import cache
 
-from engine.attention.counting import prove_pair
+import pytest
+from plan_checks import check_plans, windows
+from testkit.covering import Case, covering_cases, pairs_of
+
+from engine.attention.api import WINDOWED
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.layers import attention_layers
-from engine.attention.mask import Mask
-from engine.attention.methods import divide_sequence, plan_method
-from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
+from engine.attention.lengths import padded_length
+from engine.attention.methods import channels_of, divide_sequence, plan_method
+from engine.attention.plan import HOST_CHANNELS
+from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, LayoutName, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.errors import ConfigError
 
-TOPOLOGIES = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (3, 2), (1, 7), (7, 1), (2, 4), (4, 2)]
-DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]
-ROWS = 50  # not divisible by 2 * P for most P
-SETTINGS: dict[str, dict[str, object]] = {
+ROWS = 41  # a prime: every group of several ranks has a padded tail
+STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk
+TOPOLOGIES = {
+    f"{nodes}x{local}": Topology(nodes, local)
+    for nodes, local in [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (3, 2), (1, 7), (7, 1), (2, 4), (4, 2)]
+}
+MASKS: dict[str, dict[str, object]] = {
     "causal": {},
     "full": {"mask": "full"},
-    "window smaller than a chunk": {"mask": "window", "window_tokens": 3},
-    "window larger than a rank": {"mask": "window", "window_tokens": 29},
+    "short window": {"mask": "window", "window_tokens": 3},
+    "long window": {"mask": "window", "window_tokens": 29},
     "sink": {"mask": "sink_window", "window_tokens": 5, "sink_tokens": 2},
-    "documents across every edge": {"documents": True},
-    "window and documents": {"mask": "window", "window_tokens": 7, "documents": True},
-    "strided blocks": {"mask": "strided", "block_tokens": 4, "block_stride": 3},
-    "vertical and slash": {"mask": "vertical_slash", "block_tokens": 5, "slash_blocks": (0, 2)},
+    "documents": {"documents": True},
+    "window, documents": {"mask": "window", "window_tokens": 7, "documents": True},
+    "strided": {"mask": "strided", "block_tokens": 4, "block_stride": 3},
+    "vertical slash": {"mask": "vertical_slash", "block_tokens": 5, "slash_blocks": (0, 2)},
 }
-STARTS = (0, 1, 2, 3, 11, 23, 24, 38, 49)
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "kv": {"backward_circulates": "kv"},
+    "q": {"backward_circulates": "q"},
+    "reversed": {"backward_order": "reversed", "backward_circulates": "kv"},
+    "gathered": {"kv_transport": "all_gather", "backward_circulates": "kv"},
+    "tail": {"tail_steps": 1, "backward_circulates": "q"},
+    "long tail": {"tail_steps": 2, "backward_circulates": "kv"},
+    "16-bit gradients": {"gradient_wire_dtype": "bfloat16"},
+    "host chunks": {"chunk_tokens": 5, "chunk_store": "host", "prefetch_chunks": 0},
+    "device chunks": {"chunk_tokens": 3, "chunk_store": "device", "prefetch_chunks": 2},
+}
+HEADS: dict[str, dict[str, object]] = {
+    "default": {},
+    "2": {"head_parallel_size": 2},
+    "2, context first": {"head_parallel_size": 2, "placement": "context_first"},
+    "2, interleaved": {"head_parallel_size": 2, "placement": "interleaved"},
+}
+KEEPS: dict[str, MemoryConfig] = {
+    "all": MemoryConfig(activation_checkpoint="none"),
+    "results": MemoryConfig(activation_checkpoint="attn_out"),
+    "half": MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=0.5),
+    "nothing": MemoryConfig(activation_checkpoint="full"),
+}
+KERNELS = {"reference": ReferenceKernel(), "cpu_flash": CpuFlashKernel()}
+LAYOUTS = ["contiguous", "zigzag", "striped", "per_document", "balanced", "split_zigzag", "chunk_cyclic"]
+AXES = {
+    "preset": [name for name in PRESETS if name != "megatron_tp"],  # which is `single` to attention
+    "topology": [*TOPOLOGIES],
+    "mask": [*MASKS],
+    "layout": ["default", *LAYOUTS],
+    "variant": [*VARIANTS],
+    "heads": [*HEADS],
+    "grouping": ["MHA", "GQA", "MQA"],
+    "keeps": [*KEEPS],
+    "kernel": [*KERNELS],
+}
 
 
-def heads_of(size: int, kind: str) -> tuple[int, int]:
-    return {"MHA": (2 * size, 2 * size), "GQA": (2 * size, size), "MQA": (2 * size, 1)}[kind]
-
-
-def method_and_mask(
-    preset: str, topology: Topology, heads: tuple[int, int], settings: dict[str, object], **axes: object
-) -> tuple[AttentionMethod, Mask]:
-    config = RunConfig(
-        model=ModelConfig(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8),
-        attention=AttentionConfig(preset=preset, **settings, **axes),  # type: ignore[arg-type]
+def config_of(case: Case) -> RunConfig:
+    layout = {} if case["layout"] == "default" else {"layout": case["layout"]}
+    settings = {**MASKS[case["mask"]], **VARIANTS[case["variant"]], **HEADS[case["heads"]], **layout}
+    if PRESETS[case["preset"]].chunked:  # type: ignore[index]
+        settings = {"chunk_tokens": 7, **settings}
+    heads, kv_heads = head_counts(case)
+    return RunConfig(
+        model=ModelConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=8),
+        attention=AttentionConfig(preset=case["preset"], **settings),  # type: ignore[arg-type]
+        memory=KEEPS[case["keeps"]],
         train=TrainConfig(seq_len=ROWS),
     )
+
+
+def head_counts(case: Case) -> tuple[int, int]:
+    size = 2 * TOPOLOGIES[case["topology"]].size
+    return size, {"MHA": size, "GQA": size // 2, "MQA": 1}[case["grouping"]]
+
+
+@cache
+def refused(preset: str, topology: str, layout: str, variant: str, heads: str, grouping: str) -> bool:
+    """Whether such a configuration is illegal; masks, memory and kernels go with everything."""
+    case = {"preset": preset, "topology": topology, "layout": layout, "variant": variant, "heads": heads}
+    try:
+        resolve_attention(
+            config_of({**case, "grouping": grouping, "mask": "causal", "keeps": "all"}), TOPOLOGIES[topology]
+        )
+    except ConfigError:
+        return True
+    return False
+
+
+def is_legal(case: Case) -> bool:
+    return not refused(*(case[axis] for axis in ("preset", "topology", "layout", "variant", "heads", "grouping")))
+
+
+CASES = covering_cases(AXES, is_legal)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(CASES[number].values()))
+def test_every_method_equals_dense_attention(number: int) -> None:
+    case = CASES[number]
+    config, topology = config_of(case), TOPOLOGIES[case["topology"]]
     method = resolve_attention(config, topology)
-    documents = STARTS if config.attention.documents else ()
-    (layer,) = attention_layers(config, method, documents)
-    return layer.method, layer.mask
-
-
-def check(method: AttentionMethod, mask: Mask, heads: tuple[int, int], topology: Topology) -> None:
-    blocks = divide_sequence(method, -(-ROWS // topology.size) * topology.size, [mask])
-    plans = plan_method(method, mask, blocks)
-    for plan in (plans.forward, plans.backward):
-        plan.validate()
-    for late in (True, False):
-        prove_pair(plans, mask, blocks, late=late)
-    rows = blocks.home.seq_len
-    inputs = random_inputs(rows, *heads)
-    got = Group(plans, blocks, ReferenceKernel(), wire=torch.float64).run(inputs).values
-    found = errors(got, oracle(inputs, dense_visibility(mask, rows)))
-    assert all(error < 1e-10 for error in found.values()), found
-
-
-@pytest.mark.parametrize("kind", ["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("nodes_and_ranks", TOPOLOGIES, ids=str)
-@pytest.mark.parametrize("preset", DISTRIBUTED)
-@pytest.mark.pairwise
-def test_preset_equals_dense_attention(preset, nodes_and_ranks, kind):
-    topology = Topology(*nodes_and_ranks)
-    number = DISTRIBUTED.index(preset) + TOPOLOGIES.index(nodes_and_ranks) + ["MHA", "GQA", "MQA"].index(kind)
-    settings = list(SETTINGS.values())[number % len(SETTINGS)]
-    axes = {"chunk_tokens": 7} if PRESETS[preset].chunked else {}
-    heads = heads_of(topology.size, kind)
-    method, mask = method_and_mask(preset, topology, heads, settings, **axes)
-    check(method, mask, heads, topology)
-
-
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("preset", DISTRIBUTED)
-@pytest.mark.pairwise
-def test_preset_takes_every_mask(preset, settings):
-    topology = Topology(2, 2)
-    axes = {"chunk_tokens": 5} if PRESETS[preset].chunked else {}
-    method, mask = method_and_mask(preset, topology, (8, 4), settings, **axes)
-    check(method, mask, (8, 4), topology)
-
-
-LAYOUTS: list[LayoutName] = ["contiguous", "zigzag", "striped", "per_document", "balanced"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("preset", DISTRIBUTED)
-@pytest.mark.pairwise
-def test_preset_takes_every_layout(preset, layout):
-    topology = Topology(2, 3)
-    axes = {"chunk_tokens": 5} if PRESETS[preset].chunked else {}
-    settings = SETTINGS["window and documents" if layout == "per_document" else "sink"]
-    method, mask = method_and_mask(preset, topology, (12, 6), settings, layout=layout, **axes)
-    check(method, mask, (12, 6), topology)
-
-
-LARGE_ROWS = 2048
-
-
-@pytest.fixture(scope="module")
-def one_kernel():
-    """Inputs in bfloat16, what float64 makes of them, and the errors of the one kernel of one rank."""
-    inputs = random_inputs(LARGE_ROWS, 32, 32, head_dim=16, dtype=torch.bfloat16)
-    want = dense_causal(inputs)
-    return inputs, want, relative_errors(on_ranks("single", Topology(1, 1), inputs), want)
-
-
-# The others move the same tiles over links that these have, too.
-ALIKE = [pytest.param(preset, marks=pytest.mark.thorough) for preset in ("ring", "megatron_cp", "ulysses")]
-
-
-@pytest.mark.parametrize("preset", ["burst", "usp", "megatron_allgather", *ALIKE])
-@pytest.mark.thorough
-def test_bf16_error_is_that_of_one_kernel_up_to_32_ranks(preset, one_kernel):
-    inputs, want, single = one_kernel
-    got = relative_errors(on_ranks(preset, Topology(4, 8), inputs), want)
-    assert all(got[name] <= 1.3 * single[name] for name in got), (got, single)
-
-
-def on_ranks(preset, topology, inputs) -> dict[str, torch.Tensor]:
-    """Results of causal attention by `preset` over all ranks of `topology`."""
-    config = RunConfig(
-        model=ModelConfig(num_heads=32, num_kv_heads=32, head_dim=16),
-        attention=AttentionConfig(preset=preset),
-        train=TrainConfig(seq_len=LARGE_ROWS),
+    (layer,) = attention_layers(config, method, STARTS if config.attention.documents else ())
+    blocks = divide_sequence(layer.method, padded_length(ROWS, topology.size, 1), [layer.mask])
+    plans = plan_method(layer.method, layer.mask, blocks, recompute_before=layer.recompute_before)
+    check_plans(
+        plans,
+        layer.mask,
+        blocks,
+        head_counts(case),
+        kernel=KERNELS[case["kernel"]],
+        late=number % 2 == 0,
+        topology=topology,
     )
-    method, mask = resolve_attention(config, topology), Mask(LARGE_ROWS)
-    assert method.cp_size == topology.nodes * topology.local_ranks
-    blocks = divide_sequence(method, LARGE_ROWS, [mask])
-    return Group(plan_method(method, mask, blocks), blocks, CpuFlashKernel()).run(inputs).values
+    assert config.attention.mask in WINDOWED or not windows(plans)
+    opened = {*channels_of(method), *HOST_CHANNELS}
+    for plan in filter(None, (plans.forward, plans.recompute, plans.backward)):
+        assert {transfer.channel for rank in plan.ranks.values() for transfer in rank.transfers()} <= opened
 
 
-def dense_causal(inputs) -> dict[str, torch.Tensor]:
-    """Causal float64 attention by torch's own dense path."""
-    q, k, v = (x.double().transpose(0, 1)[None].detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    grads = torch.autograd.grad(out, (q, k, v), inputs.dout.double().transpose(0, 1)[None])
-    names = ("out", "dq", "dk", "dv")
-    return {name: x.detach()[0].transpose(0, 1) for name, x in zip(names, (out, *grads), strict=True)}
+RINGS_OF_THEIR_OWN = ["q", "reversed", "gathered", "tail", "long tail"]
+CHUNKS = ["host chunks", "device chunks"]
+NEVER_TOGETHER: list[tuple[list[str], list[str]]] = [
+    (["single"], [name for name, topology in TOPOLOGIES.items() if topology.size > 2]),  # 2: they divide the heads
+    (
+        [name for name, topology in TOPOLOGIES.items() if topology.size % 2],
+        [name for name in HEADS if name != "default"],
+    ),
+    (["fpdt", "chunk_cyclic"], RINGS_OF_THEIR_OWN),  # chunks travel a plain ring
+    (["megatron_cp", "megatron_hierarchical"], ["q", "gathered", "tail", "long tail", *CHUNKS, "chunk_cyclic"]),
+    (["megatron_allgather"], ["q", "reversed", "tail", *CHUNKS, "chunk_cyclic"]),
+]
+
+
+def test_every_pair_of_values_occurs_that_is_legal() -> None:
+    everything = {
+        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(AXES, 2) for x in AXES[a] for y in AXES[b]
+    }
+    missing = everything - {frozenset(pair) for case in CASES for pair in pairs_of(case)}
+    never = {frozenset([x, y]) for some, others in NEVER_TOGETHER for x in some for y in others}
+    assert {frozenset(value for _, value in pair) for pair in missing} == never
+    assert len(missing) == len(never)

@@ -1,4 +1,7 @@
-"""Every plan is proven by counting under a late and an eager transport; its bytes follow the published formulas."""
+"""What rings and gathered keys move, when, and in how many buffers: the published formulas, hops, order and overlap.
+
+That the plans are right for any shape is shown by test_planners.py and test_method_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -8,146 +11,105 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_planners import masks
 
-from engine.attention.counting import prove_plan
-from engine.attention.layout import build_layout
+from engine.attention.layout import Layout, build_layout
 from engine.attention.mask import Mask, Visibility
-from engine.attention.plan import AttentionPlan, Channel, Kind, TokenBytes
+from engine.attention.methods import PlanPair
+from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
+from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
+from engine.attention.planners.rows import NeededRows, bands_between, halves, needed_of
 from engine.attention.topology import Topology
+from engine.errors import PlanError
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
+DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]
 LAYOUTS = ("contiguous", "zigzag", "striped")
 MHA = TokenBytes(num_heads=4, num_kv_heads=4, head_dim=128)
 
 
-def all_plans(visibility: Visibility, ring: Ring) -> list[AttentionPlan]:
-    return [
-        plan_forward(visibility, ring),
-        plan_backward(visibility, ring, "kv"),
-        plan_backward(visibility, ring, "q"),
-    ]
+def zigzag(rows: int, size: int) -> Visibility:
+    """Causal."""
+    return Visibility(Mask(rows), build_layout("zigzag", rows, size))
 
 
-def prove(visibility: Visibility, ring: Ring) -> None:
-    for plan in all_plans(visibility, ring):
-        plan.validate()
-        prove_plan(plan, visibility, late=True)
-        prove_plan(plan, visibility, late=False)
+def everything(ring: Ring, rows: int | None = None) -> Visibility:
+    """A mask under which every rank needs everything."""
+    rows = rows or 4 * ring.size
+    return Visibility(Mask(rows, causal=False), build_layout("contiguous", rows, ring.size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-@pytest.mark.pairwise
-def test_every_ring_shape_is_proven_by_counting(inner: int, outer: int, layout: str) -> None:
-    size = inner * outer
-    rows = 2 * size + 3
-    for mask in (Mask(rows), Mask(rows, causal=False), Mask(rows - 2)):
-        for direction in (-1, 1):
-            prove(Visibility(mask, build_layout(layout, rows, size)), Ring(inner, outer, direction))
+def ring_pair(visibility: Visibility, ring: Ring, circulates: Literal["kv", "q"] = "kv") -> PlanPair:
+    return PlanPair(plan_forward(visibility, ring), plan_backward(visibility, ring, circulates))
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (4, 1), (1, 3), (2, 2), (3, 2), (2, 3)])
-@pytest.mark.parametrize("option", ["narrow_gradients", "whole_blocks", "own_gradient_travels"])
-def test_every_option_is_proven_by_counting(inner: int, outer: int, option: str) -> None:
-    rows = 2 * inner * outer + 1
-    for mask in (Mask(rows), Mask(rows, window=4), Mask(rows, documents=(0, 1, 4) if rows > 4 else ())):
-        visibility = Visibility(mask, build_layout("zigzag", rows, inner * outer))
-        prove(visibility, replace(Ring(inner, outer), **{option: True}))
+def gather_pair(visibility: Visibility, ring: Ring) -> PlanPair:
+    return PlanPair(plan_gather_forward(visibility, ring), plan_gather_backward(visibility, ring))
 
 
-@st.composite
-def ring_cases(draw: st.DrawFn) -> tuple[Visibility, Ring]:
-    inner, outer = draw(st.sampled_from([(w, o) for w, o in SHAPES if w * o <= 6] + [(7, 1), (2, 4)]))
-    rows = draw(st.integers(1, 24))
-    starts = draw(st.sets(st.integers(1, 23), max_size=3))
-    documents = (0, *sorted(s for s in starts if s < rows)) if starts else ()
-    window = draw(st.none() | st.integers(1, rows + 2))
-    mask = Mask(rows, draw(st.booleans()), window, documents)
-    layout = build_layout(draw(st.sampled_from(LAYOUTS)), rows + draw(st.integers(0, 4)), inner * outer)
-    ring = Ring(
-        inner,
-        outer,
-        draw(st.sampled_from([-1, 1])),
-        narrow_gradients=draw(st.booleans()),
-        whole_blocks=draw(st.booleans()),
-        own_gradient_travels=draw(st.booleans()),
-        tail_steps=draw(st.integers(0, inner)),
-    )
-    return Visibility(mask, layout), ring
+def total_bytes(plan: AttentionPlan, tokens: TokenBytes = MHA) -> list[int]:
+    return [link.total for link in plan.bytes_by_link(tokens, Topology(1, plan.size)).values()]
 
 
-@settings(max_examples=250, deadline=None)
-@given(ring_cases())
-def test_random_shapes_masks_and_options_are_proven(case: tuple[Visibility, Ring]) -> None:
-    prove(*case)
+def hops(plan: AttentionPlan, channel: Channel) -> set[int]:
+    """Messages that ranks send on a channel; one number if all send the same."""
+    return {sum(t.op == "send" and t.channel == channel for t in p.transfers()) for p in plan.ranks.values()}
 
 
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_a_rank_that_plans_alone_gets_its_part_of_the_whole(inner: int, outer: int) -> None:
-    size = inner * outer
-    visibility = Visibility(Mask(4 * size + 1), build_layout("zigzag", 4 * size + 1, size))
-    for whole, circulates in zip(all_plans(visibility, Ring(inner, outer)), ("forward", "kv", "q"), strict=True):
-        for rank in range(size):
-            alone = rank_plan(visibility, Ring(inner, outer), circulates, rank)
-            assert alone.slots == whole.ranks[rank].slots
-            for mine, theirs in zip(alone.steps, whole.ranks[rank].steps, strict=True):
-                assert replace(mine, index=theirs.index) == theirs
+def exposed(plan: RankPlan) -> list[Channel]:
+    """Channels of the messages that are in flight without any tile of this rank, in the order of their waits."""
+    found = []
+    posted: dict[int, tuple[Channel, int]] = {}
+    for step in plan.steps:
+        posted |= {transfer.message: (transfer.channel, step.index) for transfer in step.post}
+        for message in step.wait:
+            channel, post = posted[message]
+            if not any(other.tiles for other in plan.steps if post <= other.index <= step.index):
+                found.append(channel)
+    return found
 
 
-def rank_plan(visibility: Visibility, ring: Ring, circulates: str, rank: int):
-    if circulates == "forward":
-        return plan_forward(visibility, ring, only=(rank,)).ranks[rank]
-    return plan_backward(visibility, ring, "kv" if circulates == "kv" else "q", only=(rank,)).ranks[rank]
+def travelling(plan: AttentionPlan, kind: Kind) -> set[int]:
+    """Buffers of a kind that ranks have besides their inputs and outputs."""
+    return {sum(slot.kind == kind and slot.pin is None for slot in p.slots) for p in plan.ranks.values()}
 
 
-def hops(plan: AttentionPlan, rank: int, channel: Channel) -> int:
-    return sum(t.op == "send" and t.channel == channel for t in plan.ranks[rank].transfers())
+# ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(w, o) for w, o in SHAPES if w > 1 and o > 1])
-@pytest.mark.parametrize("circulates", ["kv", "q"])
-def test_double_ring_makes_the_promised_hops(inner: int, outer: int, circulates: Literal["kv", "q"]) -> None:
-    size = inner * outer
-    visibility = Visibility(Mask(4 * size, causal=False), build_layout("contiguous", 4 * size, size))
-    plan = plan_backward(visibility, Ring(inner, outer), circulates)
-    for rank in range(size):
-        assert hops(plan, rank, Channel.PAYLOAD_INNER) == outer * (inner - 1)
-        assert hops(plan, rank, Channel.PAYLOAD_OUTER) == outer - 1
-        assert hops(plan, rank, Channel.GRADIENT_INNER) == outer * (inner - 1) + 1
-        assert hops(plan, rank, Channel.GRADIENT_OUTER) == outer - 1
-
-
-def total_bytes(plan: AttentionPlan, token_bytes: TokenBytes) -> list[int]:
-    links = plan.bytes_by_link(token_bytes, Topology(1, plan.size))
-    return [link.total for link in links.values()]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("gradient_bytes", [2, 4])
 def test_published_formulas_hold_when_whole_blocks_travel(size: int, gradient_bytes: int) -> None:
-    rows, ring = 6 * size, Ring(size, whole_blocks=True, own_gradient_travels=True)
     tokens = replace(MHA, wire_gradient_bytes=gradient_bytes, gradient_bytes=4)
-    ring = replace(ring, narrow_gradients=gradient_bytes == 2)
-    visibility = Visibility(Mask(rows), build_layout("zigzag", rows, size))
-    local, width = rows // size, tokens.num_heads * tokens.head_dim
-    block = 4 * local * width  # C: K and V of one rank in bf16
-    assert total_bytes(plan_forward(visibility, ring), tokens) == [(size - 1) * block] * size
-    kv = (size - 1) * block + size * block * gradient_bytes // 2
-    assert total_bytes(plan_backward(visibility, ring, "kv"), tokens) == [kv] * size
-    payload = local * (4 * width + 8 * tokens.num_heads)
-    q = (size - 1) * payload + size * local * gradient_bytes * width
-    assert total_bytes(plan_backward(visibility, ring, "q"), tokens) == [q] * size
+    ours = Ring(size, whole_blocks=True, narrow_gradients=gradient_bytes == 2)
+    published, turned = replace(ours, own_gradient_travels=True), replace(ours, backward_order="reversed")
+    local, width, seen = 6, 4 * 128, zigzag(6 * size, size)
+    block, home = 4 * local * width, size - 1  # block: C, K and V of one rank in bf16
+    back = home * block * (2 + gradient_bytes) // 2
+    q = home * local * (4 * width + 8 * 4) + size * local * gradient_bytes * width
+    for plan, expected in (
+        (plan_forward(seen, published), home * block),
+        (plan_backward(seen, published, "kv"), home * block + size * block * gradient_bytes // 2),
+        (plan_backward(seen, published, "q"), q),
+        (plan_forward(seen, turned), home * block),
+        (plan_backward(seen, turned, "kv"), back),
+        (plan_gather_forward(seen, ours), home * block),
+        (plan_gather_backward(seen, ours), back),
+    ):
+        assert set(total_bytes(plan, tokens)) == {expected}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_pruning_only_lowers_the_bytes(inner: int, outer: int, layout: str) -> None:
-    size = inner * outer
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (5, 1), (1, 4), *DOUBLE])
+def test_pruning_only_lowers_the_bytes(inner: int, outer: int, layout: Literal["zigzag"]) -> None:
+    size, ring = inner * outer, Ring(inner, outer)
     visibility = Visibility(Mask(4 * size + 1), build_layout(layout, 4 * size + 1, size))
-    published = Ring(inner, outer, whole_blocks=True, own_gradient_travels=True)
-    for ours, theirs in zip(all_plans(visibility, Ring(inner, outer)), all_plans(visibility, published), strict=True):
-        assert sum(total_bytes(ours, MHA)) <= sum(total_bytes(theirs, MHA))
+    published = replace(ring, whole_blocks=True, own_gradient_travels=True)
+    for circulates in ("kv", "q"):
+        ours, theirs = (ring_pair(visibility, r, circulates) for r in (ring, published))  # type: ignore[arg-type]
+        assert sum(total_bytes(ours.forward)) <= sum(total_bytes(theirs.forward))
+        assert sum(total_bytes(ours.backward)) <= sum(total_bytes(theirs.backward))
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
@@ -158,15 +120,13 @@ def test_circulating_q_saves_24_percent_for_multi_head_attention(size: int) -> N
         "kv": (tokens.of(Kind.KV) + tokens.of(Kind.DKV_WIRE)) / tokens.num_heads,
     }
     assert per_head == {"q": 776, "kv": 1024}  # bytes per token and hop, D = 128, bf16 on the wire
-    visibility = Visibility(Mask(4 * size, causal=False), build_layout("zigzag", 4 * size, size))
     ring = Ring(size, narrow_gradients=True)
-    q, kv = (sum(total_bytes(plan_backward(visibility, ring, what), tokens)) for what in ("q", "kv"))
+    q, kv = (sum(total_bytes(plan_backward(everything(ring), ring, what), tokens)) for what in ("q", "kv"))
     assert q / kv == 776 / 1024
 
 
 def test_circulating_towards_lower_ranks_moves_a_quarter_less_of_causal_zigzag() -> None:
-    visibility = Visibility(Mask(64 * 32), build_layout("zigzag", 64 * 32, 32))
-    down, up = (sum(total_bytes(plan_forward(visibility, Ring(32, direction=d)), MHA)) for d in (-1, 1))
+    down, up = (sum(total_bytes(plan_forward(zigzag(64 * 32, 32), Ring(32, direction=d)))) for d in (-1, 1))
     assert 0.23 <= 1 - down / up <= 0.26
 
 
@@ -175,40 +135,180 @@ def test_circulating_towards_lower_ranks_moves_a_quarter_less_of_causal_zigzag()
 def test_preferred_direction_never_costs_more_between_nodes(
     inner: int, outer: int, circulates: Literal["kv", "q"]
 ) -> None:
-    visibility = Visibility(Mask(64), build_layout("zigzag", 64, 8))
-    topology = Topology(outer, inner)
     cost = {}
     for direction in (-1, 1):
-        links = plan_backward(visibility, Ring(inner, outer, direction), circulates).bytes_by_link(MHA, topology)
-        cost[direction] = (
-            sum(link.inter_bytes for link in links.values()),
-            sum(link.total for link in links.values()),
-        )
+        plan = plan_backward(zigzag(64, 8), Ring(inner, outer, direction), circulates)
+        links = plan.bytes_by_link(MHA, Topology(outer, inner)).values()
+        cost[direction] = sum(link.inter_bytes for link in links), sum(link.total for link in links)
     chosen, other = (cost[sign * preferred_direction(circulates, outer, backward=True)] for sign in (1, -1))
     assert chosen[0] <= other[0]
     assert chosen[1] <= 1.05 * other[1]  # within a node the two may trade places by a few percent
 
 
-@pytest.mark.parametrize(("inner", "outer", "slots"), [(8, 1, 2), (4, 2, 3), (4, 4, 4)])
-def test_travelling_blocks_need_few_buffers(inner: int, outer: int, slots: int) -> None:
-    size = inner * outer
-    visibility = Visibility(Mask(4 * size), build_layout("zigzag", 4 * size, size))
-    plan = plan_forward(visibility, Ring(inner, outer))
-    for rank_plan_ in plan.ranks.values():
-        assert sum(slot.kind == Kind.KV and slot.pin is None for slot in rank_plan_.slots) <= slots
+def test_topology_decides_which_bytes_cross_nodes() -> None:
+    seen = everything(Ring(8), 64)
+    flat = plan_forward(seen, Ring(8)).bytes_by_link(MHA, Topology(2, 4)).values()
+    double = plan_forward(seen, Ring(4, 2)).bytes_by_link(MHA, Topology(2, 4)).values()
+    assert sum(link.inter_bytes for link in flat) == 2 * 7 * 8 * MHA.of(Kind.KV)
+    assert sum(link.inter_bytes for link in double) == 8 * 8 * MHA.of(Kind.KV)
+    assert sum(link.total for link in flat) == sum(link.total for link in double)
+
+
+def test_only_visible_rows_are_gathered() -> None:
+    layout = build_layout("contiguous", 80, 8)
+    for mask, blocks in ((Mask(80), 8 * 7 / 2), (Mask(80, window=5), 7 * 4 / 10), (Mask(80, documents=(0, 40)), 12)):
+        plan = plan_gather_forward(Visibility(mask, layout), Ring(8))
+        assert sum(total_bytes(plan)) == blocks * 10 * MHA.of(Kind.KV)
+
+
+# ---- hops and overlap -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inner", "outer"), DOUBLE)
+@pytest.mark.parametrize("circulates", ["kv", "q"])
+def test_double_ring_makes_the_promised_hops(inner: int, outer: int, circulates: Literal["kv", "q"]) -> None:
+    ring = Ring(inner, outer)
+    plan = plan_backward(everything(ring), ring, circulates)
+    assert hops(plan, Channel.PAYLOAD_INNER) == {outer * (inner - 1)}
+    assert hops(plan, Channel.PAYLOAD_OUTER) == hops(plan, Channel.GRADIENT_OUTER) == {outer - 1}
+    assert hops(plan, Channel.GRADIENT_INNER) == {outer * (inner - 1) + 1}
+
+
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_reversed_blocks_come_home_with_their_gradients(inner: int, outer: int) -> None:
+    ring = Ring(inner, outer, backward_order="reversed")
+    plans = ring_pair(everything(ring), ring)
+    for plan, inside, outside in (
+        (plans.forward, Channel.PAYLOAD_INNER, Channel.PAYLOAD_OUTER),
+        (plans.backward, Channel.PAYLOAD_INNER, Channel.PAYLOAD_OUTER),
+        (plans.backward, Channel.GRADIENT_INNER, Channel.GRADIENT_OUTER),
+    ):
+        assert hops(plan, inside) == {outer * (inner - 1)}
+        assert hops(plan, outside) == {outer - 1}
+    for rank_plan in plans.backward.ranks.values():
+        assert len(rank_plan.steps) == ring.size
+        assert exposed(rank_plan) == []
+
+
+@pytest.mark.parametrize("circulates", ["q", "kv"])
+@pytest.mark.parametrize(("inner", "outer"), [(w, o) for w, o in SHAPES if w * o > 1])
+def test_a_tail_hides_the_way_home_and_costs_no_hop(inner: int, outer: int, circulates: Literal["kv", "q"]) -> None:
+    seen = everything(Ring(inner, outer))
+    plain = plan_backward(seen, Ring(inner, outer), circulates)
+    two_levels = inner > 1 and outer > 1
+    for tail in range(inner + 1):
+        plan = plan_backward(seen, Ring(inner, outer, tail_steps=tail), circulates)
+        for channel in Channel:
+            assert hops(plan, channel) == hops(plain, channel)
+        found = {tuple(exposed(rank_plan)) for rank_plan in plan.ranks.values()}
+        last = Channel.GRADIENT_OUTER if inner == 1 else Channel.GRADIENT_INNER
+        if tail == 0:  # every rank sends one gradient home and receives one
+            assert found == {(Channel.GRADIENT_OUTER,) * 2 * two_levels + (last,) * 2}
+        else:
+            assert found == {(Channel.GRADIENT_INNER,) * 2 if two_levels and tail == 1 else ()}
+        steps = inner * outer + (2 if two_levels and tail < 2 else 1)
+        assert {len(rank_plan.steps) for rank_plan in plan.ranks.values()} == {steps}
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(2, 1), (1, 4), *DOUBLE])
+def test_all_but_the_last_gathered_gradient_hide_behind_tiles(inner: int, outer: int) -> None:
+    ring = Ring(inner, outer)
+    plans = gather_pair(everything(ring), ring)
+    last = Channel.GRADIENT_INNER if outer == 1 else Channel.GRADIENT_OUTER
+    for rank in range(ring.size):
+        assert exposed(plans.forward.ranks[rank]) == []
+        assert exposed(plans.backward.ranks[rank]) == [last] * 2  # one sent, one received
+        assert all(len(step.post) == 0 for step in plans.forward.ranks[rank].steps[1:])
+    assert hops(plans.forward, Channel.PAYLOAD_INNER) == hops(plans.backward, Channel.GRADIENT_INNER) == {inner - 1}
+    assert hops(plans.forward, Channel.PAYLOAD_OUTER) == {ring.size - inner}
+    assert hops(plans.backward, Channel.GRADIENT_OUTER) == {ring.size - inner}
 
 
 def test_contiguous_causal_makes_no_useless_hop() -> None:
-    visibility = Visibility(Mask(32), build_layout("contiguous", 32, 8))
-    plan = plan_forward(visibility, Ring(8))
-    messages = sum(hops(plan, rank, Channel.PAYLOAD_INNER) for rank in range(8))
-    assert messages == 7 * 8 // 2
+    plan = plan_forward(Visibility(Mask(32), build_layout("contiguous", 32, 8)), Ring(8))
+    assert sum(transfer.op == "send" for rank in plan.ranks.values() for transfer in rank.transfers()) == 7 * 8 // 2
 
 
-def test_topology_decides_which_bytes_cross_nodes() -> None:
-    visibility = Visibility(Mask(64, causal=False), build_layout("contiguous", 64, 8))
-    flat = plan_forward(visibility, Ring(8)).bytes_by_link(MHA, Topology(2, 4))
-    double = plan_forward(visibility, Ring(4, 2)).bytes_by_link(MHA, Topology(2, 4))
-    assert sum(link.inter_bytes for link in flat.values()) == 2 * 7 * 8 * MHA.of(Kind.KV)
-    assert sum(link.inter_bytes for link in double.values()) == 8 * 8 * MHA.of(Kind.KV)
-    assert sum(link.total for link in flat.values()) == sum(link.total for link in double.values())
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inner", "outer", "slots"), [(8, 1, 2), (4, 2, 3), (4, 4, 4)])
+def test_travelling_blocks_need_few_buffers(inner: int, outer: int, slots: int) -> None:
+    plan = plan_forward(zigzag(4 * inner * outer, inner * outer), Ring(inner, outer))
+    assert max(travelling(plan, Kind.KV)) <= slots
+
+
+@pytest.mark.parametrize(("prefetch_steps", "blocks"), [(None, 7), (0, 2), (1, 3), (4, 6)])
+def test_prefetch_decides_how_many_gathered_blocks_are_held(prefetch_steps: int | None, blocks: int) -> None:
+    ring = Ring(4, 2, prefetch_steps=prefetch_steps)
+    assert travelling(plan_gather_forward(everything(ring), ring), Kind.KV) == {blocks}
+
+
+def test_gathered_gradients_need_few_buffers() -> None:
+    assert max(travelling(plan_gather_backward(zigzag(64, 8), Ring(8)), Kind.DKV)) <= 3
+
+
+def test_a_reversed_backward_starts_from_the_last_block_and_never_reads_its_own() -> None:
+    ring, seen = Ring(3, 2, backward_order="reversed"), zigzag(22, 6)
+    plans = ring_pair(seen, ring)
+    for rank in range(6):
+        home = ring.last_home(rank)
+        assert ring.visitor(home, 1, 2) == rank
+        assert plans.forward.ranks[rank].pins == {"q", "kv", "acc", "kv_last"}
+        assert plans.backward.ranks[rank].pins == {"qx", "kv_last", "dq", "dkv"}
+        for plan in (plans.forward.ranks[rank], plans.backward.ranks[rank]):
+            assert plan.slots[plan.pinned("kv_last")].rows == seen.layout.rows(home)
+
+
+def test_a_ring_of_one_rank_has_no_last_block_but_its_own() -> None:
+    assert ring_pair(zigzag(5, 1), Ring(1, backward_order="reversed")) == ring_pair(zigzag(5, 1), Ring(1))
+
+
+def test_reversed_q_circulation_is_refused() -> None:
+    with pytest.raises(PlanError, match="circulate kv"):
+        plan_backward(zigzag(8, 2), Ring(2, backward_order="reversed"), "q")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_own_tile_is_halved_by_work() -> None:
+    visibility = zigzag(4000, 4)
+    first, last = (sum(band.area() for band in part) for part in halves(visibility.bands(1, 1)))
+    assert first + last == visibility.pairs(1, 1)
+    assert 0.99 < first / last < 1.01
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.sampled_from(LAYOUTS), st.integers(1, 7), st.integers(0, 4))
+def test_needed_rows_are_those_of_the_bands(mask: Mask, name: Literal["zigzag"], size: int, padding: int) -> None:
+    visibility = Visibility(mask, build_layout(name, mask.seq_len + padding, size))
+    keys, queries = NeededRows(visibility, "kv"), NeededRows(visibility, "q")
+    for home in range(size):
+        assert keys.of(home) == [needed_of(visibility.bands(rank, home), "kv") for rank in range(size)]
+        assert queries.of(home) == [needed_of(visibility.bands(home, rank), "q") for rank in range(size)]
+        for rank in range(size):
+            assert bands_between(visibility, home, rank, ()) == visibility.bands(home, rank)
+
+
+class ListeningVisibility(Visibility):
+    """Remembers whose queries it was asked about."""
+
+    def __init__(self, mask: Mask, layout: Layout) -> None:
+        super().__init__(mask, layout)
+        self.asked: set[int] = set()
+
+    def bands(self, q_rank: int, kv_rank: int):
+        self.asked.add(q_rank)
+        return super().bands(q_rank, kv_rank)
+
+
+@pytest.mark.parametrize("ring", [Ring(12), Ring(4, 3, tail_steps=2), Ring(3, 4, backward_order="reversed")], ids=str)
+def test_a_rank_that_plans_alone_does_not_look_at_what_others_see(ring: Ring) -> None:
+    visibility = ListeningVisibility(Mask(96), build_layout("zigzag", 96, 12))
+    plan_forward(visibility, ring, only=(5,))
+    for plan in (plan_gather_forward, plan_gather_backward):
+        plan(visibility, replace(ring, backward_order="same"), only=(5,))
+    for circulates in ("kv", "q") if ring.backward_order == "same" else ("kv",):
+        plan_backward(visibility, ring, circulates, only=(5,))  # type: ignore[arg-type]
+    assert visibility.asked == {5}

@@ -1,0 +1,92 @@
+"""What every plan must hold, in one place: rules, counts, tiles, channels, bytes and float64 numbers."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import torch
+from attention_oracle import Group, dense_visibility, errors, oracle, random_inputs
+
+from engine.attention.counting import band_mask, prove_pair
+from engine.attention.kernels.base import BandSpec, TileKernel
+from engine.attention.kernels.cuda import window_of
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.mask import Mask
+from engine.attention.methods import Blocks, PlanPair
+from engine.attention.plan import RankPlan, Tile, TokenBytes
+from engine.attention.topology import Topology
+
+HEAD_DIM = 8
+EXACT = 1e-10  # float64 sums in another order; seen: 4e-15
+
+
+def check_plans(
+    plans: PlanPair,
+    mask: Mask,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    *,
+    kernel: TileKernel | None = None,
+    late: bool = True,
+    topology: Topology | None = None,
+) -> None:
+    """The plans of all ranks: proven by counting, with dense attention's numbers and the planned bytes.
+
+    Counted over a hub that delivers late if `late`, computed over the other kind: each finds what the other cannot.
+    """
+    for plan in filter(None, (plans.forward, plans.recompute, plans.backward)):
+        plan.validate()
+    prove_pair(plans, mask, blocks, late=late)
+    visible = dense_visibility(mask, blocks.home.seq_len)
+    check_tiles(plans, blocks, visible)
+    inputs = random_inputs(blocks.home.seq_len, *heads, HEAD_DIM)
+    topology = topology or Topology(1, blocks.home.size)
+    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64)
+    result = group.run(inputs)
+    found = errors(result.values, oracle(inputs, visible))
+    assert all(error < EXACT for error in found.values()), found
+    tokens = TokenBytes(*heads, HEAD_DIM, element_bytes=8, gradient_bytes=8, wire_gradient_bytes=8)
+    assert plans.forward.bytes_by_link(tokens, topology) == result.forward_bytes
+    assert plans.backward.bytes_by_link(tokens, topology) == result.backward_bytes
+
+
+def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor) -> None:
+    """No pair is computed that nobody asked for, and every tile is one that stock kernels take."""
+    asked = {"forward": visible, "backward": visible}
+    if plans.recompute is not None:
+        before = sum(
+            plans.recompute.recomputed_rows[rank] for rank in blocks.grid.ring(0)
+        )  # the rows that ask are the first ones of the sequence
+        asked["recompute"] = visible[:before]
+    for name, pairs in asked.items():
+        tiles = list(chain.from_iterable(rank.tiles() for rank in getattr(plans, name).ranks.values()))
+        computed = sum(check_tile(tile) for tile in tiles)
+        assert computed == blocks.grid.heads * int(pairs.sum()), name  # every part of the heads has all of them
+
+
+def check_tile(tile: Tile) -> int:
+    """Visible pairs of a tile that is full, square and causal, or a window, and has no blind row."""
+    queries, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+    band = BandSpec(tile.low, tile.high)
+    seen = band_mask(queries, keys, tile.low, tile.high)
+    assert seen.any(0).all(), f"a key that nobody sees: {tile}"
+    assert seen.any(1).all(), f"a query that sees nothing: {tile}"
+    if band.is_causal:
+        assert queries == keys, f"causal, but not square: {tile}"
+    elif not band.is_full:
+        window_of(band, queries, keys)  # asserts that it is one
+    return int(seen.sum())
+
+
+def windows(plans: PlanPair) -> int:
+    """Tiles that only a kernel with windows can compute."""
+    tiles = chain.from_iterable(r.tiles() for plan in (plans.forward, plans.backward) for r in plan.ranks.values())
+    bands = [BandSpec(tile.low, tile.high) for tile in tiles]
+    return sum(not (band.is_full or band.is_causal) for band in bands)
+
+
+def same_but_for_step_numbers(alone: RankPlan, of_all: RankPlan) -> bool:
+    """Whether a rank that planned alone has its part of the whole: steps in which no planned rank acts are left out."""
+    steps = [[(s.pre, s.post, s.tiles, s.wait, s.after) for s in plan.steps] for plan in (alone, of_all)]
+    assert all(a.index < b.index for a, b in pairwise(alone.steps))
+    return alone.slots == of_all.slots and steps[0] == steps[1]

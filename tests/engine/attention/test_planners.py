@@ -1,0 +1,160 @@
+"""Every planner, for anything that it takes: proven by counting, equal to dense attention, alike for one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_checks import check_plans, same_but_for_step_numbers
+
+from engine.attention.grid import Grid
+from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.layout import build_layout
+from engine.attention.mask import BlockList, Mask, Visibility
+from engine.attention.methods import Blocks, PlanPair, divide_sequence, plan_method
+from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
+from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.presets import AttentionMethod
+
+RING_SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (5, 1), (6, 1), (3, 2), (2, 3), (7, 1), (2, 4)]
+SMALL_SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "balanced")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a planner was asked for; `plan` plans for all ranks (None) or for one."""
+
+    plan: Callable[[int | None], PlanPair]
+    mask: Mask
+    blocks: Blocks
+    heads: tuple[int, int] = (4, 2)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    rows = draw(st.integers(1, 24))
+    starts = draw(st.sets(st.integers(1, 23), max_size=3))
+    documents = (0, *sorted(s for s in starts if s < rows)) if starts else ()
+    pairs = draw(st.none() | st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+    blocks = None if pairs is None else BlockList.from_pairs(5, pairs)
+    window = draw(st.none() | st.integers(1, rows + 2))
+    sink = draw(st.integers(0, 3)) if window else 0
+    return Mask(rows, draw(st.booleans()), window, documents, blocks, sink)
+
+
+@st.composite
+def rings(draw: st.DrawFn, gathers: bool) -> Case:
+    """The planners of rings and of gathered keys, with the habits that no setting reaches."""
+    mask, (inner, outer) = draw(masks()), draw(st.sampled_from(RING_SHAPES))
+    layout = build_layout(
+        draw(st.sampled_from(LAYOUTS)), mask.seq_len + draw(st.integers(0, 4)), inner * outer, masks=(mask,)
+    )
+    order = "same" if gathers else draw(st.sampled_from(["same", "reversed"]))
+    ring = Ring(
+        inner,
+        outer,
+        draw(st.sampled_from([-1, 1])),
+        narrow_gradients=draw(st.booleans()),
+        whole_blocks=draw(st.booleans()),
+        own_gradient_travels=draw(st.booleans()),
+        backward_order=order,  # type: ignore[arg-type]
+        tail_steps=0 if gathers or order == "reversed" else draw(st.integers(0, inner)),
+        prefetch_steps=draw(st.none() | st.integers(0, inner)) if gathers else None,
+    )
+    circulates = draw(st.sampled_from(["kv", "q"])) if order == "same" else "kv"
+    visibility = Visibility(mask, layout)
+
+    def plan(rank: int | None) -> PlanPair:
+        only = None if rank is None else (rank,)
+        if gathers:
+            return PlanPair(plan_gather_forward(visibility, ring, only), plan_gather_backward(visibility, ring, only))
+        return PlanPair(plan_forward(visibility, ring, only), plan_backward(visibility, ring, circulates, only))
+
+    return Case(plan, mask, Blocks(Grid(1, inner, outer), layout, layout))
+
+
+@st.composite
+def head_counts(draw: st.DrawFn, parallel: int) -> tuple[int, int]:
+    """Query and kv heads that so many ranks can divide, kv heads also as copies."""
+    kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n % parallel == 0 or parallel % n == 0]))
+    return max(kv_heads, parallel) * draw(st.integers(1, 2)), kv_heads
+
+
+@st.composite
+def methods(draw: st.DrawFn, chunked: bool, cut: bool) -> Case:
+    """Head exchange, chunk pipelines and what is attended again: planned from a method."""
+    mask, (inner, outer) = draw(masks()), draw(st.sampled_from(SMALL_SHAPES))
+    parallel = draw(st.sampled_from([2, 3, 4] if inner * outer < 3 and not chunked and not cut else [1, 2]))
+    heads = draw(head_counts(parallel))
+    rows = mask.seq_len + draw(st.integers(0, 4))
+    before = draw(st.integers(0, rows)) if cut else None
+    layout = draw(st.sampled_from([*LAYOUTS, *(["chunk_cyclic"] * chunked), *(["split_zigzag"] * cut)]))
+    options = draw(chunk_options() if chunked else ring_options(inner))
+    method = AttentionMethod(
+        "loongtrain",
+        layout,  # type: ignore[arg-type]
+        inner,
+        outer,
+        options.pop("backward_circulates", "kv"),
+        draw(st.sampled_from(["float32", "bfloat16"])),
+        "",
+        head_parallel_size=parallel,
+        placement=draw(st.sampled_from(["head_first", "context_first", "interleaved"])),
+        kv_replicated=parallel > heads[1],
+        split_at=draw(st.integers(0, rows)) if layout == "split_zigzag" else 0,
+        **options,
+    )
+    blocks = divide_sequence(method, rows, [mask])
+    return Case(lambda rank: plan_method(method, mask, blocks, rank, recompute_before=before), mask, blocks, heads)
+
+
+def chunk_options() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "chunk_tokens": st.integers(1, 8),
+            "chunk_store": st.sampled_from(["host", "device"]),
+            "prefetch_chunks": st.integers(0, 3),
+        }
+    )
+
+
+@st.composite
+def ring_options(draw: st.DrawFn, inner: int) -> dict[str, Any]:
+    way = draw(st.sampled_from(["same", "reversed", "all_gather"]))
+    if way == "all_gather":
+        return {"kv_transport": "all_gather"}
+    if way == "reversed":
+        return {"backward_order": "reversed"}
+    return {"tail_steps": draw(st.integers(0, inner)), "backward_circulates": draw(st.sampled_from(["kv", "q"]))}
+
+
+PLANNERS: dict[str, st.SearchStrategy[Case]] = {
+    "ring": rings(gathers=False),
+    "gather": rings(gathers=True),
+    "exchange": methods(chunked=False, cut=False),
+    "chunks": methods(chunked=True, cut=False),
+    "recompute": st.booleans().flatmap(lambda chunked: methods(chunked=chunked, cut=True)),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_anything_that_a_planner_takes_is_proven_and_equals_dense_attention(planner: str, data: st.DataObject) -> None:
+    case = data.draw(PLANNERS[planner])
+    whole = case.plan(None)
+    kernel = data.draw(st.sampled_from([ReferenceKernel(), CpuFlashKernel()]))
+    check_plans(whole, case.mask, case.blocks, case.heads, kernel=kernel, late=data.draw(st.booleans()))
+    rank = data.draw(st.integers(0, case.blocks.home.size - 1))
+    alone = case.plan(rank)
+    for name in ("forward", "recompute", "backward"):
+        if getattr(whole, name) is not None:
+            assert same_but_for_step_numbers(getattr(alone, name).ranks[rank], getattr(whole, name).ranks[rank])
+    if whole.recompute is not None and alone.recompute is not None:
+        assert alone.recompute.recomputed_rows == {rank: whole.recompute.recomputed_rows[rank]}
