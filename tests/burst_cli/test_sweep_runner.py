@@ -115,6 +115,42 @@ def test_run_that_the_launch_of_a_killed_sweep_cancels_on_its_way_out_is_taken_u
     assert (starts(ledger), list_runs(tmp_path)) == (1, [run])
 
 
+def begun_cell(folder: SweepFolder, number: int, lane: str) -> RunFolder:
+    """As a killed sweep leaves a cell whose launch had begun and was cancelled with it."""
+    path = folder.path.parent.parent / f"fake/2026010{number + 1}-000000-aaaaaa"
+    run = create_run(path, {"config.yaml": "", "mode": "ok"}, world_size=1)
+    for state in ("starting", "running", "cancelled"):
+        run.transition(state)
+    folder.update_cell(f"cell{number:02d}", state="running", run_path=str(path), lane=lane, launches=1)
+    return run
+
+
+def test_begun_cells_go_on_first(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(3))
+    run = begun_cell(folder, 2, "lane 0")
+    assert states(run_sweep(tmp_path, 3)) == ["completed"] * 3
+    assert ledger.read_text().splitlines()[0] == f"start {run.path.name} resume"
+
+
+def test_begun_cells_of_a_parallel_sweep_go_on_in_their_lanes(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(3))
+    runs = {number: begun_cell(folder, number, f"lane {1 - number}") for number in (0, 1)}
+    cells = run_sweep(tmp_path, 3, lanes=2)
+    assert states(cells) == ["completed"] * 3
+    assert [(cell["lane"], cell["run_path"]) for cell in cells[:2]] == [
+        (f"lane {1 - number}", str(runs[number].path)) for number in (0, 1)
+    ]
+    assert ledger.read_text().count("resume") == 2
+
+
+def test_begun_cells_whose_lane_is_gone_begin_anew(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    run = begun_cell(folder, 0, "a lane of other nodes")
+    (cell,) = run_sweep(tmp_path, 1)
+    assert (cell["state"], cell["lane"]) == ("completed", "lane 0")
+    assert cell["run_path"] != str(run.path)
+
+
 def test_max_failures_leaves_the_rest_waiting(tmp_path: Path, ledger: Path) -> None:
     cells = run_sweep(tmp_path, 4, {0: "failed", 1: "failed"}, max_failures=2)
     assert states(cells) == ["failed", "failed", "pending", "pending"]

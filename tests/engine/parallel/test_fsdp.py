@@ -18,6 +18,7 @@ from testkit.tiny_training import (
     tiny_config,
     whole,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import ModelConfig, ParallelConfig
 from engine.optim import clip_gradients
@@ -116,3 +117,27 @@ def test_weights_that_stay_gathered_are_not_stale_after_a_step(ranks: Pools) -> 
     found, expected = (ranks(2).run(training_facts, parallel, TINY_MODEL)[0] for parallel in (kept, freed))
     for name, tensor in expected.trained.items():
         assert torch.equal(found.trained[name], tensor)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that sum and divide gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(micro_steps: int) -> int:
+    """How many of them one step of so many micro-steps takes."""
+    run = start_run(tiny_config(parallel=ParallelConfig(dp_shard_size=2)))
+    batch = random_batches(0, sequences=2 * micro_steps)
+    with Reductions() as reductions:
+        run.train_step(0, own_part(batch, run.mesh, micro_steps=micro_steps))
+    return reductions.count
+
+
+def test_gradients_are_reduced_once_a_step_however_many_micro_steps_it_has(ranks: Pools) -> None:
+    units = TINY_MODEL.num_layers + 3  # the layers, the embedding, the head, and what is left at the root
+    assert [ranks(2).run(reductions, micro_steps)[0] for micro_steps in (1, 3)] == [units, units]
