@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sweep_driver import Quiet, manner_of, plan_of
+from sweep_driver import FAKE, Quiet, manner_of, plan_of
 
 from burst_cli.sweep.runner import SweepRunner, last_words
 from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
@@ -113,6 +114,23 @@ def test_run_that_the_launch_of_a_killed_sweep_cancels_on_its_way_out_is_taken_u
 
     assert states(SweepRunner(folder, manner_of(tmp_path), Leaves(), Stops()).run()) == ["completed"]
     assert (starts(ledger), list_runs(tmp_path)) == (1, [run])
+
+
+def test_as_many_cells_run_at_a_time_as_parallel_says(burst, ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = ledger.parent / "burst_cli"  # `python -m burst_cli` takes what lies in the working folder
+    launcher.mkdir()
+    (launcher / "__init__.py").touch()
+    (launcher / "__main__.py").write_text(f"import runpy\nrunpy.run_path({str(FAKE[1])!r}, run_name='__main__')\n")
+    monkeypatch.chdir(ledger.parent)
+    monkeypatch.setenv("FAKE_CELL_S", "0.5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # cells must not share GPUs
+    result = burst("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force", "--json")
+    assert result.code == 0, result.err
+    cells = json.loads(result.out)["cells"]
+    assert {cell["lane"] for cell in cells} == {"this machine 1", "this machine 2"}
+    moments = sorted((cell[key], change) for cell in cells for key, change in (("started_at", 1), ("ended_at", -1)))
+    assert max(itertools.accumulate(change for _, change in moments)) == 2
+    assert starts(ledger) == 4
 
 
 def begun_cell(folder: SweepFolder, number: int, lane: str) -> RunFolder:
