@@ -60,16 +60,12 @@ class HangWatch:
 
     @property
     def limit_s(self) -> float:
-        """How long nothing may be heard of a step: as configured, else by the steps so far; long where none is made."""
-        slowest_s = self._steps.slowest_step_s
-        makes_steps = self._steps.phase in (TRAINING_PHASE, "") and self._steps.step < self._plan.config.train.steps
-        limit_s = self._plan.config.cluster.hang_timeout_s
-        if slowest_s is None or not makes_steps:
-            limit_s = max(LONG_S, limit_s or 0.0)
-        elif limit_s is None:
-            limit_s = max(LEAST_S, SLOW_STEPS * slowest_s)
+        """How long nothing may be heard of a step; less while a rank is stopped by somebody."""
+        config, slowest_s = self._plan.config, self._steps.slowest_step_s
+        makes_steps = self._steps.phase in (TRAINING_PHASE, "") and self._steps.step < config.train.steps
+        limit_s = hang_limit_s(config.cluster.hang_timeout_s, slowest_s if makes_steps else None)
         if any(count >= 2 for count, _ in self._stopped.values()):
-            limit_s = min(limit_s, max(STOPPED_S, 2 * (self._steps.slowest_step_s or 0.0)))
+            limit_s = min(limit_s, max(STOPPED_S, 2 * (slowest_s or 0.0)))
         return limit_s
 
     def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
@@ -161,6 +157,13 @@ class HangWatch:
 
     def _path(self, node: str, rank: int, suffix: str) -> Path:
         return self._run.log_path(node, rank).with_suffix(suffix)
+
+
+def hang_limit_s(configured_s: float | None, slowest_step_s: float | None) -> float:
+    """As configured, else by the slowest of the last steps; long where no steps are made (slowest_step_s is None)."""
+    if slowest_step_s is None:
+        return max(LONG_S, configured_s or 0.0)
+    return max(LEAST_S, SLOW_STEPS * slowest_step_s) if configured_s is None else configured_s
 
 
 def _health_ranks(status: NodeStatus) -> Mapping[str, Any]:

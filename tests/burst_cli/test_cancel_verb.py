@@ -13,6 +13,7 @@ from run_maker import make_run, write_node
 from testkit.waiting import wait_for
 
 from burst_cli.run_cancel import cancelled_text, result_of
+from burst_cli.run_choice import living_runs
 from cluster.control.settle import Settled
 from engine.runs import RunFolder
 
@@ -132,3 +133,11 @@ def test_handlers_of_signals_are_restored(burst, root: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     burst("cancel")
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_every_run_that_has_begun_and_not_ended_is_one_that_lives(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path, f"tiny/20260101-000000-{state}", state=state)
+        for state in ("planned", "starting", "running", "completed", "failed")
+    ]
+    assert [run.run_id.rpartition("-")[2] for run in living_runs(runs)] == ["starting", "running"]

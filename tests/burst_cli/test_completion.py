@@ -158,35 +158,31 @@ def test_bash_words_are_joined_again(words: list[str], joined: list[str], cut: i
     assert join_bash_words(words, len(words) - 1) == (joined, cut)
 
 
-def type_into_bash(folder: Path, keys: str) -> str:
-    """The screen of an interactive bash with the completion of `burst` installed, after these keys."""
-    script = subprocess.run(
-        [sys.executable, "-m", "burst_cli", "--show-completion", "bash"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        timeout=200,
-    ).stdout
+def install(folder: Path, shell: str) -> dict[str, str]:
+    """The environment of a person with an empty home who has typed `burst --install-completion` in this shell."""
     command = folder / "burst"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m burst_cli "$@"\n')
     command.chmod(0o755)
-    startup = folder / "rc"
-    startup.write_text(f"{script}\nPS1='$ '\nbind 'set bell-style none'\nbind 'set enable-bracketed-paste off'\n")
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
+    variables = {**os.environ, **path, "TERM": "dumb", "INPUTRC": "/dev/null"}  # not the keys of whoever runs the tests
+    typed = ["bash", "-c", "burst --install-completion; exit $?"]  # which shell it is, is found by looking at parents
+    if shell != "bash":  # need not be here
+        typed, variables["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = ["burst", "--install-completion", shell], "1"
+    subprocess.run(typed, cwd=folder, env=variables, check=True, capture_output=True, timeout=200)
+    return variables
+
+
+def type_into_bash(folder: Path, keys: str) -> str:
+    """The screen of an interactive bash after these keys; the completion of `burst` was installed before it began."""
+    (folder / ".bashrc").write_text("PS1='$ '\nbind 'set bell-style none'\nbind 'set enable-bracketed-paste off'\n")
+    environment = install(folder, "bash")
     terminal, inside = pty.openpty()
     shell = subprocess.Popen(
-        ["bash", "--noprofile", "--rcfile", str(startup), "-i"],
+        ["bash", "--noprofile", "-i"],
         stdin=inside,
         stdout=inside,
         stderr=inside,
-        env={
-            **os.environ,
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "TERM": "dumb",
-            "INPUTRC": "/dev/null",  # not the keys of the person who runs the tests
-        },
+        env=environment,
         start_new_session=True,
     )
     try:
@@ -209,9 +205,18 @@ def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
     return screen
 
 
-def test_a_real_bash_completes_behind_the_equals_sign(tmp_path: Path) -> None:
-    screen = type_into_bash(tmp_path, "burst config exp=ti\tattention.pres\tri\tEND")
-    assert "burst config exp=tiny attention.preset=ring END" in screen
+def test_installed_into_a_real_bash_it_completes_verbs_and_behind_the_equals_sign(tmp_path: Path) -> None:
+    screen = type_into_bash(tmp_path, "burst la\texp=ti\tattention.pres\tri\tEND")
+    assert "burst launch exp=tiny attention.preset=ring END" in screen
+
+
+def test_installed_for_zsh_it_is_found_and_asks_as_zsh(tmp_path: Path) -> None:
+    install(tmp_path, "zsh")
+    startup, script = (tmp_path / ".zshrc").read_text(), (tmp_path / ".zfunc/_burst").read_text()
+    assert "fpath+=~/.zfunc" in startup
+    assert "compinit" in startup
+    assert script.strip().startswith("#compdef burst")
+    assert 'env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _BURST_COMPLETE=complete_zsh burst' in script
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume"])

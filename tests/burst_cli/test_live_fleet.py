@@ -172,6 +172,10 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
     run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"launch.json": json.dumps(document)})
     clock = Clock()
     progress = RunProgress(run, 200, clock)
+    progress.poll()
+    clock.now += 31
+    assert hang_text(progress) is None  # on the way to the first step the controller waits longer
+    run.append_event("phase", phase="train")
     run.append_metrics({"step": 1, "step_time_s": 1.0})
     progress.poll()
     clock.now += 14
@@ -182,6 +186,7 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
     assert hang_text(progress) == "no step for 31 s: it hangs, stacks are taken"
     run.append_event("phase", phase="evaluate")
     progress.poll()
+    clock.now += 31
     assert hang_text(progress) is None
 
 

@@ -24,14 +24,7 @@ MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of Hugging Face, its weights not needed."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
-    (folder / "config.json").write_text(json.dumps(document))
-    (folder / "model.safetensors").write_text("")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return hugging_face_folder(tmp_path / "mine")
 
 
 def burst(*words: str) -> Any:
@@ -72,7 +65,13 @@ def run(tmp_path: Path) -> Path:
     run = create_run(
         tmp_path / "runs" / "mine" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig(model=MODEL))}
     )
-    part = new_folder(run.path / "checkpoints", 7, "ab")
+    save_one_weight(run.path)
+    return run.path
+
+
+def save_one_weight(run: Path) -> None:
+    """Checkpoint 7 of the run in this folder."""
+    part = new_folder(run / "checkpoints", 7, "ab")
     weight = np.arange(24, dtype=np.float32).reshape(6, 4)
     save_file({"a": weight[:3], "b": weight[3:]}, part / "rank00000.safetensors")
     chunks = (
@@ -82,7 +81,16 @@ def run(tmp_path: Path) -> Path:
     files = {"rank00000.safetensors": FileFacts(*hash_file(part / "rank00000.safetensors"), "disk")}
     tensors = {"model.embedding.weight": TensorFacts("float32", (6, 4), chunks)}
     commit(part, Manifest(7, "ab", "now", files, tensors, {"updates": 7}, {}))
-    return run.path
+
+
+def hugging_face_folder(folder: Path) -> Path:
+    """A model of Hugging Face, its weights not needed."""
+    folder.mkdir()
+    document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "model.safetensors").write_text("")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 def test_weights_are_exported(run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from report_samples import CONFIG, PROVENANCE, make_methods, make_run, report
 
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import choose_columns
-from burst_cli.report.provenance import provenance_facts
+from burst_cli.report.provenance import provenance_facts, with_hardware
 from burst_cli.report.select import parse_since
 from engine.errors import ConfigError
 from engine.runs import RunFolder
@@ -137,6 +137,12 @@ def test_run_that_ran_out_of_memory_belongs_to_its_sisters(tmp_path: Path) -> No
     make_run(tmp_path, "tiny/20260102-000000-aaaaaa", final="oom", provenance=on_h100)
     (group,) = build_report(Request(tmp_path)).groups
     assert len(group.records) == 7
+
+
+def test_hardware_that_its_own_ranks_found_beats_what_others_had() -> None:
+    family = {"exp": "tiny", "model": "tiny", "world_size": 4}
+    records = [{**family, "device": device, "launch_hardware": "none"} for device in ("H100", "A100", None)]
+    assert [record["hardware"] for record in with_hardware(records)] == ["H100", "A100", "none"]
 
 
 def test_hardware_without_sisters_is_that_of_the_launcher(tmp_path: Path) -> None:

@@ -187,6 +187,14 @@ def test_lanes_are_disjoint_equal_and_cover_all_nodes(size: int, parallel: int) 
     assert {len(lane) for lane in lanes} == {size}
 
 
+def test_a_lane_puts_its_launches_onto_its_nodes() -> None:
+    lanes = choose_lanes(["a1", "a2", "b1", "b2"], 2, gpus=8)
+    assert [(lane.name, lane.overrides) for lane in lanes] == [
+        ("a1,a2", ("cluster.nodes='a1,a2'",)),
+        ("b1,b2", ("cluster.nodes='b1,b2'",)),
+    ]
+
+
 def test_nodes_that_cannot_be_divided_are_refused_with_what_can() -> None:
     with pytest.raises(ConfigError, match="legal values: 1, 2, 3, 6"):
         node_lanes([f"n{k}" for k in range(6)], 4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sweep_driver import Quiet, manner_of, plan_of
+from sweep_driver import FAKE, Quiet, manner_of, plan_of
 from testkit.waiting import wait_for
 
 from burst_cli.sweep.runner import SweepRunner, last_words
@@ -114,6 +115,59 @@ def test_run_that_the_launch_of_a_killed_sweep_cancels_on_its_way_out_is_taken_u
 
     assert states(SweepRunner(folder, manner_of(tmp_path), Leaves(), Stops()).run()) == ["completed"]
     assert (starts(ledger), list_runs(tmp_path)) == (1, [run])
+
+
+def test_as_many_cells_run_at_a_time_as_parallel_says(burst, ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = ledger.parent / "burst_cli"  # `python -m burst_cli` takes what lies in the working folder
+    launcher.mkdir()
+    (launcher / "__init__.py").touch()
+    (launcher / "__main__.py").write_text(f"import runpy\nrunpy.run_path({str(FAKE[1])!r}, run_name='__main__')\n")
+    monkeypatch.chdir(ledger.parent)
+    monkeypatch.setenv("FAKE_CELL_S", "0.5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # cells must not share GPUs
+    result = burst("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force", "--json")
+    assert result.code == 0, result.err
+    cells = json.loads(result.out)["cells"]
+    assert {cell["lane"] for cell in cells} == {"this machine 1", "this machine 2"}
+    moments = sorted((cell[key], change) for cell in cells for key, change in (("started_at", 1), ("ended_at", -1)))
+    assert max(itertools.accumulate(change for _, change in moments)) == 2
+    assert starts(ledger) == 4
+
+
+def begun_cell(folder: SweepFolder, number: int, lane: str) -> RunFolder:
+    """As a killed sweep leaves a cell whose launch had begun and was cancelled with it."""
+    path = folder.path.parent.parent / f"fake/2026010{number + 1}-000000-aaaaaa"
+    run = create_run(path, {"config.yaml": "", "mode": "ok"}, world_size=1)
+    for state in ("starting", "running", "cancelled"):
+        run.transition(state)
+    folder.update_cell(f"cell{number:02d}", state="running", run_path=str(path), lane=lane, launches=1)
+    return run
+
+
+def test_begun_cells_go_on_first(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(3))
+    run = begun_cell(folder, 2, "lane 0")
+    assert states(run_sweep(tmp_path, 3)) == ["completed"] * 3
+    assert ledger.read_text().splitlines()[0] == f"start {run.path.name} resume"
+
+
+def test_begun_cells_of_a_parallel_sweep_go_on_in_their_lanes(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(3))
+    runs = {number: begun_cell(folder, number, f"lane {1 - number}") for number in (0, 1)}
+    cells = run_sweep(tmp_path, 3, lanes=2)
+    assert states(cells) == ["completed"] * 3
+    assert [(cell["lane"], cell["run_path"]) for cell in cells[:2]] == [
+        (f"lane {1 - number}", str(runs[number].path)) for number in (0, 1)
+    ]
+    assert ledger.read_text().count("resume") == 2
+
+
+def test_begun_cells_whose_lane_is_gone_begin_anew(tmp_path: Path, ledger: Path) -> None:
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    run = begun_cell(folder, 0, "a lane of other nodes")
+    (cell,) = run_sweep(tmp_path, 1)
+    assert (cell["state"], cell["lane"]) == ("completed", "lane 0")
+    assert cell["run_path"] != str(run.path)
 
 
 def test_max_failures_leaves_the_rest_waiting(tmp_path: Path, ledger: Path) -> None:

@@ -107,6 +107,13 @@ def test_configured_patience_is_not_for_the_way_to_the_first_step(tmp_path: Path
     assert world.lead().status == "completed"
 
 
+def test_more_patience_than_a_quarter_of_an_hour_is_kept_on_the_way_to_the_first_step(tmp_path: Path) -> None:
+    world = World(tmp_path, hang_timeout_s=LONG_S + 2 * MINUTE_S)
+    world.at(1, lambda: world.phase("build model"))
+    world.at(LONG_S + MINUTE_S, world.complete)
+    assert world.lead().status == "completed"
+
+
 def test_rank_that_somebody_stopped_is_seen_sooner(world: World) -> None:
     train(world, 3)
     show_stopped(world, 3)

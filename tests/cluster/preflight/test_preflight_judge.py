@@ -161,6 +161,16 @@ def test_processes_of_the_run_that_holds_the_node_are_no_leftover() -> None:
     assert problem.kind == "busy"
 
 
+def test_processes_of_runs_on_the_gpus_are_not_told_as_somebody_elses() -> None:
+    own, other = ProcessFacts(7, "me", "python3, 4000 MiB"), ProcessFacts(9, "bob", "python3, 5000 MiB")
+    facts = {"gpus": 8, "lock": "r1", "runs": (ProcessFacts(7, "me", "", "r1"),)}
+    assert {one.kind for one in find_problems(survey(node("n1", gpu_processes=(own,), **facts)), NCCL)} == {"busy"}
+    problems = find_problems(survey(node("n1", gpu_processes=(own, other), **facts)), NCCL)
+    (text,) = [str(problem) for problem in problems if problem.kind == "gpu.busy"]
+    assert "5000 MiB (pid 9, bob)" in text
+    assert "pid 7" not in text
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "text"),
     [

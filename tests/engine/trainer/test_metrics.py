@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_p
 from engine.parallel.reduce import max_over_ranks
 from engine.peak_table import Peak
 from engine.train_step import StepResult
+from engine.waits import WaitClock
 
 COST = StepCost(tokens=1000, flops=Flops(4 * 10**12, 6 * 10**12, 5 * 10**12), peak=Peak(2e12, "test"))
 
@@ -173,3 +175,27 @@ def test_bytes_of_the_offload_are_counted_and_its_seconds_are_of_a_gpu_only(rank
     inputs = config.model.num_layers * 16 * config.model.hidden_size * 4  # 30 tokens in blocks of 16, fp32
     assert row["offload_bytes"] == (2 * inputs if store == "host" else None)  # there and back
     assert (row["offload_copy_s"], row["offload_exposed_s"], row["comm_exposed_s"]) == (None, None, None)
+
+
+def waits_in_steps() -> list[float]:
+    """What this rank waited in a step without waits, but with some before it; then in a step that has some."""
+    run, waits, found = start_run(tiny_config()), WaitClock(), []
+
+    def wait() -> None:
+        with waits.waiting("all_reduce"):
+            time.sleep(0.01)
+
+    meter = StepMeter(run.mesh, run.attention, COST, waits=waits)
+    wait()  # as a validation does
+    meter.start()
+    found.append(meter.finish(1, StepResult(1.0, 1.0, 1e-3, 30))[0]["rank_wait_s_max"])
+    meter.start()
+    wait()
+    found.append(meter.finish(2, StepResult(1.0, 1.0, 1e-3, 30))[0]["rank_wait_s_max"])
+    return found
+
+
+def test_what_is_waited_between_steps_belongs_to_no_step(ranks: Pools) -> None:
+    ((before, inside),) = ranks(1).run(waits_in_steps)
+    assert before == 0.0
+    assert inside >= 0.01
