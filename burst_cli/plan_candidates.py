@@ -13,18 +13,17 @@ from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.plan_memory import MemoryReport, exact_prediction, report_memory
 from engine.attention.auto import Candidate as RankedMethod
 from engine.attention.auto import judged_group
-from engine.attention.layers import attention_layers
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.config_checks import known_cp_size
 from engine.errors import ConfigError
-from engine.flops import Flops, step_flops
+from engine.flops import Flops
 from engine.memory.auto import settle_run
 from engine.memory.capacity import Capacity, capacity_of
 from engine.memory.fit import sequence_topology
-from engine.memory.recompute import recomputed_by
+from engine.memory.recompute import planned_flops
 from engine.simulate.machine import Machine
 
 # Plans of all ranks grow with the square of their number: larger groups are shown by a smaller one.
@@ -118,18 +117,8 @@ class Candidate:
 
 def flops_of(config: RunConfig, group: Topology) -> Flops:
     """FLOPs of one optimizer step over all ranks; `group`: the ranks that share a sequence. Pairs by the masks."""
-    train = config.train
     groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    method = resolve_attention(config, group)
-    turn = attention_layers(config, method)
-    pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
-    return step_flops(
-        config.model,
-        seq_len=train.seq_len,
-        visible_pairs=round(sum(pairs) / len(pairs)),
-        sequences=groups * train.micro_batch_size * train.grad_accum_steps,
-        recomputed=recomputed_by(config, method, turn),
-    )
+    return planned_flops(config, resolve_attention(config, group), groups)
 
 
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:

@@ -35,7 +35,7 @@ def test_json_is_the_documented_one(burst) -> None:
     assert attention["balance"] == 1.0
     assert attention["bytes_per_layer"]["forward"] == {"intra": 3 * 2**20, "inter": 0, "host": 0}
     model = compose(["exp=tiny"]).config.model
-    expected = step_flops(model, seq_len=2048, visible_pairs=attention_pairs("causal", 2048))
+    expected = step_flops(model, seq_len=2048, visible_pairs=model.num_layers * attention_pairs("causal", 2048))
     assert plan["flops"]["model"] == expected.model
 
 
@@ -274,7 +274,8 @@ def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
     assert (plan["world_size"], plan["cp_size"]) == (1024, 1024)
     assert plan["planned_ranks"] <= 64
     config = compose(["exp=llama8b_1m"]).config
-    expected = step_flops(config.model, seq_len=2**22, visible_pairs=attention_pairs("causal", 2**22))
+    pairs = config.model.num_layers * attention_pairs("causal", 2**22)
+    expected = step_flops(config.model, seq_len=2**22, visible_pairs=pairs)
     assert plan["flops"]["model"] == expected.model
     assert "which stand for 1024" in burst("plan", *QUICK, *arguments).out
 
