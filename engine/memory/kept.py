@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from engine.attention.balance import member_pairs
 from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.layout import Layout, Segment
+from engine.attention.layout import Layout
 from engine.attention.lengths import padded_length
-from engine.attention.mask import Mask
 from engine.attention.methods import Blocks, divide_sequence
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig, Store
@@ -182,15 +180,8 @@ def most_kept_rows(blocks: Blocks, cut: int) -> float:
 
 
 def busiest_share(layer: LayerAttention, layout: Layout) -> float:
-    """Part of the pairs computed again that the busiest ring member has; of a stride the mean over its positions."""
+    """Part of the pairs computed again that the busiest ring member has."""
     if not layer.recompute_before:
         return 0.0
-    mask = layer.mask.queries_before(layer.recompute_before)
-    loads = [sum(_load(mask, segment) for segment in segments) for segments in layout.segments]
+    loads = member_pairs(layer.mask.queries_before(layer.recompute_before), layout)
     return max(loads) / sum(loads) if sum(loads) else 0.0
-
-
-def _load(mask: Mask, segment: Segment) -> float:
-    """Pairs of the queries of one segment."""
-    first, stop = mask.pairs_before(np.array([segment.start, segment.last + 1], dtype=np.int64)).tolist()
-    return float(stop - first) / segment.stride
