@@ -254,7 +254,8 @@ def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel |
         method, predicted = method_of(record), number(record, "predicted_peak_bytes")
         measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
         if method and predicted and measured:
-            found.setdefault(method, []).append(Point(predicted / GIB, *[measured / GIB] * 3))
+            size = measured / GIB
+            found.setdefault(method, []).append(Point(predicted / GIB, size, size, size))
     ratios = [point.x / point.y for points in found.values() for point in points]
     if len(ratios) < 2:
         return None
