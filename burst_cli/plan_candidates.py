@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,23 +11,19 @@ from burst_cli.compose import compose
 from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.plan_memory import MemoryReport, exact_prediction, report_memory
 from engine.attention.auto import Candidate as RankedMethod
-from engine.attention.auto import judged_group
-from engine.attention.layers import attention_layers
-from engine.attention.presets import AttentionMethod, resolve_attention
+from engine.attention.presets import resolve_attention
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.config_checks import known_cp_size
 from engine.errors import ConfigError
-from engine.flops import Flops, step_flops
+from engine.flops import Flops
 from engine.memory.auto import settle_run
 from engine.memory.capacity import Capacity, capacity_of
 from engine.memory.fit import sequence_topology
-from engine.memory.recompute import recomputed_by
+from engine.memory.recompute import planned_flops
 from engine.simulate.machine import Machine
 
-# Plans of all ranks grow with the square of their number: larger groups are shown by a smaller one.
-MOST_RANKS_PLANNED = 64
 MemoryBy = Literal["exact", "closed-form", "none"]
 
 
@@ -50,7 +45,7 @@ class Candidate:
     """A method by the name that was asked for: a preview with its configuration, or the rules that it violates.
 
     world      all ranks of the run; `group` those that share a sequence
-    preview    of the group, or (`is_stand_in`) of a smaller one with as many tokens per rank
+    preview    of the group
     """
 
     name: str
@@ -79,11 +74,6 @@ class Candidate:
         """All ranks of the run."""
         return self.world.size
 
-    @property
-    def is_stand_in(self) -> bool:
-        """Whether the preview is of fewer ranks than there are."""
-        return self.legal_preview.topology != self.group
-
     def flops(self) -> Flops:
         """FLOPs of one optimizer step over all ranks, pairs as the masks count them."""
         return flops_of(self.legal_config, self.group)
@@ -103,7 +93,7 @@ class Candidate:
             "world_size": self.world_size,
             "cp_size": self.group.size,
             "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
-            "planned_ranks": self.preview.topology.size,
+            "planned_ranks": list(self.preview.planned_ranks),
             "attention": self.preview.to_dict(),
             "candidates": [method.to_dict() for method in self.ranking],
             "memory": self.memory.to_dict() if self.memory else None,
@@ -118,18 +108,8 @@ class Candidate:
 
 def flops_of(config: RunConfig, group: Topology) -> Flops:
     """FLOPs of one optimizer step over all ranks; `group`: the ranks that share a sequence. Pairs by the masks."""
-    train = config.train
     groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    method = resolve_attention(config, group)
-    turn = attention_layers(config, method)
-    pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
-    return step_flops(
-        config.model,
-        seq_len=train.seq_len,
-        visible_pairs=round(sum(pairs) / len(pairs)),
-        sequences=groups * train.micro_batch_size * train.grad_accum_steps,
-        recomputed=recomputed_by(config, method, turn),
-    )
+    return planned_flops(config, resolve_attention(config, group), groups)
 
 
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:
@@ -172,7 +152,7 @@ def plan_one(
     predict = exact_prediction(memory.say) if memory.by == "exact" else None
     attention, choice = settle_run(config, world, capacity, machine, predict)
     group = sequence_topology(choice.config, world)
-    preview = _preview(choice.config, group, machine)
+    preview = preview_attention(choice.config, group, machine)
     report = None if memory.by == "none" else report_memory(choice, world, capacity, machine, predict)
     name = preview.method.preset
     return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates)
@@ -184,26 +164,6 @@ def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
     if on_cpu == capacity.host_is_device:
         return config
     return replace(config, cluster=replace(config.cluster, backend="gloo" if capacity.host_is_device else "auto"))
-
-
-def _preview(config: RunConfig, group: Topology, machine: Machine | None) -> AttentionPreview:
-    """Of the group, or of a smaller one that stands for it; then without seconds, which grow with the ring."""
-    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
-    if group.size <= MOST_RANKS_PLANNED or lists_blocks:
-        return preview_attention(config, group, machine)
-    method = resolve_attention(config, group)
-    small, smaller = judged_group(config, group)
-    return preview_attention(_with_shape_of(method, small, smaller), smaller, None)
-
-
-def _with_shape_of(method: AttentionMethod, config: RunConfig, group: Topology) -> RunConfig:
-    """The configuration for a smaller group, with the method's heads, inner and outer rings as far as they go."""
-    heads = math.gcd(method.head_parallel_size, group.local_ranks)
-    inner = group.local_ranks // heads if method.ring_outer_size > 1 else group.size // heads
-    outer = group.size // heads // inner
-    attention = replace(config.attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
-    parallel = replace(config.parallel, cp_size=None)
-    return replace(config, attention=attention, parallel=parallel)
 
 
 def plan_each(

@@ -111,8 +111,8 @@ def _passes_table(layer: LayerPreview, machine: Machine | None) -> Table:
 
 def _link_figure(link: str) -> Figure:
     def cell(one: PassPreview) -> str:
-        busiest, total = links_to_dict(one.busiest_links)[link], links_to_dict(one.all_links)[link]
-        return f"{binary_bytes(busiest)}  (all: {binary_bytes(total)})" if total else "0"
+        busiest = links_to_dict(one.busiest_links)[link]
+        return binary_bytes(busiest) if busiest else "0"
 
     return Figure(f"sent {_LINK_NAMES[link]}" if link != "host" else "moved to and from host memory", cell)
 
@@ -171,10 +171,10 @@ def _footer(candidate: Candidate) -> list[Text]:
     if candidate.legal_config.attention.documents:
         text = "packed documents depend on the data: planned as one sequence, the most work that a batch can be"
         lines.append(Text.assemble(("note: ", "yellow"), text))
-    if candidate.is_stand_in:
+    if len(preview.planned_ranks) < candidate.group.size:
         text = (
-            f"attention is planned on {preview.topology.size} ranks with as many tokens per rank, which stand for "
-            f"{candidate.group.size}; steps, tiles and bytes grow with the ring, buffers and memory do not"
+            f"pairs and balance are of all {candidate.group.size} ranks; steps, tiles, bytes, buffers and seconds are "
+            f"the largest of ranks {', '.join(map(str, preview.planned_ranks))}, whose plans were made"
         )
         lines.append(Text.assemble(("note: ", "yellow"), text))
     time = preview.time_to_dict()

@@ -14,7 +14,9 @@ from engine.run.records import JsonLinesTail
 from engine.runs import RunFolder
 
 _RECENT_STEPS = 20
-_STRAGGLER_STEPS = 10
+# A rank is called a straggler when it was the one in so many of the last steps, and they lost so many seconds by it:
+# on a machine whose cores are shared some rank is always last, by little and never the same for long.
+_STRAGGLER_STEPS, _STRAGGLER_LEAST_STEPS, _STRAGGLER_LOST_S = 10, 8, 10.0
 
 
 @dataclass
@@ -38,7 +40,7 @@ class RunProgress:
         self._metrics = JsonLinesTail(self.run.path / "metrics.jsonl")
         self._events = JsonLinesTail(self.run.path / "events.jsonl")
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._stragglers: deque[int | None] = deque(maxlen=_STRAGGLER_STEPS)
+        self._stragglers: deque[tuple[int, float]] = deque(maxlen=_STRAGGLER_STEPS)  # rank or -1, seconds lost
         self._started = self.clock() - self.ran_s
         self._news_at: float | None = None
         self._facts: RunFacts | None = None
@@ -75,10 +77,11 @@ class RunProgress:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that the others waited for in most of the last steps."""
-        counts = Counter(rank for rank in self._stragglers if rank is not None)
-        rank, count = counts.most_common(1)[0] if counts else (None, 0)
-        return rank if 2 * count > _STRAGGLER_STEPS else None
+        """The rank that the others waited for in nearly all of the last steps, and for long enough to matter."""
+        rank, _ = Counter(rank for rank, _ in self._stragglers).most_common(1)[0] if self._stragglers else (-1, 0)
+        lost = [seconds for late, seconds in self._stragglers if late == rank]
+        matters = rank >= 0 and len(lost) >= _STRAGGLER_LEAST_STEPS and sum(lost) >= _STRAGGLER_LOST_S
+        return rank if matters else None
 
     @property
     def silence_s(self) -> float:
@@ -118,8 +121,9 @@ class RunProgress:
             self._step_times.append(row["step_time_s"])
         if row.get("validation_loss") is not None:
             self.validation = row
-        rank = row.get("straggler_rank")
-        self._stragglers.append(rank if isinstance(rank, int) else None)
+        rank, *waits = (row.get(name) for name in ("straggler_rank", "rank_wait_s_min", "rank_wait_s_max"))
+        least, most = (wait if isinstance(wait, int | float) else 0.0 for wait in waits)
+        self._stragglers.append((rank if isinstance(rank, int) else -1, most - least))
 
     def _age_of_news(self) -> float:
         """Seconds since the run last wrote; 0 for one that has only begun."""

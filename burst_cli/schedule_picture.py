@@ -79,7 +79,7 @@ def draw_schedule(candidate: Candidate, passes: Sequence[PassPreview], path: Pat
     timelines = [timeline for _, timeline in named]
     assert timelines, "a picture needs the timelines that a machine gives"
     topology = candidate.legal_preview.topology
-    ranks = shown_ranks(topology)
+    ranks = shown_ranks(topology, candidate.legal_preview.planned_ranks)
     intervals = [[i for i in timeline.intervals if i.rank in ranks] for timeline in timelines]
     used = {i.lane for group in intervals for i in group if i.kind in _ARRIVALS}
     rows = _Rows(ranks, tuple(lane for lane in _CHANNELS if lane in used))
@@ -98,11 +98,10 @@ def draw_schedule(candidate: Candidate, passes: Sequence[PassPreview], path: Pat
         figure.savefig(path, dpi=_DPI, metadata=metadata)
 
 
-def shown_ranks(topology: Topology) -> tuple[int, ...]:
-    """All ranks, or of a large group those of its first node, or of a large node the first MAX_RANKS."""
-    if topology.size <= MAX_RANKS:
-        return tuple(range(topology.size))
-    return tuple(range(min(topology.local_ranks, MAX_RANKS))) if topology.local_ranks > 1 else tuple(range(MAX_RANKS))
+def shown_ranks(topology: Topology, planned: Sequence[int]) -> tuple[int, ...]:
+    """All ranks, or of a large group those of its first node, or of a large node the first MAX_RANKS; if planned."""
+    few = topology.size <= MAX_RANKS or topology.local_ranks == 1
+    return tuple(rank for rank in planned if few or rank < topology.local_ranks)[:MAX_RANKS]
 
 
 def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], rows: _Rows) -> None:
@@ -183,7 +182,7 @@ def _title(candidate: Candidate, ranks: Sequence[int]) -> tuple[str, str]:
         "backward; boxes are tiles, bars below them messages as they arrive"
     )
     if len(ranks) < topology.size:
-        subtitle += f"; only ranks {ranks[0]} to {ranks[-1]} are drawn"
+        subtitle += f"; only ranks {', '.join(map(str, ranks))} are drawn"
     return heading, subtitle
 
 

@@ -4,7 +4,7 @@ Per sequence of N tokens, with N_mat parameters that take part in matmuls (head 
 P visible (query, key) pairs of the mask:
 
     forward    2 * N_mat * N           a multiplication and an addition per parameter and token
-             + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head
+             + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head (P: of the mean layer)
     backward   twice the forward       gradients of both operands of every matmul
 
 Conventions differ by more than 2x between publications, so each figure carries the name of its own:
@@ -26,7 +26,9 @@ from engine.config import ModelConfig
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What backward computes again, summed over layers: parameters of matmuls per token, pairs of one sequence."""
+    """What backward computes again: parameters of matmuls per token, pairs; both summed over layers, pairs over
+    sequences too.
+    """
 
     matmul_parameters: int = 0
     attention_pairs: int = 0
@@ -88,7 +90,7 @@ def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
 
 
 def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
-    """FLOPs of one forward pass over `tokens` tokens with `pairs` visible pairs per head and layer."""
+    """FLOPs of one forward pass over `tokens` tokens with `pairs` visible pairs per head, summed over layers."""
     return 2 * count_parameters(model).matmul * tokens + _attention_forward(model, pairs)
 
 
@@ -102,17 +104,18 @@ def step_flops(
 ) -> Flops:
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
-    `visible_pairs` are the pairs of ONE sequence and layer that the mask lets through. What is `recomputed` depends on
-    the checkpoint policies (`engine.memory.recompute`); of the head nothing: the loss computes its logits once.
+    `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What is
+    `recomputed` depends on the checkpoint policies (`engine.memory.recompute`); of the head nothing: the loss computes
+    its logits once.
     """
-    forward = forward_flops(model, tokens=seq_len, pairs=visible_pairs)
-    forward_full = forward_flops(model, tokens=seq_len, pairs=attention_pairs("full", seq_len))
-    again = 2 * recomputed.matmul_parameters * seq_len
-    again += 4 * model.num_heads * model.head_dim * recomputed.attention_pairs
+    tokens = seq_len * sequences
+    forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
+    every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
+    again = 2 * recomputed.matmul_parameters * tokens + _attention_forward(model, recomputed.attention_pairs)
     return Flops(
-        model=3 * forward * sequences,
-        model_full_attention=3 * forward_full * sequences,
-        hardware=(3 * forward + again) * sequences,
+        model=3 * forward,
+        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
+        hardware=3 * forward + again,
     )
 
 
@@ -122,4 +125,4 @@ def mfu(flops: float, *, step_time_s: float, devices: int, peak_flops_per_s: flo
 
 
 def _attention_forward(model: ModelConfig, pairs: int) -> int:
-    return 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    return 4 * model.num_heads * model.head_dim * pairs

@@ -2,6 +2,8 @@
 
     step_time_s        slowest rank, device synchronised at step edges only; data loading included, validation not
     tokens             text tokens of the step over all ranks, padding not counted
+    *_pairs            (query, key) pairs per head that attention computed, over all sequences and layers: masks and the
+                       documents of the batch as they were; those of the forward pass, those attended again in backward
     *_tflops, mfu, hfu of the mean device, against summary.json's peak_flops_per_device; conventions: engine/flops.py
     peak_memory_*      largest over ranks; what is counted is named by `peak_memory_source` in summary.json
     peak_tensor_bytes  most bytes of live tensors of a rank, host memory apart, over forward, loss, backward and
@@ -29,8 +31,10 @@ from typing import Any
 import torch
 
 from engine.attention.api import ParallelAttention
+from engine.attention.layers import AttendedPairs
 from engine.attention.stream_times import total
-from engine.flops import Flops, mfu
+from engine.config import ModelConfig
+from engine.flops import Flops, Recomputed, mfu, step_flops
 from engine.memory.oom import peak_resident_bytes
 from engine.memory.store import HostStore
 from engine.memory.tracker import LiveTensorTracker
@@ -108,13 +112,33 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one optimizer step holds, over all ranks: text tokens and FLOPs; and the peak of one device."""
+    """What one optimizer step holds, over all ranks, but for the pairs of its batch; and the peak of one device.
 
-    tokens: int
-    flops: Flops
+    recomputed_matrices   parameters that backward multiplies every token with again
+    """
+
+    model: ModelConfig
+    seq_len: int
+    sequences: int
+    recomputed_matrices: int
     peak: Peak
 
-    def rates(self, seconds: float, devices: int) -> dict[str, float | None]:
+    @property
+    def tokens(self) -> int:
+        """Text tokens."""
+        return self.sequences * self.seq_len
+
+    def flops(self, pairs: AttendedPairs) -> Flops:
+        """Of a step whose sequences have these pairs, all layers together."""
+        return step_flops(
+            self.model,
+            seq_len=self.seq_len,
+            visible_pairs=pairs.visible,
+            sequences=self.sequences,
+            recomputed=Recomputed(self.recomputed_matrices, pairs.again),
+        )
+
+    def rates(self, flops: Flops, seconds: float, devices: int) -> dict[str, float | None]:
         """Speed of a step that took `seconds` on `devices` devices; the keys of metrics.jsonl."""
         peak = self.peak.flops_per_s
 
@@ -126,15 +150,15 @@ class StepCost:
         return {
             "tokens_per_s": self.tokens / seconds,
             "tokens_per_s_per_device": self.tokens / seconds / devices,
-            "model_tflops_per_device": self.flops.model / seconds / devices / 1e12,
-            "mfu": utilisation(self.flops.model),
-            "mfu_full_attention": utilisation(self.flops.model_full_attention),
-            "hfu": utilisation(self.flops.hardware),
+            "model_tflops_per_device": flops.model / seconds / devices / 1e12,
+            "mfu": utilisation(flops.model),
+            "mfu_full_attention": utilisation(flops.model_full_attention),
+            "hfu": utilisation(flops.hardware),
         }
 
-    def warning(self, seconds: float, devices: int) -> str | None:
+    def warning(self, flops: Flops, seconds: float, devices: int) -> str | None:
         """A sentence when a step of `seconds` is faster than the device can be: then no figure of it can be trusted."""
-        return above_peak_warning("hardware FLOPs", self.flops.hardware / seconds / devices, self.peak)
+        return above_peak_warning("hardware FLOPs", flops.hardware / seconds / devices, self.peak)
 
 
 class StepMeter:
@@ -165,6 +189,8 @@ class StepMeter:
         self._started = 0.0
         self._waits = waits
         self._waited_before = 0.0
+        self._steps = 0
+        self._pairs = AttendedPairs(0, 0)  # of all steps so far
 
     @property
     def peak_memory_source(self) -> str:
@@ -173,7 +199,12 @@ class StepMeter:
 
     def warning(self, row: dict[str, Any]) -> str | None:
         """What is suspicious about a row that `finish` gave."""
-        return self._cost.warning(row["step_time_s"], self._mesh.world_size)
+        flops = self._cost.flops(AttendedPairs(row["visible_pairs"], row["recomputed_pairs"]))
+        return self._cost.warning(flops, row["step_time_s"], self._mesh.world_size)
+
+    def mean_flops(self) -> Flops | None:
+        """FLOPs of the mean step so far, over all ranks; None before the first."""
+        return self._cost.flops(AttendedPairs(*(round(n / self._steps) for n in self._pairs))) if self._steps else None
 
     def start(self) -> None:
         """The edge before a step."""
@@ -199,6 +230,8 @@ class StepMeter:
         found, waits = self._reduce([*own, *self._transfers()])
         slowest, allocated, reserved, tensors, host, intra, inter, stopping, exposed, moved, copying, standing = found
         assert slowest is not None
+        self._steps += 1
+        self._pairs = AttendedPairs(*map(sum, zip(self._pairs, result.pairs, strict=True)))
         row = {
             "step": step,
             "loss": _finite(result.loss),
@@ -206,7 +239,9 @@ class StepMeter:
             "lr": result.learning_rate,
             "tokens": self._cost.tokens,
             "step_time_s": slowest,
-            **self._cost.rates(slowest, self._mesh.world_size),
+            "visible_pairs": result.pairs.visible,
+            "recomputed_pairs": result.pairs.again,
+            **self._cost.rates(self._cost.flops(result.pairs), slowest, self._mesh.world_size),
             "peak_memory_bytes": _whole(allocated),
             "peak_memory_reserved_bytes": _whole(reserved),
             "peak_tensor_bytes": _whole(tensors),

@@ -1,12 +1,24 @@
-"""Peak FLOP/s of this rank's device: what the config says, the published figure, for a CPU the best measured rate."""
+"""Peak FLOP/s of this rank's device: what the config says, the published figure, for a CPU the best measured rate.
+
+A CPU's peak is measured once per machine, number of threads, dtype and version of torch, by one process at a time, and
+kept with the conditions in CACHE/peaks: figures of two runs then differ by the runs, not by what else ran at their
+start.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import platform
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import Dtype, TrainConfig
+from engine.data.identity import cache_folder
 from engine.peak_table import Peak, peak_flops
+from engine.run.records import utc_now
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +30,7 @@ _GAIN = 1.03  # a larger product that is no faster than this has shown the peak
 
 
 def measure_cpu_peak(dtype: Dtype) -> Peak:
-    """The best matmul rate of this process with its threads now, labelled as measured; takes up to a second."""
+    """The best matmul rate of this process with its threads, labelled with its conditions; takes up to a second."""
     import torch
 
     torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -29,7 +41,28 @@ def measure_cpu_peak(dtype: Dtype) -> Peak:
         best = max(before, rate)
         if seconds > _MEASURE_S or (before and rate < _GAIN * before):
             break  # a larger product would only take longer
-    return Peak(best, f"measured: best {dtype} matmul of this process with {torch.get_num_threads()} threads")
+    conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
+    return Peak(best, f"measured: best {dtype} matmul of {platform.node()}, {conditions}")
+
+
+def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
+    """The peak that `folder` keeps for this machine; measured and kept if there is none. Ranks wait for each other."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{platform.node()}-{torch.get_num_threads()}-{dtype}-{torch.__version__}.json"
+    with (folder / name).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        try:
+            kept = json.load(file)
+            return Peak(float(kept["flops_per_s"]), str(kept["source"]))
+        except (ValueError, KeyError, TypeError):  # new, or cut off while it was written
+            peak = measure_cpu_peak(dtype)
+            file.seek(0)
+            file.truncate()
+            json.dump({"flops_per_s": peak.flops_per_s, "source": peak.source}, file)
+            return peak
 
 
 def find_peak(train: TrainConfig, device: torch.device) -> Peak:
@@ -37,7 +70,7 @@ def find_peak(train: TrainConfig, device: torch.device) -> Peak:
     if train.peak_flops_per_device is not None:
         return Peak(train.peak_flops_per_device, "config: train.peak_flops_per_device")
     if device.type != "cuda":
-        return measure_cpu_peak(train.compute_dtype)
+        return machine_cpu_peak(train.compute_dtype, cache_folder() / "peaks")
     import torch
 
     name = torch.cuda.get_device_name(device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.api import ParallelAttention
+from engine.attention.layers import AttendedPairs, attended_pairs
 from engine.config import RunConfig
 from engine.data.sampler import Batch
 from engine.errors import RunError
@@ -28,21 +29,29 @@ from engine.updates import build_updates
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave: mean loss per label (nats) and gradient norm before clipping, equal on all ranks."""
+    """What a step gave: mean loss per label (nats) and gradient norm before clipping, equal on all ranks.
+
+    pairs   of all sequences of the step, over all ranks
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     label_tokens: int
+    pairs: AttendedPairs
     verdict: Verdict = TAKEN
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's rows of a batch, the attention of every layer over them, and the numbers of their sequences."""
+    """This rank's rows of a batch, the attention of every layer over them, and the numbers of their sequences.
+
+    attended   what attention sees, of all rows of all ranks that share them
+    """
 
     rows: LocalBatch
     attention: Sequence[AttentionFn]
+    attended: AttendedPairs
     samples: tuple[int, ...] = ()
 
 
@@ -57,7 +66,8 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, me
         device=mesh.device,
         label_part=mesh.row_part,
     )
-    return RankBatch(rows, context.functions(len(model.layers)), batch.samples)
+    pairs = attended_pairs(context.layers, len(model.layers), sequences=len(batch.documents))
+    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
 
 
 def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
@@ -74,6 +84,13 @@ def count_labels(batches: Sequence[LocalBatch], device: torch.device) -> int:
     if total == 0:
         raise RunError("no token of this batch has a label, so there is no loss; check the data and train.seq_len")
     return total
+
+
+def count_pairs(batches: Sequence[RankBatch], mesh: Mesh) -> AttendedPairs:
+    """Pairs over all ranks and all of `batches`, exactly. Of ranks that share a sequence the first one tells them."""
+    own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
+    counts = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
+    return AttendedPairs(*sum_over_ranks(counts).tolist())
 
 
 class TrainStep:
@@ -109,6 +126,7 @@ class TrainStep:
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         with self._status.waits.waiting("all_reduce"):
             label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
+            pairs = count_pairs(local, self.mesh)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
         loss_sum = self.accumulate(local, label_tokens)
@@ -121,7 +139,7 @@ class TrainStep:
         else:
             loss = float(loss_sum.item()) / label_tokens
             norm, verdict = self._update_if_taken(step, loss)
-        return StepResult(loss, norm, rate, label_tokens, verdict)
+        return StepResult(loss, norm, rate, label_tokens, pairs, verdict)
 
     def _update_if_taken(self, step: int, loss: float) -> tuple[float, Verdict]:
         """(gradient norm before clipping, the verdict): the weights are updated only if the step is taken."""

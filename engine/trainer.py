@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.api import ParallelAttention
+from engine.attention.presets import AttentionMethod
 from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config import RunConfig, config_fingerprint
 from engine.config_checks import check_config
 from engine.data import TrainingData, open_training_data, prepare
 from engine.determinism import deterministic_algorithms
 from engine.errors import ConfigError, DataError
-from engine.flops import count_parameters, step_flops
+from engine.flops import count_parameters
 from engine.guard import Verdict
 from engine.memory.policy import policy_name
-from engine.memory.recompute import recomputed_by
+from engine.memory.recompute import recomputed_matrices
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.needle.tasks import needle_tasks
@@ -85,11 +86,10 @@ class Trainer:
         self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
         recorder.phase("measure peak")
         self.peak = find_peak(config.train, mesh.device)
-        self.cost = step_cost(config, mesh.dp_size, self.peak, self.attention)
         self._meter = StepMeter(
             mesh,
             self.attention,
-            self.cost,
+            step_cost(config, mesh.dp_size, self.peak, self.attention.method),
             tracked_steps=config.train.warmup_metric_steps,
             waits=status.waits if counts else None,
             store=self.model.activation_store,
@@ -202,7 +202,7 @@ class Trainer:
             "status": status,
             **run_facts(self.config, self.mesh, self.attention),
             **predicted_facts(plan),
-            "flops_per_step": asdict(self.cost.flops),
+            "flops_per_step": asdict(flops) if (flops := self._meter.mean_flops()) else None,
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
             "peak_memory_source": self._meter.peak_memory_source,
@@ -282,25 +282,11 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
     return data
 
 
-def step_cost(config: RunConfig, dp_size: int, peak: Peak, attention: ParallelAttention) -> StepCost:
-    """Tokens and FLOPs of one optimizer step over all ranks."""
+def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
+    """What an optimizer step costs over all ranks, but for the pairs of its batch."""
     train = config.train
     sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
-    flops = step_flops(
-        config.model,
-        seq_len=train.seq_len,
-        visible_pairs=visible_pairs(config, attention),
-        sequences=sequences,
-        recomputed=recomputed_by(config, attention.method, attention.context().layers),
-    )
-    return StepCost(sequences * train.seq_len, flops, peak)
-
-
-def visible_pairs(config: RunConfig, attention: ParallelAttention) -> int:
-    """Visible pairs of one sequence, mean over the layers, before a batch's documents hide some."""
-    turn = attention.context().layers
-    pairs = [turn[index % len(turn)].mask.num_pairs() for index in range(config.model.num_layers)]
-    return round(sum(pairs) / len(pairs))
+    return StepCost(config.model, train.seq_len, sequences, recomputed_matrices(config, method), peak)
 
 
 def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> dict[str, Any]:

@@ -35,14 +35,14 @@ from engine.memory.auto import settle_memory
 from engine.memory.capacity import Hardware, capacity_of
 from engine.memory.fit import fit_of
 from engine.memory.policy import policy_name
+from engine.memory.recompute import planned_flops
 from engine.memory.tracker import LiveTensorTracker
 from engine.metrics import peak_pinned_bytes
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.peak_table import Peak
 from engine.train_step import TrainStep
-from engine.trainer import set_threads, step_cost
+from engine.trainer import set_threads
 
 LLAMA_8B = ModelConfig(
     name="llama8b",
@@ -130,7 +130,7 @@ def plan(sizes: StepSizes, device: str, device_name: str) -> Part:
 def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
     config = replace(policy.config, model=replace(sizes.model, num_layers=layers))
     seq_len = config.train.seq_len
-    flops = step_flops(config.model, seq_len=seq_len, visible_pairs=attention_pairs("causal", seq_len))
+    flops = step_flops(config.model, seq_len=seq_len, visible_pairs=layers * attention_pairs("causal", seq_len))
     step_s = flops.model / ASSUMED_FLOPS
     # Beyond a first step, which counts where more would take minutes.
     repeats = 2 if step_s < 5 else 1 if step_s < 25 else 0
@@ -302,8 +302,8 @@ class _Run:
 
     def flops(self, config: RunConfig, prefix: str) -> Row:
         """Of one step of `config`, whose layers attend as those of this run."""
-        cost = step_cost(config, 1, Peak(None, ""), self.attention)
-        return {f"{prefix}{name}_flops": value for name, value in asdict(cost.flops).items()} | {
+        flops = planned_flops(config, self.attention.method, 1)
+        return {f"{prefix}{name}_flops": value for name, value in asdict(flops).items()} | {
             f"{prefix}parameters": count_parameters(config.model).total
         }
 

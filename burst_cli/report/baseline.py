@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from burst_cli.report.values import Record, method_of, number, run_name, text
+from burst_cli.report.values import PEAK_FIGURES, Record, method_of, number, pooled, run_name, share_a_peak, text
 from engine.config_schema import nearest
 from engine.errors import ConfigError
 
@@ -24,15 +23,11 @@ class Baseline:
 
     def figure(self, record: Record, metric: str) -> tuple[float, float, float] | None:
         """(median, low, high) of the baseline that is like this run; of several: the middle, and the widest."""
-        runs = [run for run in self.cells.get(_like(record), ()) if number(run, metric) is not None]
-        if not runs:
+        runs = self.cells.get(_like(record), ())
+        if metric in PEAK_FIGURES and not share_a_peak([record, *runs]):
             return None
-        spans = [_span(run, metric) for run in runs]
-        return (
-            statistics.median(middle for middle, _, _ in spans),
-            min(low for _, low, _ in spans),
-            max(high for _, _, high in spans),
-        )
+        found = pooled(runs, metric)
+        return None if found is None else found[:3]
 
 
 def find_baseline(name: str, records: Sequence[Record], runs: Callable[[str], list[dict[str, Any]]]) -> Baseline:

@@ -11,13 +11,12 @@ from typing import Any
 from burst_cli.figures import flops_per_s
 from burst_cli.report.config_diff import ConfigDifference, config_differences
 from burst_cli.report.metrics_file import metric_rows, run_rows, series
-from burst_cli.report.values import Record, number, run_name, whole
+from burst_cli.report.values import PEAK_FIGURES, Record, number, run_name, share_a_peak, whole
 
 SIGNIFICANT = 0.05
 # Figure -> which direction is better. Those of single steps first, then those of which a run has one.
 STEP_METRICS: Mapping[str, str] = {"tokens_per_s_per_device": "higher", "step_time_s": "lower", "mfu": "higher"}
 LOSS = "loss"
-_SAME_PEAK = 1.01
 RUN_METRICS: Mapping[str, str] = {
     "peak_memory_bytes": "lower",
     "peak_tensor_bytes": "lower",
@@ -84,7 +83,9 @@ def compare(a: tuple[str, Sequence[Record]], b: tuple[str, Sequence[Record]]) ->
     """The comparison of two named sets of runs, none empty; reads their metrics.jsonl and config.yaml."""
     first, second = _Side(*a, [_measured(r) for r in a[1]]), _Side(*b, [_measured(r) for r in b[1]])
     config, problems = config_differences(*([Path(r["path"]) for r in side.records] for side in (first, second)))
-    differences = [_step_difference(metric, better, first, second) for metric, better in STEP_METRICS.items()]
+    one_peak = share_a_peak([*first.records, *second.records])
+    metrics = {name: better for name, better in STEP_METRICS.items() if one_peak or name not in PEAK_FIGURES}
+    differences = [_step_difference(metric, better, first, second) for metric, better in metrics.items()]
     differences.append(_loss_difference(first, second))
     differences += [_run_difference(metric, better, first, second) for metric, better in RUN_METRICS.items()]
     return Comparison(
@@ -175,11 +176,11 @@ def _warnings(a: _Side, b: _Side, config: Sequence[ConfigDifference]) -> list[st
         values = [sorted({str(record.get(name)) for record in side.records}) for side in (a, b)]
         if values[0] != values[1]:
             found.append(f"different {words}: {', '.join(values[0])} against {', '.join(values[1])}")
-    peaks = [value for r in (*a.records, *b.records) if (value := number(r, "peak_flops_per_device")) is not None]
-    if peaks and max(peaks) > _SAME_PEAK * min(peaks):
+    if not share_a_peak([*a.records, *b.records]):
+        peaks = [value for r in (*a.records, *b.records) if (value := number(r, "peak_flops_per_device")) is not None]
         found.append(
-            f"MFU is against different peaks, {flops_per_s(min(peaks))} to {flops_per_s(max(peaks))} per device: "
-            "compare tokens/s, or set train.peak_flops_per_device"
+            f"MFU is against different peaks, {flops_per_s(min(peaks))} to {flops_per_s(max(peaks))} per device, so "
+            "it is not compared; set train.peak_flops_per_device"
         )
     if min(len(a.records), len(b.records)) < 2:
         found.append(

@@ -1,4 +1,6 @@
-"""Lengths against methods: one figure per cell, and what is missing or failed said in its place. Pure."""
+"""Lengths against methods: one figure per cell, of all its completed runs, and what is missing or failed said in its
+place. Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 
 from burst_cli.figures import binary_bytes, count, percent
 from burst_cli.report.select import Group
-from burst_cli.report.values import Record, is_above_peak, method_of, number, tokens, whole
+from burst_cli.report.values import Pooled, Record, is_above_peak, method_of, pooled, share_a_peak, tokens, whole
 
 NOT_RUN = "not run"
 _LOST = "lost"
@@ -42,40 +44,37 @@ def method_matrix(group: Group) -> Matrix | None:
     methods = sorted({method for _, method in cells})
     if len(lengths) < 2 or len(methods) < 2:
         return None
-    rows = [(tokens(length), _row([cells.get((length, method), []) for method in methods])) for length in lengths]
+    shows_mfu = share_a_peak(group.records)
+    rows = [
+        (tokens(length), _row([cells.get((length, method), []) for method in methods], shows_mfu=shows_mfu))
+        for length in lengths
+    ]
     return Matrix(tuple(methods), tuple(rows))
 
 
-def _row(runs: Sequence[Sequence[Record]]) -> tuple[Cell, ...]:
-    shown = [_shown(records) for records in runs]
-    speeds = [_speed(record) if record is not None else None for record in shown]
-    fastest = max((speed for speed in speeds if speed is not None), default=None)
+def _row(runs: Sequence[Sequence[Record]], *, shows_mfu: bool) -> tuple[Cell, ...]:
+    """The cells of a length; the fastest is marked where there are two that may be ranked."""
+    speeds = [pooled(records, "tokens_per_s_per_device") for records in runs]
+    ranked = [speed.middle for speed in speeds if speed is not None and speed.may_rank]
+    fastest = max(ranked) if len(ranked) > 1 else None
     return tuple(
-        _cell(record, len(records), speed is not None and speed == fastest)
-        for record, records, speed in zip(shown, runs, speeds, strict=True)
+        _cell(records, speed, is_best=speed is not None and speed.middle == fastest, shows_mfu=shows_mfu)
+        for records, speed in zip(runs, speeds, strict=True)
     )
 
 
-def _shown(records: Sequence[Record]) -> Record | None:
-    """The newest completed run, else the newest: a later failure does not hide a result."""
-    completed = [record for record in records if record.get("status") == "completed"]
-    return next(reversed(completed or records), None)
-
-
-def _cell(record: Record | None, runs: int, best: bool) -> Cell:
-    if record is None:
+def _cell(records: Sequence[Record], speed: Pooled | None, *, is_best: bool, shows_mfu: bool) -> Cell:
+    """A later failure does not hide a result."""
+    if not records:
         return Cell(NOT_RUN, "", NOT_RUN)
-    status = _LOST if record.get("alive") is False else str(record.get("status"))
-    speed = _speed(record)
-    if status != "completed" or speed is None:
+    if speed is None:
+        newest = records[-1]
+        status = _LOST if newest.get("alive") is False else str(newest.get("status"))
         return Cell("OOM" if status == "oom" else status, "", status)
-    details = [percent(number(record, "mfu")), binary_bytes(number(record, "peak_memory_bytes"))]
-    if is_above_peak(record):
-        details[0] += " !"
-    if runs > 1:
-        details.append(f"{runs} runs")
-    return Cell(count(speed), " · ".join(details), status, best)
-
-
-def _speed(record: Record) -> float | None:
-    return number(record, "tokens_per_s_per_device") if record.get("status") == "completed" else None
+    mfu, memory = pooled(records, "mfu"), pooled(records, "peak_memory_bytes")
+    warned = " !" if any(map(is_above_peak, records)) else ""
+    details = [percent(mfu.middle if mfu else None) + warned] if shows_mfu else []
+    details.append(binary_bytes(memory.middle if memory else None))
+    if speed.runs > 1:
+        details.append(f"{speed.runs} runs")
+    return Cell(count(speed.middle), " · ".join(details), "completed", is_best)

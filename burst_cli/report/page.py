@@ -207,7 +207,7 @@ def _matrix(matrix: Matrix) -> Markup:
         )
         for length, cells in matrix.rows
     ]
-    words = "tokens/s per device, MFU (causal-aware) and peak memory; bold: the fastest at its length"
+    words = "tokens/s per device, MFU (causal-aware), peak memory; bold: fastest at its length, if 5 steps say so"
     table = tag("table", tag("thead", headings), tag("tbody", *rows), class_="matrix")
     return join([tag("p", words, class_="facts"), _scrolling(table)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +10,7 @@ from typing import Literal
 from burst_cli.figures import binary_bytes, count, percent
 from burst_cli.report.published import Published
 from burst_cli.report.select import Group
-from burst_cli.report.values import Record, method_of, number, text, tokens, whole
+from burst_cli.report.values import Record, method_of, number, pooled, share_a_peak, text, tokens, whole
 
 GIB = 2.0**30
 PUBLISHED = "published: "
@@ -22,12 +21,16 @@ _SAME = 0.02  # memory that differs by less is the same
 
 @dataclass(frozen=True)
 class Point:
-    """A figure at one length. low, high: quartiles of the steps; of several runs the widest of theirs."""
+    """A figure at one length. low, high: quartiles of the steps; of several runs the widest of theirs.
+
+    may_rank: whether enough steps were measured to say that it is better than another
+    """
 
     x: float
     y: float
     low: float
     high: float
+    may_rank: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def group_panels(group: Group, styles: Mapping[str, int], published: Sequence[Pu
     if len(lengths) < 2 and len(methods) < 2:
         return []
     alike = _alike(group, published)
-    panels = [_length_panel(figure, group.records, styles, alike) for figure in (SPEED, MFU, MEMORY)]
+    figures = (SPEED, MFU, MEMORY) if share_a_peak(group.records) else (SPEED, MEMORY)
+    panels = [_length_panel(figure, group.records, styles, alike) for figure in figures]
     panels.append(_prediction(group.records, styles))
     return [panel for panel in panels if panel is not None]
 
@@ -162,7 +166,7 @@ def _lines(figure: Figure, records: Sequence[Record], styles: Mapping[str, int])
     cells: dict[str, dict[int, list[Record]]] = {}
     for record in records:
         method, length = method_of(record), whole(record, "seq_len")
-        if method and length and record.get("status") != "oom" and number(record, figure.metric) is not None:
+        if method and length and pooled([record], figure.metric) is not None:
             cells.setdefault(method, {}).setdefault(length, []).append(record)
     return [
         Line(name, styles[name], tuple(_point(figure, length, runs) for length, runs in sorted(cells[name].items())))
@@ -171,13 +175,10 @@ def _lines(figure: Figure, records: Sequence[Record], styles: Mapping[str, int])
 
 
 def _point(figure: Figure, length: int, runs: Sequence[Record]) -> Point:
-    def figures(suffix: str) -> list[float]:
-        found = (number(run, f"{figure.metric}{suffix}") for run in runs)
-        return [value * figure.factor for value in found if value is not None]
-
-    middles = figures("")
-    low, high = figures("_p25") or middles, figures("_p75") or middles
-    return Point(length, statistics.median(middles), min(low), max(high))
+    found = pooled(runs, figure.metric)
+    assert found is not None
+    middle, low, high = (value * figure.factor for value in found[:3])
+    return Point(length, middle, low, high, found.may_rank or figure is MEMORY)
 
 
 def _alike(group: Group, published: Sequence[Published]) -> list[Published]:
@@ -218,7 +219,8 @@ def _best_title(figure: Figure, lines: Sequence[Line]) -> str:
     by_length: dict[float, list[tuple[str, Point]]] = {}
     for line in lines:
         for point in line.points:
-            by_length.setdefault(point.x, []).append((line.name, point))
+            if point.may_rank:
+                by_length.setdefault(point.x, []).append((line.name, point))
     shared = [length for length, points in by_length.items() if len(points) > 1]
     if not shared:
         return plain
@@ -252,7 +254,8 @@ def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel |
         method, predicted = method_of(record), number(record, "predicted_peak_bytes")
         measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
         if method and predicted and measured:
-            found.setdefault(method, []).append(Point(predicted / GIB, *[measured / GIB] * 3))
+            size = measured / GIB
+            found.setdefault(method, []).append(Point(predicted / GIB, size, size, size))
     ratios = [point.x / point.y for points in found.values() for point in points]
     if len(ratios) < 2:
         return None

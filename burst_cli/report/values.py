@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from burst_cli.figures import clean
 
 Record = Mapping[str, Any]
 _LONGEST = 200
+LEAST_STEPS_RANKED = 5  # measured ones; fewer rank nobody
+PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
+_SAME_PEAK = 1.01
+
+
+class Pooled(NamedTuple):
+    """One figure of runs that are alike. steps: measured ones behind it, of all runs together."""
+
+    middle: float
+    low: float
+    high: float
+    steps: int
+    runs: int
+
+    @property
+    def may_rank(self) -> bool:
+        """Whether there are steps enough to call it better than another."""
+        return self.steps >= LEAST_STEPS_RANKED
 
 
 def number(record: Record, name: str) -> float | None:
@@ -70,6 +89,27 @@ def tokens(value: float) -> str:
         if value >= size and value % size == 0:
             return f"{value / size:.0f}{unit}"
     return f"{value:,.0f}"
+
+
+def pooled(records: Iterable[Record], name: str) -> Pooled | None:
+    """The median of the completed runs' figures and the widest of their quartiles; None where none has the figure."""
+    runs = [r for r in records if r.get("status") == "completed" and number(r, name) is not None]
+    if not runs:
+        return None
+
+    def figures(key: str) -> list[float]:
+        return [value for run in runs if (value := number(run, key)) is not None]
+
+    middles = figures(name)
+    low, high = figures(f"{name}_p25") or middles, figures(f"{name}_p75") or middles
+    steps = sum(figures("step_time_s_n"))
+    return Pooled(statistics.median(middles), min(low), max(high), int(steps), len(runs))
+
+
+def share_a_peak(records: Iterable[Record]) -> bool:
+    """Whether utilisations of these runs may be compared: they are shares of one peak."""
+    peaks = [value for record in records if (value := number(record, "peak_flops_per_device")) is not None]
+    return not peaks or max(peaks) <= _SAME_PEAK * min(peaks)
 
 
 def is_above_peak(record: Record) -> bool:

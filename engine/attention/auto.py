@@ -6,21 +6,23 @@ The ranking is a pure function of configuration, topology and machine, so every 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.attention.layers import attention_layers
 from engine.attention.presets import PRESETS, AttentionMethod, legal_degrees, local_heads, resolve_attention
-from engine.attention.preview import AttentionPreview, preview_attention
+from engine.attention.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, RunConfig
 from engine.config_reader import to_plain
 from engine.errors import ConfigError
 from engine.simulate.machine import Machine, find_machine
 
-# Larger groups are judged by a smaller one with as many ranks per node and as many tokens per rank.
-MOST_RANKS_REPLAYED = 32
+# Methods for larger groups than are planned whole are first compared in one of this size, with as many ranks per node
+# and as many tokens per rank; so many of them are then planned as they are, which takes a second each for 256 ranks.
+SHORTLIST_RANKS = 16
+FINALISTS = 2
 # Nearer than this, predictions say nothing, and the method with smaller buffers is taken.
 INDIFFERENCE = 0.01
 # Points of the space that differ from another one only in what they keep or how they cut layers.
@@ -64,10 +66,11 @@ class Choice:
     def reason(self) -> str:
         """Why this one, in one sentence."""
         best, *others = self.candidates
+        among = f"first of {len(self.candidates)} methods planned"
         against = f"; next {others[0].method.preset} {others[0].seconds:.3g} s" if others else ""
         return (
             f"auto: {best.method.preset} is predicted at {best.seconds:.3g} s per step of attention, "
-            f"{best.exposed_s:.3g} s of it exposed communication, first of {len(self.candidates)} methods{against}"
+            f"{best.exposed_s:.3g} s of it exposed communication, {among}{against}"
         )
 
 
@@ -84,24 +87,40 @@ def settle_auto(config: RunConfig, topology: Topology, machine: Machine | None =
 
 
 def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[Candidate]:
-    """Every legal method once, best first. Raises ConfigError as `legal_methods`."""
-    small, small_topology = judged_group(config, topology)
+    """Every legal method once, of a large group the FINALISTS, best first. Raises ConfigError as `legal_methods`."""
+    legal = legal_methods(config, topology)
+    small, group = shortlist_group(config, topology)
+    if group != topology:
+        fitted = [(_fitted(*one, topology, group), one) for one in legal]
+        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, fitted)[:FINALISTS]]
+    ordered = _predicted(config, topology, machine, [(one[0], one) for one in legal])
+    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
+    best = min(near, key=lambda candidate: candidate.buffer_bytes)
+    return [best, *(candidate for candidate in ordered if candidate is not best)]
+
+
+def _predicted(
+    config: RunConfig,
+    topology: Topology,
+    machine: Machine,
+    methods: Sequence[tuple[AttentionConfig, tuple[AttentionConfig, AttentionMethod]]],
+) -> list[Candidate]:
+    """Candidates for methods, each given with the attention that is planned for it, fastest first.
+
+    Raises ConfigError when none of them can be planned.
+    """
     found: list[Candidate] = []
     problems: list[str] = []
-    for attention, method in legal_methods(config, topology):
-        judged = _fitted(attention, method, topology, small_topology)
+    for planned, (attention, method) in methods:
         try:
-            preview = preview_attention(replace(small, attention=judged), small_topology, machine)
+            preview = preview_attention(replace(config, attention=planned), topology, machine)
         except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
             problems += error.problems
             continue
         found.append(_candidate(attention, method, preview))
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
-    ordered = sorted(found, key=lambda candidate: candidate.seconds)
-    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
-    best = min(near, key=lambda candidate: candidate.buffer_bytes)
-    return [best, *(candidate for candidate in ordered if candidate is not best)]
+    return sorted(found, key=lambda candidate: candidate.seconds)
 
 
 def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[AttentionConfig, AttentionMethod]]:
@@ -130,13 +149,13 @@ def check_attention(config: RunConfig, topology: Topology) -> None:
     attention_layers(replace(config, attention=attention), method)
 
 
-def judged_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
-    """The configuration and topology whose replay stands for those given."""
+def shortlist_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
+    """The configuration and topology in which methods are first compared; those given, where all are planned."""
     lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
-    if topology.size <= MOST_RANKS_REPLAYED or lists_blocks:
+    if topology.size <= MOST_RANKS_PLANNED or lists_blocks:
         return config, topology
-    nodes = max(2, MOST_RANKS_REPLAYED // topology.local_ranks) if topology.nodes > 1 else 1
-    smaller = Topology(nodes, min(topology.local_ranks, MOST_RANKS_REPLAYED // nodes))
+    nodes = max(2, SHORTLIST_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
+    smaller = Topology(nodes, min(topology.local_ranks, SHORTLIST_RANKS // nodes))
     seq_len = config.train.seq_len * smaller.size // topology.size
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 

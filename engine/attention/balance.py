@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from engine.attention.layout import Layout, Segment
     from engine.attention.mask import Mask
 
 Costs = npt.NDArray[np.int64]  # visible pairs per chunk
@@ -39,6 +40,19 @@ def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list
     assignment = _solve(np.diff(_pairs_before(masks, edges)), size)
     edges = edges[:: total // assignment.size]
     return [[(int(edges[c]), int(edges[c + 1])) for c in row] for row in np.sort(assignment, axis=1).tolist()]
+
+
+def member_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
+    """Visible pairs of the queries that every rank of the layout holds, exactly."""
+    return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
+
+
+def _segment_pairs(mask: Mask, segment: Segment) -> int:
+    if segment.stride == 1:
+        before, after = mask.pairs_before(np.array([segment.start, segment.last + 1], dtype=np.int64))
+        return int(after - before)
+    positions = np.arange(segment.start, segment.last + 1, segment.stride, dtype=np.int64)
+    return int((mask.pairs_before(positions + 1) - mask.pairs_before(positions)).sum())
 
 
 def _solve(costs: Costs, size: int) -> Assignment:

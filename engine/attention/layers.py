@@ -11,7 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from engine.attention.lengths import checkpoint_kinds, recompute_cut
 from engine.attention.mask import Mask
@@ -20,6 +23,13 @@ from engine.attention.presets import AttentionMethod
 from engine.config import AttentionConfig, MaskKind, RunConfig
 
 DEFAULT_BLOCK_TOKENS = 128
+
+
+class AttendedPairs(NamedTuple):
+    """Visible (query, key) pairs per head: of a forward pass, and those attended again in backward."""
+
+    visible: int
+    again: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,19 @@ class LayerAttention:
     mask: Mask
     method: AttentionMethod
     recompute_before: int | None = None
+
+    @cached_property
+    def pairs(self) -> AttendedPairs:
+        """Of one sequence, over all ranks; exact."""
+        seq_len = self.mask.seq_len
+        visible, again = self.mask.pairs_before(np.array([seq_len, min(self.recompute_before or 0, seq_len)]))
+        return AttendedPairs(int(visible), int(again))
+
+
+def attended_pairs(turn: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
+    """Of all layers of so many equal sequences, over all ranks; `turn`: attention of the layers in turn."""
+    found = [turn[index % len(turn)].pairs for index in range(num_layers)]
+    return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
 
 
 def attention_layers(

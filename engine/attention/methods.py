@@ -91,9 +91,14 @@ def channels_of(method: AttentionMethod) -> tuple[Channel, ...]:
 
 
 def plan_method(
-    method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int | None = None, *, recompute_before: int | None = None
+    method: AttentionMethod,
+    mask: Mask,
+    blocks: Blocks,
+    rank: int | Collection[int] | None = None,
+    *,
+    recompute_before: int | None = None,
 ) -> PlanPair:
-    """The plans of a method, for one rank or (None) for all ranks.
+    """The plans of a method, for one rank, for some or (None) for all.
 
     recompute_before   plan the recompute pass too, for queries at positions before this one: 0 none of them, the
                        length of the layout (padding included) all; None: results are kept, nothing runs again
@@ -101,7 +106,7 @@ def plan_method(
     A recompute pass without a head exchange and without queries does nothing, but for a reversed ring: its backward
     starts from the last keys that a rank held, which travel there again.
     """
-    only = None if rank is None else (rank,)
+    only = (rank,) if isinstance(rank, int) else rank
     visibility = Visibility(mask, blocks.ring)
     plans = _plan_passes(method, visibility, blocks, only)
     if recompute_before is None:

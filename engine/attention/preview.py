@@ -9,8 +9,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from engine.attention.balance import member_pairs
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.lengths import padded_length
+from engine.attention.mask import Mask
 from engine.attention.methods import Blocks, divide_sequence, plan_method
 from engine.attention.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
 from engine.attention.presets import BYTES_OF, AttentionMethod, local_heads, resolve_attention, warnings_of
@@ -21,6 +23,7 @@ from engine.simulate.machine import Machine
 from engine.simulate.replay import Timeline, replay
 
 PassName = Literal["forward", "recompute", "backward"]
+MOST_RANKS_PLANNED = 32
 
 
 class Buffers(NamedTuple):
@@ -56,10 +59,16 @@ class RankPreview:
 
 @dataclass(frozen=True)
 class PassPreview:
-    """One pass of one layer on all ranks; `timeline` None: no machine was given."""
+    """One pass of one layer.
+
+    ranks          those that are planned: all, or of a large group those of `planned_ranks`
+    member_pairs   visible pairs of every ring member's queries, planned or not, all heads of it together counted once
+    timeline       of the planned ranks; None: no machine was given
+    """
 
     direction: PassName
     ranks: tuple[RankPreview, ...]
+    member_pairs: tuple[int, ...]
     timeline: Timeline | None = None
 
     @property
@@ -75,23 +84,23 @@ class PassPreview:
     @property
     def visible_pairs(self) -> int:
         """Pairs of one sequence that the mask lets through, over all ranks."""
-        return round(sum(rank.pairs for rank in self.ranks))
+        return sum(self.member_pairs)
 
     @property
     def balance(self) -> float:
         """Pairs of the busiest rank over the mean of all ranks: 1 is perfect, 2 wastes half of the devices."""
-        total = sum(rank.pairs for rank in self.ranks)
-        return max(rank.pairs for rank in self.ranks) * len(self.ranks) / total if total else 1.0
+        total = sum(self.member_pairs)
+        return max(self.member_pairs) * len(self.member_pairs) / total if total else 1.0
 
     @property
     def busiest_links(self) -> LinkBytes:
-        """Largest bytes of any rank, for each kind of link."""
+        """Largest bytes of any planned rank, for each kind of link."""
         sent = [rank.sent for rank in self.ranks]
         return LinkBytes(*(max(getattr(s, name) for s in sent) for name in _LINKS.values()))
 
     @property
     def all_links(self) -> LinkBytes:
-        """Bytes of all ranks together, for each kind of link."""
+        """Bytes of all planned ranks together, for each kind of link."""
         sent = [rank.sent for rank in self.ranks]
         return LinkBytes(*(sum(getattr(s, name) for s in sent) for name in _LINKS.values()))
 
@@ -113,7 +122,6 @@ class PassPreview:
             "visible_pairs": self.visible_pairs,
             "balance": self.balance,
             "bytes_per_layer": links_to_dict(self.busiest_links),
-            "total_bytes_per_layer": links_to_dict(self.all_links),
             "buffers": {**memory, "rank": largest.rank, "kinds": [b._asdict() for b in largest.buffers]},
             "ranks": [_rank_to_dict(rank) for rank in self.ranks],
         }
@@ -196,6 +204,11 @@ class AttentionPreview:
         return self.layers[0].passes
 
     @property
+    def planned_ranks(self) -> tuple[int, ...]:
+        """Ranks whose plans were made: bytes, buffers, steps, tiles and seconds are the largest of theirs."""
+        return tuple(rank.rank for rank in self.passes[0].ranks)
+
+    @property
     def every_pass(self) -> tuple[PassPreview, ...]:
         """Passes of layer 0, the recompute pass too if it has one."""
         return self.layers[0].every_pass
@@ -255,18 +268,22 @@ def links_to_dict(links: LinkBytes) -> dict[str, int]:
     return {name: getattr(links, field) for name, field in _LINKS.items()}
 
 
-def preview_attention(config: RunConfig, topology: Topology, machine: Machine | None = None) -> AttentionPreview:
+def preview_attention(
+    config: RunConfig, topology: Topology, machine: Machine | None = None, ranks: tuple[int, ...] | None = None
+) -> AttentionPreview:
     """The configured attention on ranks that lie as in `topology` and share one sequence.
 
-    Plans all ranks (about 1 s for 64). Packed documents, which only the data know, are planned as one sequence. Raises
-    ConfigError with every rule that the method violates.
+    Plans `ranks`; None: all, of large groups those of `planned_ranks`, which takes a second or two for 256. Packed
+    documents, which only the data know, are planned as one sequence. Raises ConfigError with every rule that the method
+    violates.
     """
     method = resolve_attention(config, topology)
     turn = attention_layers(config, method)
     padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
     blocks = divide_sequence(method, padded, [one.mask for one in turn])
     counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
-    place = _Place(token_bytes_of(config, method), topology, machine)
+    ranks = planned_ranks(topology, blocks, turn[0].mask) if ranks is None else ranks
+    place = _Place(token_bytes_of(config, method), topology, machine, ranks)
     layers = [
         LayerPreview(attention, turn.index(attention), count, **_preview_layer(attention, blocks, place))
         for attention, count in counts.items()
@@ -286,33 +303,52 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
     )
 
 
+def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, ...]:
+    """All ranks; of more than MOST_RANKS_PLANNED the ends of the first two nodes, of the last and of the busiest one.
+
+    Rings differ at their ends only, and by what a rank's queries see: the tests find the largest figures of all ranks
+    among these.
+    """
+    if topology.size <= MOST_RANKS_PLANNED:
+        return tuple(range(topology.size))
+    pairs = member_pairs(mask, blocks.ring)
+    busiest = topology.node_of(blocks.grid.rank(pairs.index(max(pairs)), 0))
+    nodes = sorted({0, min(1, topology.nodes - 1), topology.nodes - 1, busiest})
+    last = topology.local_ranks - 1
+    ends = sorted({0, min(blocks.grid.heads, last), last})  # of a node: the first two ring members, the last one
+    return tuple(node * topology.local_ranks + rank for node in nodes for rank in ends)
+
+
 class _Place(NamedTuple):
     """What a plan is counted with."""
 
     token_bytes: TokenBytes
     topology: Topology
     machine: Machine | None
+    ranks: tuple[int, ...]
 
 
 def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> dict[PassName, PassPreview]:
     """Every pass of a layer by its name."""
     cut = attention.recompute_before
-    plans = plan_method(attention.method, attention.mask, blocks, recompute_before=cut)
-    passes: dict[PassName, PassPreview] = {"forward": _preview_pass(plans.forward, "forward", place)}
+    plans = plan_method(attention.method, attention.mask, blocks, place.ranks, recompute_before=cut)
+    pairs = member_pairs(attention.mask, blocks.ring)
+    passes: dict[PassName, PassPreview] = {"forward": _preview_pass(plans.forward, "forward", place, pairs)}
     again = plans.recompute
     if again is not None and again.ranks is plans.forward.ranks:  # all of it: counted and replayed already
         passes["recompute"] = replace(passes["forward"], direction="recompute")
     elif again is not None:
-        passes["recompute"] = _preview_pass(again, "recompute", place)
-    return {**passes, "backward": _preview_pass(plans.backward, "backward", place)}
+        fewer = member_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
+        passes["recompute"] = _preview_pass(again, "recompute", place, fewer)
+    return {**passes, "backward": _preview_pass(plans.backward, "backward", place, pairs)}
 
 
-def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place) -> PassPreview:
-    token_bytes, topology, machine = place
+def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tuple[int, ...]) -> PassPreview:
+    token_bytes, topology, machine, _ = place
     sent = plan.bytes_by_link(token_bytes, topology)
     ranks = tuple(_preview_rank(rank_plan, token_bytes, sent[rank]) for rank, rank_plan in sorted(plan.ranks.items()))
     timeline = replay(plan, machine, token_bytes, topology) if machine else None
-    return PassPreview(name, ranks, timeline)
+    return PassPreview(name, ranks, pairs, timeline)
 
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:

@@ -1,10 +1,15 @@
-"""How long transfers took on their streams, and how long compute stood still for them: overlap that is measured.
+"""How long transfers were under way on their streams, and how long compute stood still for them.
 
-    channel stream   |start| copy ................ |stop|                    transfer: stop - start
-    compute stream   tiles of step s ... |before| waits for the copy |after| exposed:  after - before
+    channel stream   |ready| ... copy ............ |done|                    under way: done - ready
+    compute stream   tiles of step s ... |before| waits for the copy |after| exposed:   after - before
 
 All four are events on the device, so measuring makes nobody wait; they are read when the device has done all of it. A
-wait that is over before compute comes to it takes no time: overlap is 1 - exposed / transfer.
+wait that is over before compute comes to it takes no time.
+
+`under way` begins when the transfer may begin, and it may begin late: behind a tile that fills the device, or a peer
+that is not there. So it is no measure of the wire, and one less exposed / under way calls a run in which every copy
+waits for the tile before it nine tenths hidden. What share of the wire's time is exposed is told by `exposed_share`,
+against the seconds that the same bytes take while nothing else runs.
 """
 
 from __future__ import annotations
@@ -29,20 +34,19 @@ class StreamClock(Protocol[Event]):
 
 
 class Times(NamedTuple):
-    """Of some transfers: bytes, seconds on their streams (two directions at once count twice), seconds that compute
-    waited for them. None: without streams of its own a copy takes compute's time, and nobody measured it.
+    """Of some transfers: bytes, seconds under way (two directions at once count twice), seconds that compute waited for
+    them. None: without streams of its own a copy takes compute's time, and nobody measured it.
     """
 
     transferred_bytes: int
     transfer_s: float | None
     exposed_s: float | None
 
-    @property
-    def overlap(self) -> float | None:
-        """Share of the transfers that compute did not wait for; None if unknown or nothing was transferred."""
-        if not self.transfer_s or self.exposed_s is None:
-            return None
-        return 1 - self.exposed_s / self.transfer_s
+    def exposed_share(self, idle_wire_s: float) -> float | None:
+        """Exposed seconds over those that these bytes take on an idle wire: 0 is hidden, 1 adds all of them to the
+        time. None if unknown or nothing was transferred.
+        """
+        return None if self.exposed_s is None or not self.transferred_bytes else self.exposed_s / idle_wire_s
 
 
 class TransferTimes(Generic[Event]):

@@ -20,6 +20,7 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec
 from engine.attention.plan import Channel
 from engine.attention.staging import NoStreams
+from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams
 from engine.bench.measure import measure_in_turn, synchronize
 from engine.bench.spec import Rounds
@@ -165,12 +166,13 @@ def attention_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], ob
 def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:
     """A step that keeps a tensor per layer, in the store of real runs, against the same step that leaves it there.
 
-    The seconds of copies and the exposed ones are measured as in training (`engine.attention.stream_times`).
+    The exposed seconds are measured as in training (`engine.attention.stream_times`); `idle_wire_s` are those of the
+    same step without its products, in which nothing but the copies takes time.
     """
     work = matmul_work(device, sizes)
     host = host_store(device)
 
-    def step(store: ActivationStore) -> None:
+    def step(store: ActivationStore, work: Callable[[], object] = work) -> None:
         entries: list[Kept] = []
         for layer in range(sizes.layers):
             work()
@@ -185,24 +187,27 @@ def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:
             del tensors
             kept.release()
 
-    variants = {"host": lambda: step(host), "device": lambda: step(DeviceStore())}
+    def copies() -> None:
+        step(host, lambda: None)
+        host.settle()
+
+    variants = {"host": lambda: step(host), "device": lambda: step(DeviceStore()), "copies": copies}
     found = measure_in_turn(variants, device, sizes.rounds)
     times = _timed_step(host, lambda: step(host), device)
     row: Row = {"case": "store", "layers": sizes.layers, "layer_bytes": sizes.layer_bytes}
     row |= {"host_s": found["host"].median_s, "device_s": found["device"].median_s}
-    row |= {"extra_s": found["host"].median_s - found["device"].median_s}
-    return [row | times]
+    row |= {"extra_s": found["host"].median_s - found["device"].median_s, "idle_wire_s": found["copies"].median_s}
+    row |= {"offload_bytes": times.transferred_bytes, "offload_exposed_s": times.exposed_s}
+    return [row | {"exposed_share": times.exposed_share(found["copies"].median_s)}]
 
 
-def _timed_step(store: HostStore[Any], step: Callable[[], None], device: torch.device) -> Row:
+def _timed_step(store: HostStore[Any], step: Callable[[], None], device: torch.device) -> Times:
     synchronize(device)
     store.times.start()
     step()
     store.settle()
     synchronize(device)
-    times = store.times.read()
-    found = {"offload_bytes": times.transferred_bytes, "offload_copy_s": times.transfer_s}
-    return found | {"offload_exposed_s": times.exposed_s, "overlap": times.overlap}
+    return store.times.read()
 
 
 def bench_adam(device: torch.device, sizes: OffloadSizes) -> list[Row]:

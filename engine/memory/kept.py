@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from engine.attention.balance import member_pairs
 from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.layout import Layout, Segment
+from engine.attention.layout import Layout
 from engine.attention.lengths import padded_length
-from engine.attention.mask import Mask
 from engine.attention.methods import Blocks, divide_sequence
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig, Store
 from engine.errors import ConfigError
 from engine.memory.policy import LayerPolicy, layer_policies
-from engine.memory.recompute import recomputed_pairs, recomputed_parameters
+from engine.memory.recompute import recomputed_parameters
 from engine.memory.shapes import RankShape, rank_shape
 from engine.tiling import tile_tokens_of
 
@@ -155,22 +153,22 @@ class _Recomputation:
         self._turn = attention_layers(config, method)
         padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
         self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
-        self._known: dict[LayerAttention, tuple[int, float]] = {}
+        self._known: dict[LayerAttention, float] = {}
 
     def layer_cost(self, index: int, policy: LayerPolicy, shape: RankShape) -> LayerCost:
         """One layer of the model."""
         model, train = self._config.model, self._config.train
         attention = self._turn[index % len(self._turn)]
         if attention not in self._known:
-            self._known[attention] = recomputed_pairs(attention), busiest_share(attention, self._blocks.ring)
-        pairs, share = self._known[attention]
+            self._known[attention] = busiest_share(attention, self._blocks.ring)
+        share = self._known[attention]
         rows = train.micro_batch_size * most_kept_rows(self._blocks, attention.recompute_before or 0)
         matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
         return LayerCost(
             policy=policy,
             kept_bytes=kept_bytes(policy, shape, rows, tiled=self._tiled),
             linear_flops=2 * matrices * train.seq_len,
-            attention_flops=4 * model.num_heads * model.head_dim * pairs,
+            attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
             busiest_share=share,
         )
 
@@ -182,15 +180,8 @@ def most_kept_rows(blocks: Blocks, cut: int) -> float:
 
 
 def busiest_share(layer: LayerAttention, layout: Layout) -> float:
-    """Part of the pairs computed again that the busiest ring member has; of a stride the mean over its positions."""
+    """Part of the pairs computed again that the busiest ring member has."""
     if not layer.recompute_before:
         return 0.0
-    mask = layer.mask.queries_before(layer.recompute_before)
-    loads = [sum(_load(mask, segment) for segment in segments) for segments in layout.segments]
+    loads = member_pairs(layer.mask.queries_before(layer.recompute_before), layout)
     return max(loads) / sum(loads) if sum(loads) else 0.0
-
-
-def _load(mask: Mask, segment: Segment) -> float:
-    """Pairs of the queries of one segment."""
-    first, stop = mask.pairs_before(np.array([segment.start, segment.last + 1], dtype=np.int64)).tolist()
-    return float(stop - first) / segment.stride

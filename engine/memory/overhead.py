@@ -45,10 +45,9 @@ def _forward_flops(config: RunConfig) -> float:
     """Of a whole step, half of all pairs visible: what there is to hide copies behind."""
     groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     seq_len = config.train.seq_len
-    flops = step_flops(
-        config.model, seq_len=seq_len, visible_pairs=seq_len**2 // 2, sequences=groups * _sequences(config)
-    )
-    return flops.model / 3
+    sequences = groups * _sequences(config)
+    pairs = config.model.num_layers * sequences * (seq_len**2 // 2)
+    return step_flops(config.model, seq_len=seq_len, visible_pairs=pairs, sequences=sequences).model / 3
 
 
 def _host_update_seconds(config: RunConfig, world: Topology) -> float:

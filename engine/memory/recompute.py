@@ -1,25 +1,34 @@
-"""What backward computes again under a run's policies: matrix products and attention. Standard library only."""
+"""What backward computes again under a run's policies: matrix products and attention. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from engine.attention.layers import LayerAttention
+from engine.attention.layers import attended_pairs, attention_layers
 from engine.attention.presets import AttentionMethod
 from engine.config import ModelConfig, RunConfig
-from engine.flops import Recomputed
+from engine.flops import Flops, Recomputed, step_flops
 from engine.memory.policy import LayerPolicy, layer_policies
 from engine.tiling import tile_tokens_of
 
 
-def recomputed_by(config: RunConfig, method: AttentionMethod, turn: Sequence[LayerAttention]) -> Recomputed:
-    """Of all layers, for one sequence; `turn`: attention of the layers in turn."""
-    tiled = tile_tokens_of(config, method) is not None
-    parameters = pairs = 0
-    for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
-        parameters += recomputed_parameters(policy, config.model, tiled=tiled, exchanged=method.head_parallel_size > 1)
-        pairs += recomputed_pairs(turn[index % len(turn)])
-    return Recomputed(parameters, pairs)
+def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:
+    """Parameters that every token is multiplied with again, all layers."""
+    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
+    policies = layer_policies(config.memory, config.model.num_layers)
+    return sum(recomputed_parameters(one, config.model, tiled=tiled, exchanged=exchanged) for one in policies)
+
+
+def planned_flops(config: RunConfig, method: AttentionMethod, dp_size: int) -> Flops:
+    """FLOPs of an optimizer step over all ranks as the masks count them: the most where packed documents hide pairs."""
+    train = config.train
+    sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
+    pairs = attended_pairs(attention_layers(config, method), config.model.num_layers, sequences=sequences)
+    return step_flops(
+        config.model,
+        seq_len=train.seq_len,
+        visible_pairs=pairs.visible,
+        sequences=sequences,
+        recomputed=Recomputed(recomputed_matrices(config, method), pairs.again),
+    )
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:
@@ -38,10 +47,3 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     if policy.place < policy.group_size - 1:  # the chain of inputs
         again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
     return again
-
-
-def recomputed_pairs(layer: LayerAttention) -> int:
-    """Visible (query, key) pairs of one sequence that one layer attends again."""
-    if not layer.recompute_before:
-        return 0
-    return layer.mask.queries_before(layer.recompute_before).num_pairs()

@@ -212,14 +212,26 @@ def test_one_who_joins_late_knows_how_long_it_has_been_silent(run: RunFolder) ->
     assert progress.elapsed_s() >= 60.0
 
 
-def test_rank_that_most_steps_waited_for_is_the_straggler(run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("late_steps", "lost_s", "is_named"),
+    [
+        (8, 1.25, True),
+        (10, 1.0, True),
+        (10, 0.9, False),  # all steps, and less than ten seconds of them: cores that ranks share
+        (7, 60.0, False),  # minutes, and not always the same rank
+    ],
+)
+def test_a_straggler_is_late_again_and_again_and_by_seconds_that_matter(
+    run: RunFolder, late_steps: int, lost_s: float, *, is_named: bool
+) -> None:
     progress = RunProgress(run, 200)
+    waits = {"rank_wait_s_min": 0.5, "rank_wait_s_max": 0.5 + lost_s}
     for number in range(1, 11):
-        run.append_metrics({"step": number, "straggler_rank": 3 if number % 4 else None})
-    progress.poll()
-    assert progress.straggler == 3
+        run.append_metrics({"step": number, "straggler_rank": 3 if number <= late_steps else 1, **waits})
+        progress.poll()
+    assert progress.straggler == (3 if is_named else None)
     for number in range(11, 20):
-        run.append_metrics({"step": number, "straggler_rank": None})
+        run.append_metrics({"step": number, "straggler_rank": None, "rank_wait_s_min": None})
     progress.poll()
     assert progress.straggler is None
 

@@ -23,6 +23,7 @@ SHAPE = ModelConfig(
     vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 TOKENS, BATCH = 16, 3
+EVERY_PAIR = BATCH * SHAPE.num_layers * TOKENS**2
 LLAMA_7B = ModelConfig(
     vocab_size=32000,
     hidden_size=4096,
@@ -57,15 +58,15 @@ def counted_flops(config: ModelConfig, *, is_checkpointed: bool, loss: Any = "fu
 @pytest.mark.parametrize("loss", ["fused", "plain"])
 def test_model_flops_are_what_torch_counts(loss: str, tied: bool) -> None:
     config = replace(SHAPE, tie_embeddings=tied)
-    flops = step_flops(config, seq_len=TOKENS, visible_pairs=attention_pairs("full", TOKENS), sequences=BATCH)
+    flops = step_flops(config, seq_len=TOKENS, visible_pairs=EVERY_PAIR, sequences=BATCH)
     assert flops.model == flops.model_full_attention == flops.hardware
     assert flops.model == counted_flops(config, is_checkpointed=False, loss=loss)
 
 
 def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
     parameters = recomputed_parameters(LayerPolicy("full"), SHAPE, tiled=False, exchanged=False)
-    again = Recomputed(SHAPE.num_layers * parameters, SHAPE.num_layers * TOKENS**2)
-    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=TOKENS**2, sequences=BATCH, recomputed=again)
+    again = Recomputed(SHAPE.num_layers * parameters, EVERY_PAIR)
+    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=EVERY_PAIR, sequences=BATCH, recomputed=again)
     assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
     assert flops.model == counted_flops(SHAPE, is_checkpointed=False)
 
@@ -85,7 +86,7 @@ def test_published_size_of_llama_7b() -> None:
 
 def test_conventions_at_one_million_tokens() -> None:
     seq_len = 2**20
-    flops = step_flops(LLAMA_7B, seq_len=seq_len, visible_pairs=attention_pairs("causal", seq_len))
+    flops = step_flops(LLAMA_7B, seq_len=seq_len, visible_pairs=32 * attention_pairs("causal", seq_len))
     attention = 32 * 32 * 128 * seq_len**2  # A of the module's text: L * H * D * N**2
     matmuls = 6 * count_parameters(LLAMA_7B).matmul * seq_len
     assert flops.model == pytest.approx(matmuls + 6 * attention, rel=1e-5)
@@ -95,7 +96,7 @@ def test_conventions_at_one_million_tokens() -> None:
 
 def test_visible_pairs_count_only_where_they_should() -> None:
     few, many = (step_flops(SHAPE, seq_len=64, visible_pairs=pairs) for pairs in (10, 20))
-    assert many.model - few.model == 12 * 2 * 4 * 8 * 10
+    assert many.model - few.model == 12 * 4 * 8 * 10
     assert many.model_full_attention == few.model_full_attention
     assert forward_flops(SHAPE, tokens=64, pairs=10) * 3 == few.model
 

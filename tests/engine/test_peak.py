@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from engine.config import TrainConfig
-from engine.peak import above_peak_warning, find_peak, measure_cpu_peak
+from engine.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
 from engine.peak_table import Peak, peak_flops
 
 # Names as torch.cuda.get_device_name gives them; dense bf16 TFLOP/s of the datasheets.
@@ -64,10 +66,26 @@ def test_config_comes_before_measuring() -> None:
     assert peak == Peak(5e12, "config: train.peak_flops_per_device")
 
 
-def test_cpu_is_measured() -> None:
-    assert find_peak(TrainConfig(compute_dtype="float32"), torch.device("cpu")).source.startswith(
-        "measured: best float32"
-    )
+def test_a_cpu_is_measured_once_and_its_peak_kept_with_the_conditions(tmp_path: Path) -> None:
+    first = machine_cpu_peak("float32", tmp_path / "peaks")
+    assert first.source.startswith("measured: best float32 matmul of ")
+    assert f"{torch.get_num_threads()} threads" in first.source
+    (kept,) = (tmp_path / "peaks").iterdir()
+    kept.write_text(kept.read_text().replace(str(first.flops_per_s), "1234.5"))
+    assert machine_cpu_peak("float32", tmp_path / "peaks") == Peak(1234.5, first.source)
+    kept.write_text('{"flops_per_s": 1')  # cut off
+    assert machine_cpu_peak("float32", tmp_path / "peaks").flops_per_s not in (None, 1234.5)
+
+
+def test_other_conditions_have_a_peak_of_their_own(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert f"{count} threads" in machine_cpu_peak("float32", tmp_path).source
+    finally:
+        torch.set_num_threads(threads)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_only_a_figure_above_the_peak_is_warned_of() -> None:

@@ -261,9 +261,11 @@ class _Circulation:
 
     def _visits(self, home: int) -> list[_Visit]:
         needed = self._needed(home, self.needed)
+        nodes = [self._rank(home, cycle, 0) // self.ring.inner * self.ring.inner for cycle in range(self.ring.outer)]
+        places = [self._rank(home, 0, index) % self.ring.inner for index in range(self.ring.inner)]
         visits = []
         for step, (cycle, index) in enumerate(self.order):
-            rank = self._rank(home, cycle, index)
+            rank = nodes[cycle] + places[index]
             visits.append(_Visit(cycle, index, rank, step, needed[rank], rank == home))
         if self.ring.keeps_last and not self.backward:
             visits[-1] = visits[-1]._replace(rows=hull(self._needed(home, self.needed_last)))
@@ -295,6 +297,8 @@ class _Circulation:
                 post = self.first_step[cycle - 1]
                 self._pass_on(journey, (post, wait, Channel.PAYLOAD_OUTER), before, entry, rows)
             inside = [visit for visit in readers if visit.inner_step > 0]
+            if self.kept.isdisjoint(visit.rank for visit in (entry, *inside)):
+                continue
             before = entry
             for reader, rows in zip(inside, _from_here_on([visit.rows for visit in inside]), strict=True):
                 step = reader.step - 1

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.auto import MOST_RANKS_REPLAYED, judged_group, machine_of, rank_methods, settle_auto
+from engine.attention.auto import (
+    FINALISTS,
+    SHORTLIST_RANKS,
+    machine_of,
+    rank_methods,
+    settle_auto,
+    shortlist_group,
+)
 from engine.attention.preview import preview_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
@@ -70,14 +77,18 @@ def test_when_nothing_is_legal_the_rules_are_listed() -> None:
         settle_auto(config, NODES, SLOW_RAILS)
 
 
-@pytest.mark.thorough
-def test_large_groups_are_judged_by_smaller_ones_with_as_many_tokens_per_rank() -> None:
-    topology = Topology(16, 8)
-    config = replace(AUTO, train=TrainConfig(seq_len=128 * 1024))
-    small, group = judged_group(config, topology)
-    assert (group.local_ranks, group.size) == (8, MOST_RANKS_REPLAYED)
+def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_planned_as_they_are() -> None:
+    topology, machine = Topology(8, 8), find_machine("h100")
+    config = replace(AUTO, train=TrainConfig(seq_len=64 * 1024))
+    small, group = shortlist_group(config, topology)
+    assert (group.local_ranks, group.size) == (8, SHORTLIST_RANKS)
     assert small.train.seq_len / group.size == config.train.seq_len / topology.size
-    assert settle_auto(config, topology, find_machine("h100")).config.attention.preset != "auto"
+    choice = settle_auto(config, topology, machine)
+    assert len(choice.candidates) == FINALISTS
+    for candidate in choice.candidates:
+        time = preview_attention(replace(config, attention=candidate.attention), topology, machine).time_to_dict()
+        assert time is not None
+        assert candidate.seconds == time["seconds"]
 
 
 def test_the_machine_is_named_found_by_device_or_changed_by_settings() -> None:

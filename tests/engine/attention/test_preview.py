@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -237,3 +237,56 @@ def test_previews_are_made_without_torch() -> None:
     code = "import sys, engine.attention.preview; print([name for name in sys.modules if name == 'torch'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# Every kind of schedule; `striped` is a few bytes apart, and gathered keys wait a little longer at other ranks.
+LARGE = {
+    "ring": (0.0, 0.0),
+    "striped": (1e-3, 1e-3),
+    "burst": (0.0, 0.0),
+    "burst_ulysses": (0.0, 0.0),
+    "loongtrain": (0.0, 0.0),
+    "megatron_cp": (0.0, 0.0),
+    "megatron_allgather": (0.0, 0.05),
+}
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_the_planned_ranks_of_a_large_group_show_the_largest_figures_of_all(preset: str) -> None:
+    config, topology, machine = config_of(preset), Topology(5, 8), MACHINES["h100"]
+    config = replace(config, train=replace(config.train, seq_len=40 * 256))
+    shown = preview_attention(config, topology, machine)
+    whole = preview_attention(config, topology, machine, ranks=tuple(range(40)))
+    assert len(shown.planned_ranks) < len(whole.planned_ranks) == 40
+    bytes_apart, time_apart = LARGE[preset]
+    for some, every in zip(shown.every_pass, whole.every_pass, strict=True):
+        assert some.visible_pairs == every.visible_pairs == round(sum(rank.pairs for rank in every.ranks))
+        assert (some.balance, some.steps, some.tiles) == (every.balance, every.steps, every.tiles)
+        assert asdict(some.busiest_links) == pytest.approx(asdict(every.busiest_links), rel=bytes_apart)
+        assert some.timeline is not None
+        assert every.timeline is not None
+        assert some.timeline.total_s == pytest.approx(every.timeline.total_s, rel=max(time_apart, 1e-9))
+
+
+def test_256_ranks_of_an_8b_model_show_their_own_figures() -> None:
+    """Not those of a smaller group: 8,192 tokens per rank would be 2**18 in all for 32 ranks, 68G pairs."""
+    model = ModelConfig(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+    config = RunConfig(
+        model=model,
+        attention=AttentionConfig(preset="burst"),
+        memory=MemoryConfig(activation_checkpoint="none"),
+        train=TrainConfig(seq_len=2**20, compute_dtype="bfloat16"),
+    )
+    preview = preview_attention(config, Topology(32, 8), MACHINES["h100"])
+    forward, backward = preview.passes
+    assert forward.visible_pairs == backward.visible_pairs == 2**20 * (2**20 + 1) // 2
+    assert forward.balance == pytest.approx(1.0, abs=1e-6)
+    block = 2**20 // 256 * 2 * 8 * 128 * 2  # K and V of a rank, bf16
+    assert forward.busiest_links.inter_bytes == 31 * block  # a block goes to every other node, by one rank of each
+    assert 31 * block < backward.busiest_links.inter_bytes <= 31 * 3 * block  # and its gradients, in fp32
+    # Attention alone, at the rate of the machine's kernels, is a lower bound of the time.
+    flops = 32 * 4 * 32 * 128 * forward.visible_pairs / 256
+    time = preview.time_to_dict()
+    assert time is not None
+    ideal_s = flops / MACHINES["h100"].forward_flops_per_s + 2.5 * flops / MACHINES["h100"].backward_flops_per_s
+    assert ideal_s < time["seconds"] < 1.25 * ideal_s

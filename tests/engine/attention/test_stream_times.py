@@ -1,4 +1,4 @@
-"""Measured overlap: what is called exposed is what compute lost, and what is called transferred took so long."""
+"""Measured transfers: what is called exposed is what compute lost, and its share is of the idle wire's time."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def offload(layers: int, layer_s: float, copy_s: float, **bounds: int) -> tuple[
 def test_copies_shorter_than_a_layer_are_hidden() -> None:
     times, streams = offload(6, layer_s=1.0, copy_s=0.5)
     assert times == Times(10 * 4 * ELEMENTS, 5.0, 0.0)  # 6 to the host; 2 were still on the device, 4 came back
-    assert times.overlap == 1.0
+    assert times.exposed_share(10 * 0.5) == 0.0
     assert streams.finished_s == 12.0
 
 
 def test_copies_twice_as_long_as_a_layer_are_exposed_by_half() -> None:
     times, streams = offload(6, layer_s=1.0, copy_s=2.0)
     assert times == Times(10 * 4 * ELEMENTS, 20.0, 10.0)
-    assert times.overlap == 0.5
+    assert times.exposed_share(10 * 2.0) == 0.5
     assert streams.finished_s == 22.0
 
 
 def test_without_copies_in_flight_and_loads_ahead_nothing_overlaps() -> None:
     times, _ = offload(4, layer_s=1.0, copy_s=0.25, copies_in_flight=0, loads_ahead=0)
     assert times == Times(8 * 4 * ELEMENTS, 2.0, 2.0)
-    assert times.overlap == 0.0
+    assert times.exposed_share(8 * 0.25) == 1.0
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.integers(0, 4), st.integers(0, 3))
@@ -66,6 +66,22 @@ def test_exposed_seconds_are_those_that_compute_lost(
     assert times.exposed_s is not None
     assert times.transfer_s is not None
     assert 0 <= times.exposed_s <= times.transfer_s + 1e-9
+
+
+def test_copies_that_start_only_behind_compute_are_not_called_hidden() -> None:
+    """The device is full of a tile of 7.33 s: the copy, ready at once, runs after it."""
+    streams = TimedStreams(1.0)
+    times = TransferTimes(streams)
+    times.start()
+    with times.transfer(Channel.TO_HOST, 1):
+        streams.compute(7.33)
+        streams.hold(Channel.TO_HOST, streams.record(None))
+        streams.hold(Channel.TO_HOST, streams.record(Channel.TO_HOST) + 1.0)
+    with times.wait():
+        streams.hold(None, streams.record(Channel.TO_HOST))
+    found = times.read()
+    assert found == Times(1, pytest.approx(8.33), pytest.approx(1.0))
+    assert found.exposed_share(idle_wire_s=1.0) == pytest.approx(1.0)
 
 
 def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:
@@ -87,7 +103,7 @@ def test_without_a_clock_bytes_are_known_and_seconds_are_not() -> None:
     store.keep([torch.zeros(ELEMENTS)])
     times = store.times.read()
     assert times == Times(4 * ELEMENTS, None, None)
-    assert times.overlap is None
+    assert times.exposed_share(1.0) is None
 
 
 def test_a_total_knows_seconds_only_if_all_that_moved_something_do() -> None:

@@ -23,7 +23,8 @@ def test_every_case_gives_rows_with_plain_values() -> None:
     assert all(row["gb_per_s"] > 0 for row in rows if row["case"] in ("copy", "adam"))
     (store,) = (row for row in rows if row["case"] == "store")
     assert store["offload_bytes"] == 2 * sizes.layers * sizes.layer_bytes  # there and back
-    assert (store["offload_copy_s"], store["overlap"]) == (None, None)  # a CPU has no streams
+    assert (store["offload_exposed_s"], store["exposed_share"]) == (None, None)  # a CPU has no streams
+    assert store["idle_wire_s"] > 0
     assert torch.get_num_threads() == threads
 
 
@@ -42,4 +43,4 @@ def test_on_a_gpu_copies_hide_behind_compute() -> None:
     rows = bench_offload(device, small)
     assert not [row for row in rows if "error" in row]
     assert min(row["hidden"] for row in rows if row["case"] == "overlap" and row["work"] == "matmul") > 0.5
-    assert next(row for row in rows if row["case"] == "store")["overlap"] > 0.5
+    assert next(row for row in rows if row["case"] == "store")["exposed_share"] < 0.5

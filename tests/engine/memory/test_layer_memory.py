@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from engine.attention.api import build_parallel_attention
-from engine.attention.layers import attention_layers
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.config import ModelConfig, RunConfig
 from engine.memory.kept import policy_cost
 from engine.memory.policy import LayerPolicy
-from engine.memory.recompute import recomputed_by, recomputed_parameters
+from engine.memory.recompute import recomputed_matrices, recomputed_parameters
 from engine.memory.store import DeviceStore, Kept
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
@@ -160,10 +159,10 @@ def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ra
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
     method = resolve_attention(config, Topology(1, 1))
-    again = recomputed_by(config, method, attention_layers(config, method))
+    again = recomputed_matrices(config, method)
     (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
     (found,) = ranks(1).run(matmul_flops, config)
-    assert found - kept == 2 * again.matmul_parameters * SEQ_LEN
+    assert found - kept == 2 * again * SEQ_LEN
 
 
 def test_the_last_product_of_a_layer_is_not_done_again() -> None:

@@ -226,10 +226,18 @@ def test_a_receiver_takes_in_one_message_at_a_time() -> None:
     assert sorted(timeline.finish_s[rank] for rank in (1, 2)) == [2.5, 4.5]
 
 
-def test_a_plan_of_some_ranks_is_refused() -> None:
+def test_a_rank_alone_takes_as_long_as_beside_one_that_does_the_same() -> None:
+    both = AttentionPlan("forward", 2, {0: ring_of_two(0), 1: ring_of_two(1)})
+    alone = replay(replace(both, ranks={0: ring_of_two(0)}), SLOW, ONE, Topology(1, 2))
+    together = replay(both, SLOW, ONE, Topology(1, 2))
+    assert (alone.total_s, alone.exposed_s) == (together.total_s, together.exposed_s)
+    assert alone.waited_s == {0: together.waited_s[0]}
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
     plan = AttentionPlan("forward", 2, {0: ring_of_two(0)})
-    with pytest.raises(PlanError, match="holds 1 of 2 ranks"):
-        replay(plan, SLOW, ONE, Topology(1, 2))
+    with pytest.raises(PlanError, match="of 2 ranks and the topology of 4"):
+        replay(plan, SLOW, ONE, Topology(1, 4))
 
 
 def test_a_message_without_receiver_is_refused() -> None:

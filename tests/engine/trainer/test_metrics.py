@@ -12,6 +12,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from engine.attention.layers import AttendedPairs
 from engine.config import RunConfig
 from engine.flops import Flops
 from engine.memory.oom import peak_resident_bytes
@@ -21,11 +22,12 @@ from engine.peak_table import Peak
 from engine.train_step import StepResult
 from engine.waits import WaitClock
 
-COST = StepCost(tokens=1000, flops=Flops(4 * 10**12, 6 * 10**12, 5 * 10**12), peak=Peak(2e12, "test"))
+COST = StepCost(TINY_MODEL, seq_len=250, sequences=4, recomputed_matrices=0, peak=Peak(2e12, "test"))
+FLOPS = Flops(4 * 10**12, 6 * 10**12, 5 * 10**12)
 
 
 def test_rates_are_per_second_per_device_and_against_the_peak() -> None:
-    assert COST.rates(2.0, 4) == {
+    assert COST.rates(FLOPS, 2.0, 4) == {
         "tokens_per_s": 500.0,
         "tokens_per_s_per_device": 125.0,
         "model_tflops_per_device": 0.5,
@@ -36,14 +38,14 @@ def test_rates_are_per_second_per_device_and_against_the_peak() -> None:
 
 
 def test_without_a_peak_utilisation_is_null_and_speed_is_not() -> None:
-    rates = replace(COST, peak=Peak(None, "unknown device")).rates(2.0, 4)
+    rates = replace(COST, peak=Peak(None, "unknown device")).rates(FLOPS, 2.0, 4)
     assert (rates["mfu"], rates["mfu_full_attention"], rates["hfu"]) == (None, None, None)
     assert rates["tokens_per_s"] == 500.0
 
 
 def test_a_step_faster_than_the_device_is_warned_of() -> None:
-    assert COST.warning(2.0, 4) is None
-    warning = COST.warning(0.1, 4)
+    assert COST.warning(FLOPS, 2.0, 4) is None
+    warning = COST.warning(FLOPS, 0.1, 4)
     assert warning is not None
     assert "above the peak" in warning
 
@@ -151,7 +153,7 @@ def single_rank_row() -> dict[str, Any]:
     run = start_run(tiny_config())
     meter = StepMeter(run.mesh, run.attention, COST)
     meter.start()
-    return meter.finish(1, StepResult(1.0, 1.0, 1e-3, 30))[0]
+    return meter.finish(1, StepResult(1.0, 1.0, 1e-3, 30, AttendedPairs(0, 0)))[0]
 
 
 def offloaded(config: RunConfig) -> dict[str, Any]:

@@ -31,6 +31,8 @@ CONTRACT = [
     "lr",
     "tokens",
     "step_time_s",
+    "visible_pairs",
+    "recomputed_pairs",
     "tokens_per_s",
     "tokens_per_s_per_device",
     "model_tflops_per_device",
