@@ -383,6 +383,12 @@ class DataConfig:
     tokenizer: str = field(
         default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
     )
+    bos: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=note(
+            "a beginning-of-sequence token before every document; auto: if the tokenizer's own template adds one"
+        ),
+    )
     bpe_vocab_size: int = field(default=4096, metadata=note("size of a trained BPE vocabulary", "tokens", at_least=257))
     prepared_dir: str | None = field(
         default=None, metadata=note("folder of token shards; null: one in the cache, named by content")

@@ -69,11 +69,18 @@ def open_training_data(config: DataConfig) -> TrainingData:
     others = []
     for path in config.mix_paths:
         other = open_prepared(DataConfig(format="shards", paths=(path,)))
-        if (other.tokenizer, other.eod_id) != (main.tokenizer, main.eod_id):
+        theirs, ours = _tokens_of(other), _tokens_of(main)
+        if theirs != ours:
             raise DataError(
-                f"data.mix_paths: {Path(path)} has tokens of {other.tokenizer} with end of document {other.eod_id}, "
-                f"{main.path} of {main.tokenizer} with {main.eod_id}. Prepare both with the same data.tokenizer."
+                f"data.mix_paths: {Path(path)} has tokens of {theirs}, {main.path} of {ours}. Prepare both with the "
+                "same data.tokenizer and data.bos."
             )
         others.append(other)
     lengths = LengthRule(config.length_buckets, config.length_weights)
     return TrainingData(main, tuple(others), config.mix_weights, lengths)
+
+
+def _tokens_of(data: PreparedData) -> str:
+    """What must be the same in corpora that are mixed."""
+    begins = f" and beginning {list(data.train.bos_ids)}" if data.train.bos_ids else ""
+    return f"{data.tokenizer} with end of document {data.eod_id}{begins}"
