@@ -321,7 +321,9 @@ class TrainConfig:
     eval_interval_steps: int | None = field(
         default=None, metadata=note("steps between validations; null: only at the end", "steps", at_least=1)
     )
-    eval_batches: int = field(default=4, metadata=note("micro-batches per validation", "micro-batches", at_least=1))
+    eval_samples: int = field(
+        default=8, metadata=note("sequences per validation, the same on any number of ranks", "sequences", at_least=1)
+    )
     eval_position_buckets: int = field(
         default=1,
         metadata=note("validation loss by position: the last half, the quarter before it, and so on", at_least=1),

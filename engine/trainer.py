@@ -73,7 +73,10 @@ class Trainer:
         self.data = load_data(config, mesh, recorder)
         if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
             self.sampler = self.data.sampler(
-                config.train.seq_len, config.seed, grad_accum_steps=config.train.grad_accum_steps
+                config.train.seq_len,
+                config.seed,
+                grad_accum_steps=config.train.grad_accum_steps,
+                documents_apart=config.attention.documents,
             )
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")

@@ -40,8 +40,13 @@ class TrainingData:
         """Ids are below this, in all of them."""
         return max(data.vocab_size for data in (self.main, *self.others))
 
-    def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int) -> Sampler:
+    def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
+        sampler = self._mixed(seq_len, seed, grad_accum_steps)
+        sampler.documents_apart = documents_apart
+        return sampler
+
+    def _mixed(self, seq_len: int, seed: int, grad_accum_steps: int) -> Sampler:
         corpora = [
             PackedSampler(data.train, seq_len, seed, grad_accum_steps=grad_accum_steps)
             for data in (self.main, *self.others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
@@ -61,7 +63,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     """Six steps with a validation every three, on the corpus."""
-    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_batches": 2, **train}
+    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, **train}
     return tiny_config(
         train={**settings, "peak_flops_per_device": 1e12},
         model={"vocab_size": 320},
@@ -83,6 +85,28 @@ def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfi
     (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
     assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
     assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
+
+
+def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
+    """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
+    tokens = np.full(4000, 63, dtype="<u2")
+    tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
+    tokens.tofile(tmp_path / "t.bin")
+    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
+    files = [{"name": "t.bin", "token_count": 4000}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
+    config = tiny_config(
+        train={"steps": 15, "peak_flops_per_device": 1e12},
+        optimizer={"learning_rate": 3e-2},
+        attention={"preset": "burst", "documents": True},
+        data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
+    )
+    run = create_run_of(config, tmp_path)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    summary = run.read_summary()
+    # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
+    assert summary["final_train_loss"] < 0.5
+    assert summary["final_validation_loss"] < 0.5
 
 
 def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
