@@ -54,6 +54,7 @@ MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertic
 Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
 Store = Literal["device", "host"]
+Bos = Literal["auto", "on", "off"]
 MomentsDtype = Literal["float32", "int8"]
 KernelName = Literal[
     "auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "aten_efficient", "flash_attn", "fa3", "fa4"
@@ -86,6 +87,7 @@ class ModelConfig:
     init_from: str | None = field(
         default=None, metadata=note("folder of a Hugging Face model whose weights are the first ones; null: random")
     )
+    require_init_from: bool = field(default=False, metadata=note("refuse to train from random weights"))
 
 
 @dataclass(frozen=True)
@@ -321,9 +323,7 @@ class TrainConfig:
     eval_interval_steps: int | None = field(
         default=None, metadata=note("steps between validations; null: only at the end", "steps", at_least=1)
     )
-    eval_samples: int = field(
-        default=8, metadata=note("sequences per validation, the same on any number of ranks", "sequences", at_least=1)
-    )
+    eval_samples: int = field(default=8, metadata=note("sequences per validation", "sequences", at_least=1))
     eval_position_buckets: int = field(
         default=1,
         metadata=note("validation loss by position: the last half, the quarter before it, and so on", at_least=1),
@@ -385,11 +385,8 @@ class DataConfig:
     tokenizer: str = field(
         default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
     )
-    bos: Literal["auto", "on", "off"] = field(
-        default="auto",
-        metadata=note(
-            "a beginning-of-sequence token before every document; auto: if the tokenizer's own template adds one"
-        ),
+    bos: Bos = field(
+        default="auto", metadata=note("first token of documents; auto: as the tokenizer's template has it")
     )
     bpe_vocab_size: int = field(default=4096, metadata=note("size of a trained BPE vocabulary", "tokens", at_least=257))
     prepared_dir: str | None = field(

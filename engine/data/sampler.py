@@ -31,9 +31,10 @@ class Batch:
     """`batch_size` packed samples.
 
     tokens, labels: int64 [batch_size, seq_len]; labels[b, t] is the token after tokens[b, t], or -100: at prompts, past
-    the end of the corpus (validation only), and at the end of a document where documents are apart. documents[b]: offsets in row b at which a document starts, ascending, the first is
-    always 0; with seq_len appended they are the row's cu_seqlens. samples[b]: number of row b in the stream that
-    training reads; empty where there is no such stream (validation).
+    the end of the corpus (validation only), and at the end of a document where documents are apart. documents[b]:
+    offsets in row b at which a document starts, ascending, the first is always 0; with seq_len appended they are the
+    row's cu_seqlens. samples[b]: number of row b in the stream that training reads; empty where there is no such stream
+    (validation).
     """
 
     tokens: npt.NDArray[np.int64]

@@ -43,7 +43,6 @@ def overrides(folder: Path, steps: int) -> list[str]:
         *(f"model.{name}={value}" for name, value in {**model, **heads}.items()),
         *(f"train.{name}={value}" for name, value in train.items()),
         "train.peak_flops_per_device=1e12",
-        "train.checkpoint.every_steps=1000",  # and one at the end
         "optimizer.warmup_steps=0",
         "loss.chunk_tokens=64",
         "data=text",

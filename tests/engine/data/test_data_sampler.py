@@ -175,8 +175,8 @@ def test_validation_reads_the_same_samples_however_they_are_divided(
         for rank in range(dp_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    labels = [batch.labels[batch.labels != IGNORE_INDEX].tolist() for batches in ranks for batch in batches]
-    assert sorted(sum(labels, [])) == list(range(1, min(999, max_samples * seq_len) + 1))
+    labels = np.concatenate([batch.labels.ravel() for batches in ranks for batch in batches])
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, min(999, max_samples * seq_len) + 1))
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -195,7 +195,7 @@ def test_where_documents_are_apart_no_label_is_of_the_next_one(tmp_path: Path, s
         first = sampler.sample_at(number) * seq_len
         assert batch.labels[0].tolist() == expected[first : first + seq_len]
     batches = list(sequential_batches(shards, seq_len, batch_size=1, documents_apart=True))
-    assert sum((batch.labels[0].tolist() for batch in batches), [])[: len(expected)] == expected
+    assert np.concatenate([batch.labels[0] for batch in batches])[: len(expected)].tolist() == expected
     assert all(batch.documents[0][-1] < seq_len for batch in batches)
 
 
