@@ -262,12 +262,14 @@ class ParallelConfig:
         default=1, metadata=note("ranks that share parameters and read different sequences (FSDP)", "ranks", at_least=1)
     )
     tp_size: int = field(
-        default=1,
-        metadata=note("ranks that split every matrix, and the sequence between the layers", "ranks", at_least=1),
+        default=1, metadata=note("ranks that split every matrix, and the rows between layers", "ranks", at_least=1)
     )
     dp_replicate_size: int = field(default=1, metadata=note("copies of the sharded model (HSDP)", "copies", at_least=1))
     reshard_after_forward: bool = field(
         default=True, metadata=note("free gathered parameters after the forward pass and gather them again")
+    )
+    reduce_gradients: Literal["micro_step", "step"] = field(
+        default="micro_step", metadata=note("when ranks sum gradients; step: until then each keeps all of them, fp32")
     )
 
 
@@ -309,8 +311,7 @@ class TrainConfig:
     grad_accum_steps: int = field(default=1, metadata=note("micro-steps per optimizer step", "micro-steps", at_least=1))
     compute_dtype: Dtype = field(default="bfloat16", metadata=note("number format of matrix products"))
     deterministic: bool = field(
-        default=False,
-        metadata=note("equal runs give equal bits, on a GPU too; kernels that cannot are not used"),
+        default=False, metadata=note("equal runs give equal bits, on a GPU too; kernels that cannot are not used")
     )
     dropout: float = field(
         default=0.0,
@@ -325,8 +326,7 @@ class TrainConfig:
     )
     eval_samples: int = field(default=8, metadata=note("sequences per validation", "sequences", at_least=1))
     eval_position_buckets: int = field(
-        default=1,
-        metadata=note("validation loss by position: the last half, the quarter before it, and so on", at_least=1),
+        default=1, metadata=note("validation loss by position: the last half, the quarter before it, ...", at_least=1)
     )
     eval_needle_depths: int = field(
         default=0,
@@ -341,8 +341,7 @@ class TrainConfig:
         default=4, metadata=note("texts in which a sentence is hidden at every depth", "texts", at_least=1)
     )
     evaluate_only: bool = field(
-        default=False,
-        metadata=note("evaluate the weights of checkpoint.resume_from or model.init_from, and train nothing"),
+        default=False, metadata=note("evaluate weights of checkpoint.resume_from or model.init_from, and train nothing")
     )
     warmup_metric_steps: int = field(
         default=3, metadata=note("first steps left out of the medians", "steps", at_least=0)
@@ -385,9 +384,7 @@ class DataConfig:
     tokenizer: str = field(
         default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
     )
-    bos: Bos = field(
-        default="auto", metadata=note("first token of documents; auto: as the tokenizer's template has it")
-    )
+    bos: Bos = field(default="auto", metadata=note("first token of documents; auto: as the tokenizer's template"))
     bpe_vocab_size: int = field(default=4096, metadata=note("size of a trained BPE vocabulary", "tokens", at_least=257))
     prepared_dir: str | None = field(
         default=None, metadata=note("folder of token shards; null: one in the cache, named by content")

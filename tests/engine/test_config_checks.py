@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import RunConfig
-from engine.config_checks import check_config, config_problems, known_cp_size
 from engine.config_checkpoint import CheckpointConfig
+from engine.config_checks import check_config, config_problems, known_cp_size
 from engine.config_cluster import ContainerConfig, SshConfig
 from engine.config_guard import GuardConfig
 from engine.config_rope import RopeScalingConfig

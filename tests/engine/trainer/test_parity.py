@@ -63,11 +63,28 @@ def test_bf16_follows_fp32(ranks: Pools, one_rank: list[float]) -> None:
     assert losses != pytest.approx(one_rank[:STEPS], rel=RELATIVE)  # else it did not run in bf16
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_micro_steps_give_the_losses_of_the_large_batch(ranks: Pools, one_rank: list[float], world_size: int) -> None:
-    config = tiny_config(attention=AttentionConfig(preset="burst" if world_size > 1 else "single"))
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"reduce_gradients": "step"}),
+    ],
+    ids=str,
+)
+def test_micro_steps_give_the_losses_of_the_large_batch(
+    ranks: Pools, one_rank: list[float], world_size: int, parallel: dict[str, Any]
+) -> None:
+    config = tiny_config(attention=AttentionConfig(preset="burst" if world_size > 1 else "single"), parallel=parallel)
     losses = ranks(world_size).run(train_losses, config, SEQUENCES, STEPS, micro_steps=2)[0]
     assert losses == pytest.approx(one_rank[:STEPS], rel=RELATIVE)
+
+
+@pytest.mark.parametrize("reduced", ["micro_step", "step"])
+def test_copies_of_the_model_sum_what_their_micro_steps_have_added_up(ranks: Pools, reduced: str) -> None:
+    config = tiny_config(attention={"preset": "burst"}, parallel={"dp_replicate_size": 2, "reduce_gradients": reduced})
+    expected = ranks(1).run(train_losses, TINY, 4, 5)[0]
+    assert ranks(4).run(train_losses, config, 4, 5, micro_steps=2)[0] == pytest.approx(expected, rel=RELATIVE)
 
 
 def test_checkpointing_changes_nothing(ranks: Pools) -> None:
