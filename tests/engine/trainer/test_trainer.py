@@ -23,7 +23,7 @@ from engine.parallel.mesh import build_mesh
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
 from engine.runs import RunFolder
-from engine.trainer import load_data
+from engine.trainer import load_data, run_training
 
 ROOT = Path(__file__).parents[3]
 CONTRACT = [
@@ -107,6 +107,36 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
     # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
     assert summary["final_train_loss"] < 0.5
     assert summary["final_validation_loss"] < 0.5
+
+
+class RowWatch(RankStatus):
+    """Counts references to the time of every step before the last, but its own and that of the call that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.kept = 0
+
+    def step_done(self, seconds: float) -> None:
+        """As `RankStatus`, and looks at the steps before."""
+        super().step_done(seconds)
+        for index in range(len(self.times) - 1):
+            self.kept = max(self.kept, sys.getrefcount(self.times[index]) - 2)
+        self.times.append(seconds)
+
+
+def rows_kept(path: str, config: RunConfig) -> int:
+    """References to steps that are over, at the end of a run on this rank."""
+    watch = RowWatch()
+    run_training(config, RunFolder(Path(path)), watch)
+    assert len(watch.times) == config.train.steps
+    return watch.kept
+
+
+def test_no_rank_keeps_the_rows_of_steps_that_are_over(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = run_config(corpus)
+    run = create_run_of(config, tmp_path)
+    assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
 
 
 def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
