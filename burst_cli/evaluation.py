@@ -18,6 +18,7 @@ from engine.runs import RunFolder
 # What every evaluation is told: nothing is saved, and nothing trained.
 OVERRIDES = (
     "train.evaluate_only=true",
+    "train.checkpoint.at_end=false",
     "train.checkpoint.every_steps=null",
     "train.checkpoint.every_minutes=null",
 )
@@ -70,7 +71,7 @@ def weights_of(run: RunFolder, step: int | None) -> str:
     if not list_checkpoints(root):
         raise CheckpointError(
             f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "
-            "was launched with train.checkpoint.every_steps=N"
+            "was launched with train.checkpoint.at_end=true"
         )
     return str(root.absolute())
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.data_progress import show_progress
+from burst_cli.evaluation import weights_of
 from burst_cli.evaluation_view import evaluation_view, is_evaluation
 from burst_cli.failure_block import failure_block
 from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
@@ -27,6 +28,7 @@ from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
+from engine.checkpoint.manifest import CheckpointError
 from engine.config import RunConfig
 from engine.data import open_training_data, prepare
 from engine.errors import ConfigError
@@ -153,6 +155,19 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_jso
             else:
                 render.stdout().print(Text(result_line(record)), soft_wrap=True)
             render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
+            if not is_evaluation(record):
+                render.stdout().print(Text(saved_line(run)), soft_wrap=True)
+
+
+def saved_line(run: RunFolder) -> str:
+    """Where the newest weights of a run lie, or that there are none."""
+    steps = [event["step"] for event in run.read_events() if event.get("kind") == "checkpoint"]
+    if not steps:
+        return "weights: nothing was saved; train.checkpoint.at_end=true saves them"
+    try:
+        return f"weights: {weights_of(run, steps[-1])}"
+    except CheckpointError as error:
+        return f"weights: {clean(str(error))}"
 
 
 def result_line(record: dict[str, Any]) -> str:

@@ -54,6 +54,7 @@ MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertic
 Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
 Store = Literal["device", "host"]
+Bos = Literal["auto", "on", "off"]
 MomentsDtype = Literal["float32", "int8"]
 KernelName = Literal[
     "auto", "reference", "cpu_flash", "aten_flash", "aten_cudnn", "aten_efficient", "flash_attn", "fa3", "fa4"
@@ -86,6 +87,7 @@ class ModelConfig:
     init_from: str | None = field(
         default=None, metadata=note("folder of a Hugging Face model whose weights are the first ones; null: random")
     )
+    require_init_from: bool = field(default=False, metadata=note("refuse to train from random weights"))
 
 
 @dataclass(frozen=True)
@@ -260,12 +262,14 @@ class ParallelConfig:
         default=1, metadata=note("ranks that share parameters and read different sequences (FSDP)", "ranks", at_least=1)
     )
     tp_size: int = field(
-        default=1,
-        metadata=note("ranks that split every matrix, and the sequence between the layers", "ranks", at_least=1),
+        default=1, metadata=note("ranks that split every matrix, and the rows between layers", "ranks", at_least=1)
     )
     dp_replicate_size: int = field(default=1, metadata=note("copies of the sharded model (HSDP)", "copies", at_least=1))
     reshard_after_forward: bool = field(
         default=True, metadata=note("free gathered parameters after the forward pass and gather them again")
+    )
+    reduce_gradients: Literal["micro_step", "step"] = field(
+        default="micro_step", metadata=note("when ranks sum gradients; step: until then each keeps all of them, fp32")
     )
 
 
@@ -307,8 +311,7 @@ class TrainConfig:
     grad_accum_steps: int = field(default=1, metadata=note("micro-steps per optimizer step", "micro-steps", at_least=1))
     compute_dtype: Dtype = field(default="bfloat16", metadata=note("number format of matrix products"))
     deterministic: bool = field(
-        default=False,
-        metadata=note("equal runs give equal bits, on a GPU too; kernels that cannot are not used"),
+        default=False, metadata=note("equal runs give equal bits, on a GPU too; kernels that cannot are not used")
     )
     dropout: float = field(
         default=0.0,
@@ -321,10 +324,9 @@ class TrainConfig:
     eval_interval_steps: int | None = field(
         default=None, metadata=note("steps between validations; null: only at the end", "steps", at_least=1)
     )
-    eval_batches: int = field(default=4, metadata=note("micro-batches per validation", "micro-batches", at_least=1))
+    eval_samples: int = field(default=8, metadata=note("sequences per validation", "sequences", at_least=1))
     eval_position_buckets: int = field(
-        default=1,
-        metadata=note("validation loss by position: the last half, the quarter before it, and so on", at_least=1),
+        default=1, metadata=note("validation loss by position: the last half, the quarter before it, ...", at_least=1)
     )
     eval_needle_depths: int = field(
         default=0,
@@ -339,8 +341,7 @@ class TrainConfig:
         default=4, metadata=note("texts in which a sentence is hidden at every depth", "texts", at_least=1)
     )
     evaluate_only: bool = field(
-        default=False,
-        metadata=note("evaluate the weights of checkpoint.resume_from or model.init_from, and train nothing"),
+        default=False, metadata=note("evaluate weights of checkpoint.resume_from or model.init_from, and train nothing")
     )
     warmup_metric_steps: int = field(
         default=3, metadata=note("first steps left out of the medians", "steps", at_least=0)
@@ -383,6 +384,7 @@ class DataConfig:
     tokenizer: str = field(
         default="bytes", metadata=note('"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
     )
+    bos: Bos = field(default="auto", metadata=note("first token of documents; auto: as the tokenizer's template"))
     bpe_vocab_size: int = field(default=4096, metadata=note("size of a trained BPE vocabulary", "tokens", at_least=257))
     prepared_dir: str | None = field(
         default=None, metadata=note("folder of token shards; null: one in the cache, named by content")

@@ -9,8 +9,9 @@ from engine.config_schema import note
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the training state is saved, where, and what is kept. Off unless a distance between saves is set."""
+    """When the training state is saved, where, and what is kept. Off unless one of the first three is set."""
 
+    at_end: bool = field(default=False, metadata=note("save when the run ends, or is asked to stop"))
     every_steps: int | None = field(default=None, metadata=note("steps between checkpoints", "steps", at_least=1))
     every_minutes: float | None = field(default=None, metadata=note("time between checkpoints", "minutes", above=0))
     keep_last: int = field(default=2, metadata=note("newest checkpoints that are kept", "checkpoints", at_least=2))
@@ -35,5 +36,10 @@ class CheckpointConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether checkpoints are written: then also at the end and when the run is asked to stop."""
+        """Whether checkpoints are written: always at the end, too, and when the run is asked to stop."""
+        return self.at_end or self.is_periodic
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether they are written before the end."""
         return self.every_steps is not None or self.every_minutes is not None

@@ -20,7 +20,7 @@ from engine.config_data import data_problems
 from engine.config_machines import machine_problems, runs_elsewhere
 from engine.config_reader import range_problems
 from engine.config_schema import Problem
-from engine.config_state import state_problems
+from engine.config_state import start_problems, state_problems
 from engine.errors import ConfigError
 from engine.tiling import tile_tokens_of
 
@@ -30,8 +30,8 @@ _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def check_config(config: RunConfig) -> None:
-    """Return when every rule holds; else raise ConfigError with one sentence per broken rule."""
-    problems = config_problems(config)
+    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule."""
+    problems = [*config_problems(config), *start_problems(config)]
     if problems:
         raise ConfigError([problem.text for problem in problems])
 

@@ -19,6 +19,7 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _chats(config.data)
     yield from _chat_template(config)
     yield from _lengths(config.data)
+    yield from _bos(config.data)
     if config.data.echo_tokens is not None:
         yield from _echo(config)
 
@@ -59,6 +60,22 @@ def _chat_template(config: RunConfig) -> Iterator[Problem]:
             ("data.chat_template",),
             f"data.chat_template: got {template!r}, expected null, chatml or the path of a .jinja file that exists "
             f"(looked from {Path.cwd()})",
+        )
+
+
+def _bos(data: DataConfig) -> Iterator[Problem]:
+    """What would be accepted and do nothing."""
+    reason = None
+    if data.format == "shards" and data.bos != "auto":
+        reason = "data.format=shards takes tokens as they are"
+    elif data.bos == "on" and data.tokenizer in ("bytes", "bpe"):
+        reason = f"data.tokenizer={data.tokenizer} has no token that begins a document"
+    elif data.bos == "on" and data.messages_field is not None:
+        reason = "conversations begin as the chat template has it"
+    if reason is not None:
+        yield Problem(
+            ("data.bos", "data.format", "data.tokenizer", "data.messages_field"),
+            f"data.bos={data.bos}: {reason}; leave data.bos=auto",
         )
 
 

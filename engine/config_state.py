@@ -16,15 +16,28 @@ def state_problems(config: RunConfig) -> Iterator[Problem]:
     """One problem per broken rule."""
     yield from _guard(config)
     yield from _evaluation(config)
+    yield from _other_tokens(config)
     if runs_elsewhere(config.cluster):
         yield from _paths_elsewhere(config)
     elif config.model.init_from is not None:
         yield from _first_weights(config, Path(config.model.init_from).expanduser())
 
 
+def start_problems(config: RunConfig) -> Iterator[Problem]:
+    """What stands against starting a run, but not against looking at its plan or preparing its data."""
+    model = config.model
+    if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
+        yield Problem(
+            ("model.require_init_from", "model.init_from"),
+            f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "
+            "weights; set model.init_from=FOLDER of a Hugging Face model (`burst model FOLDER` shows its settings), or "
+            "model.require_init_from=false to train from scratch",
+        )
+
+
 def _guard(config: RunConfig) -> Iterator[Problem]:
     guard, checkpoint = config.train.guard, config.train.checkpoint
-    if "rewind" in guard.reactions and not (checkpoint.is_on or config.train.evaluate_only):
+    if "rewind" in guard.reactions and not (checkpoint.is_periodic or config.train.evaluate_only):
         yield Problem(
             ("train.guard", "train.checkpoint.every_steps"),
             "train.guard: rewind goes back to a checkpoint, but none is saved; set train.checkpoint.every_steps or "
@@ -39,6 +52,17 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
             ("train.evaluate_only", "train.checkpoint.resume_from", "model.init_from"),
             "train.evaluate_only=true evaluates weights that are there, but none are named; set "
             "train.checkpoint.resume_from or model.init_from, or use `burst eval RUN`",
+        )
+
+
+def _other_tokens(config: RunConfig) -> Iterator[Problem]:
+    """Ids of a tokenizer that was trained just now mean nothing to weights that are older."""
+    if config.model.init_from is not None and config.data.tokenizer == "bpe" and config.data.format != "shards":
+        yield Problem(
+            ("data.tokenizer", "model.init_from"),
+            f"data.tokenizer=bpe is trained on this corpus, so the weights of model.init_from={config.model.init_from} "
+            "know none of its tokens; set data.tokenizer to the tokenizer.json that they were trained with, often "
+            f"{config.model.init_from}/tokenizer.json",
         )
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: the loss is weighted by tokens over all ranks and micro-steps, gradients are reduced once."""
+"""One optimizer step: loss and gradients are weighted by tokens over all ranks and micro-steps."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TrainStep:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
-            set_gradient_sync(self.model, sync=index == len(local) - 1)
+            set_gradient_sync(self.model, self.config.parallel, is_last=index == len(local) - 1)
             self._status.micro_step, self._status.phase = index, "forward"
             self._faults.at_forward(self._status.step)
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))

@@ -74,7 +74,10 @@ class Trainer:
         self.data = load_data(config, mesh, recorder)
         if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
             self.sampler = self.data.sampler(
-                config.train.seq_len, config.seed, grad_accum_steps=config.train.grad_accum_steps
+                config.train.seq_len,
+                config.seed,
+                grad_accum_steps=config.train.grad_accum_steps,
+                documents_apart=config.attention.documents,
             )
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
@@ -97,18 +100,18 @@ class Trainer:
         self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
         self._checkpoints = RunCheckpoints(config, run, mesh, self.train_step, self.data.content_hash, recorder)
 
-    def run(self) -> dict[str, Any]:
-        """Trains to the last step; returns the summary, which rank 0 also writes. SIGTERM ends it at a step edge.
+    def run(self) -> None:
+        """Trains to the last step and writes the summary. SIGTERM ends it at a step edge.
 
         With train.evaluate_only it evaluates instead.
         """
         if self.config.train.evaluate_only:
-            return self._evaluate_only()
+            self._evaluate_only()
+            return
         total = self.config.train.steps
         position = self._checkpoints.restore() or self._begin()
         self.sampler.start_at(position.step, position.samples)
         self._recorder.phase("train")
-        rows: list[dict[str, Any]] = []
         stopped = False
         with self._stop.watch():
             while position.step < total and not stopped:
@@ -120,7 +123,6 @@ class Trainer:
                 self._status.step_done(row["step_time_s"])
                 self._recorder.step(row, total)
                 self._recorder.warn(self._meter.warning(row))
-                rows.append(row)
                 before, position = position, self._after(position)
                 if not verdict.taken:
                     self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
@@ -132,14 +134,12 @@ class Trainer:
             self._checkpoints.close()
         self._profiler.close()
         # A run that had nothing left to do has no rows, and its steps all the same.
-        summary = self._summarise(rows, "cancelled" if stopped else "completed") | {"steps": position.step}
-        self._end(summary)
+        self._end("cancelled" if stopped else "completed", steps=position.step)
         if stopped:
             raise KeyboardInterrupt
-        return summary
 
-    def _evaluate_only(self) -> dict[str, Any]:
-        """Evaluates the weights that are named; returns the summary. Nothing of the optimizer is ever made."""
+    def _evaluate_only(self) -> None:
+        """Evaluates the weights that are named. Nothing of the optimizer is ever made."""
         evaluated = self._checkpoints.restore_weights()
         if evaluated is None:
             self._begin()
@@ -148,10 +148,8 @@ class Trainer:
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
         self._recorder.evaluated(row)
         self._checkpoints.close()
-        source = {"evaluated_run": None if evaluated is None else evaluated.run_id, "evaluated_step": step}
-        summary = self._summarise([row], "completed") | source | {"steps": 0}
-        self._end(summary)
-        return summary
+        evaluated_run = None if evaluated is None else evaluated.run_id
+        self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
 
     def _begin(self) -> Position:
         """Where training begins, with its first weights: nothing else has filled the model."""
@@ -159,9 +157,10 @@ class Trainer:
         set_first_weights(self.model, self.config)
         return Position()
 
-    def _end(self, summary: dict[str, Any]) -> None:
+    def _end(self, status: str, **facts: Any) -> None:
+        """Rank 0 writes the summary, from the rows on disk: no rank keeps those of a long run in memory."""
         if self.mesh.rank == 0:
-            self._run_folder.write_summary(summary)
+            self._run_folder.write_summary(self._summarise(self._run_folder.read_metrics(), status) | facts)
         self._recorder.close()
 
     def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:

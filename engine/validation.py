@@ -47,9 +47,9 @@ def _losses(train_step: TrainStep, data: PreparedData) -> dict[str, Any]:
         data.validation,
         train.seq_len,
         batch_size=train.micro_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
-        max_batches=train.eval_batches,
+        dp=(mesh.dp_rank, mesh.dp_size),
+        max_samples=train.eval_samples,
+        documents_apart=train_step.config.attention.documents,
     )
     figures = evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
     if figures is None:

@@ -29,8 +29,8 @@ RunArgument = Annotated[
 def _checkpoint() -> None:
     """List, verify, export and prune the checkpoints of a run.
 
-    They are written while train.checkpoint.every_steps or every_minutes is set, at the end of a run and when it is
-    asked to stop. A run that is taken up again goes on from its newest undamaged one.
+    They are written at the end of a run and when it is asked to stop (train.checkpoint.at_end), and on the way with
+    train.checkpoint.every_steps or every_minutes. A run that is taken up again goes on from its newest undamaged one.
     """
 
 

@@ -18,7 +18,7 @@ _HARMLESS = (
     "train.log_interval_steps",
     "train.tensorboard",
     "train.eval_interval_steps",
-    "train.eval_batches",
+    "train.eval_samples",
     "train.warmup_metric_steps",
     "data.prepared_dir",
     "cluster.",

@@ -181,7 +181,7 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         requested, _with_replicas(model, replicas), train.compute_dtype, gradient_dtype
     )
     split_at = _recompute_border(config, degrees)
-    layout = attention.layout or _default_layout(attention, preset, split_at)
+    layout = attention.layout or _default_layout(config, preset, split_at)
     return AttentionMethod(
         preset=attention.preset,
         layout=layout,
@@ -203,15 +203,20 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
     )
 
 
-def _default_layout(attention: AttentionConfig, preset: Preset, split_at: int) -> LayoutName:
+def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutName:
     """The preset's; in place of zigzag contiguous where every layer has a window, since only neighbours then see each
-    other's keys, and split_zigzag where attention of a first part of the sequence is computed again.
+    other's keys, split_zigzag where attention of a first part of the sequence is computed again, and balanced where
+    documents are apart: their lengths, not positions, then say who has much to do. Its blocks may differ by a few
+    rows, which tensor parallel ranks cannot divide.
     """
+    attention = config.attention
     if preset.layout != "zigzag":
         return preset.layout
     if set(attention.mask_layers or (attention.mask,)) == {"window"}:
         return "contiguous"
-    return "split_zigzag" if split_at else "zigzag"
+    if split_at:
+        return "split_zigzag"
+    return "balanced" if attention.documents and config.parallel.tp_size == 1 else "zigzag"
 
 
 def _recompute_border(config: RunConfig, degrees: Degrees) -> int:

@@ -20,6 +20,7 @@ from engine.data.files import sync_folders, write_json
 from engine.data.identity import make_identity
 from engine.data.progress import Progress, ProgressCallback, Stage
 from engine.data.sources import Source, open_source
+from engine.data.special_tokens import find_bos_ids
 from engine.data.split import Piece, SplitName, SplitRule, Survey, Surveyor, iter_pieces, make_rule
 from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
 from engine.data.writer import TokenSetWriter
@@ -83,7 +84,9 @@ def _build(work: Path, config: DataConfig, source: Source, progress: ProgressCal
         tokenizer = _train_tokenizer(config, source, rule, _Reporter("tokenizer", progress, survey.text_bytes))
     tokenizer.save(work)
     report = _Reporter("encode", progress, survey.text_bytes)
-    writers = _write_splits(work, rule.assign(iter_pieces(source, config.max_bytes)), tokenizer, report)
+    bos_ids = find_bos_ids(config, tokenizer)
+    writers = {name: _open_writer(work / name, tokenizer, bos_ids) for name in (TRAIN, VALIDATION)}
+    _write_splits(writers, rule.assign(iter_pieces(source, config.max_bytes)), tokenizer, report)
     for name, writer in writers.items():
         if writer.text_bytes == 0:
             raise DataError(
@@ -123,14 +126,18 @@ def _train_tokenizer(config: DataConfig, source: Source, rule: SplitRule, report
     return tokenizer
 
 
+def _open_writer(folder: Path, tokenizer: Tokenizer, bos_ids: Sequence[int]) -> TokenSetWriter:
+    folder.mkdir()
+    return TokenSetWriter(folder, tokenizer, bos_ids=bos_ids)
+
+
 def _write_splits(
-    work: Path, pieces: Iterable[tuple[SplitName, Piece]], tokenizer: Tokenizer, report: _Reporter
-) -> dict[SplitName, TokenSetWriter]:
-    writers: dict[SplitName, TokenSetWriter] = {}
+    writers: dict[SplitName, TokenSetWriter],
+    pieces: Iterable[tuple[SplitName, Piece]],
+    tokenizer: Tokenizer,
+    report: _Reporter,
+) -> None:
     try:
-        for name in (TRAIN, VALIDATION):
-            (work / name).mkdir()
-            writers[name] = TokenSetWriter(work / name, tokenizer)
         for group in _groups(pieces):
             encoded = _encode(tokenizer, [piece for _, piece in group])
             for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
@@ -140,7 +147,6 @@ def _write_splits(
         for writer in writers.values():
             writer.finish_files()
     report.finish()
-    return writers
 
 
 def _encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[tuple[Ids, bool | npt.NDArray[np.bool_]]]:

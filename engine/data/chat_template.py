@@ -23,12 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import DataConfig
 from engine.data.files import hash_json, read_json_object, reading_error
+from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.errors import DataError
 
 CHATML = "chatml"
 TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-_SPECIAL_TOKENS_FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
@@ -100,19 +99,19 @@ class ChatTemplate:
 def find_template(config: DataConfig) -> ChatTemplate:
     """The template that `config` names: built in, a file, or the one beside the tokenizer. Raises DataError."""
     folder = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser().absolute().parent
-    special_tokens = {} if folder is None else _special_tokens(folder)
+    tokens = {} if folder is None else special_tokens(folder)
     if config.chat_template == CHATML:
-        return ChatTemplate(CHATML, _CHATML_SOURCE, special_tokens)
+        return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)
     if config.chat_template is not None:
         path = Path(config.chat_template).expanduser().absolute()
-        return ChatTemplate(str(path), _read_template(path), special_tokens)
+        return ChatTemplate(str(path), _read_template(path), tokens)
     if folder is not None:
         path = folder / TEMPLATE_FILE
         if path.is_file():
-            return ChatTemplate(str(path), _read_template(path), special_tokens)
+            return ChatTemplate(str(path), _read_template(path), tokens)
         source = _configured_template(folder)
         if source is not None:
-            return ChatTemplate(str(folder / TOKENIZER_CONFIG_FILE), source, special_tokens)
+            return ChatTemplate(str(folder / TOKENIZER_CONFIG_FILE), source, tokens)
     raise DataError(
         f"data.messages_field needs a chat template, but data.tokenizer={config.tokenizer} has none beside it (looked "
         f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}). Set data.chat_template to {CHATML} or to "
@@ -141,20 +140,6 @@ def _configured_template(folder: Path) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Name -> text of the special tokens that the files beside a tokenizer give, such as bos_token."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS_FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        for key, value in read_json_object(path, "the settings of a tokenizer").items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                tokens[key] = text
-    return tokens
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

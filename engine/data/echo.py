@@ -27,6 +27,7 @@ class EchoedShards(TokenShards):
         self.folder = shards.folder
         self.vocab_size = shards.vocab_size
         self.eod_id = shards.eod_id
+        self.bos_ids = shards.bos_ids
         self.token_count = shards.token_count // piece_tokens * piece_tokens * 2
         self._shards = shards
         self._piece = piece_tokens

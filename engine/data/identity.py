@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import DataConfig
 from engine.data.files import hash_json, stat_key
 from engine.data.sources import Source, open_source
+from engine.data.special_tokens import named_bos
 from engine.data.tokenizers import BPE_MIN_VOCAB_SIZE, read_tokenizer_file
 from engine.errors import ConfigError, DataError
 
@@ -47,6 +48,7 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
         **({} if config.prompt_field is None else {"prompt_field": config.prompt_field}),
         **({} if config.messages_field is None else _chat_facts(config)),
         "tokenizer": config.tokenizer,
+        **({} if config.tokenizer in ("bytes", "bpe") else {"bos": config.bos}),
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
         "max_bytes": config.max_bytes,
@@ -63,6 +65,7 @@ def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
     tokenizer_hash = None
     if config.tokenizer not in ("bytes", "bpe"):
         text = read_tokenizer_file(Path(config.tokenizer).expanduser())
+        text += (named_bos(config) or "") if config.bos == "on" else ""
         tokenizer_hash = hashlib.sha256(text.encode()).hexdigest()
     return {
         "version": VERSION,

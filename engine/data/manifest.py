@@ -15,11 +15,11 @@ manifest.json, all that must be there:
     {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 50257, "token_count": 123456,
      "files": [{"name": "tokens-00000.bin", "token_count": 123456}]}
 
-dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), tokenizer
-(a name; "bytes" is known), documents_file and document_count, prompts_file and prompt_count, token_bytes_file,
-text_bytes, max_token_id, source, writer, and in each entry of files its sha256. Names are plain: the files lie in the
-manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or corpus.npy) and
-corpus.json. Unknown keys are ignored.
+dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), bos_ids (those
+that begin every text), tokenizer (a name; "bytes" is known), documents_file and document_count, prompts_file and
+prompt_count, token_bytes_file, text_bytes, max_token_id, source, writer, and in each entry of files its sha256. Names
+are plain: the files lie in the manifest's own folder. A manifest may also lie beside a single file under its name:
+corpus.bin (or corpus.npy) and corpus.json. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Manifest:
     token_count: int
     files: tuple[TokenFile, ...]
     eod_id: int | None = None
+    bos_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     documents_file: str | None = None
     document_count: int | None = None
@@ -99,8 +100,8 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} is not a usable manifest:\n{listed}\nThe format is described in engine/data/manifest.py."
         )
     files = tuple(TokenFile(item["name"], item["token_count"], item.get("sha256")) for item in raw["files"])
-    keys = Manifest.__dataclass_fields__.keys() - {"files"}
-    return Manifest(files=files, **{key: raw[key] for key in keys if key in raw})
+    keys = Manifest.__dataclass_fields__.keys() - {"files", "bos_ids"}
+    return Manifest(files=files, bos_ids=tuple(raw.get("bos_ids", ())), **{key: raw[key] for key in keys if key in raw})
 
 
 def _problems(raw: dict[str, Any]) -> list[str]:
@@ -111,6 +112,9 @@ def _problems(raw: dict[str, Any]) -> list[str]:
     for key in ("eod_id", "document_count", "prompt_count", "text_bytes", "max_token_id"):
         if not (raw.get(key) is None or _is_whole(raw[key], 0)):
             problems.append(f"{key} is {raw[key]!r}; expected a whole number >= 0 or null")
+    bos_ids = raw.get("bos_ids", [])
+    if not (isinstance(bos_ids, list) and all(_is_whole(token, 0) for token in bos_ids)):
+        problems.append(f"bos_ids is {bos_ids!r}; expected a list of whole numbers >= 0")
     for key in ("tokenizer", "source", "writer"):
         if not isinstance(raw.get(key), str | None):
             problems.append(f"{key} is {raw[key]!r}; expected a string or null")

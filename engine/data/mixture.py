@@ -40,8 +40,13 @@ class TrainingData:
         """Ids are below this, in all of them."""
         return max(data.vocab_size for data in (self.main, *self.others))
 
-    def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int) -> Sampler:
+    def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
+        sampler = self._mixed(seq_len, seed, grad_accum_steps)
+        sampler.documents_apart = documents_apart
+        return sampler
+
+    def _mixed(self, seq_len: int, seed: int, grad_accum_steps: int) -> Sampler:
         corpora = [
             PackedSampler(data.train, seq_len, seed, grad_accum_steps=grad_accum_steps)
             for data in (self.main, *self.others)
@@ -69,11 +74,18 @@ def open_training_data(config: DataConfig) -> TrainingData:
     others = []
     for path in config.mix_paths:
         other = open_prepared(DataConfig(format="shards", paths=(path,)))
-        if (other.tokenizer, other.eod_id) != (main.tokenizer, main.eod_id):
+        theirs, ours = _tokens_of(other), _tokens_of(main)
+        if theirs != ours:
             raise DataError(
-                f"data.mix_paths: {Path(path)} has tokens of {other.tokenizer} with end of document {other.eod_id}, "
-                f"{main.path} of {main.tokenizer} with {main.eod_id}. Prepare both with the same data.tokenizer."
+                f"data.mix_paths: {Path(path)} has tokens of {theirs}, {main.path} of {ours}. Prepare both with the "
+                "same data.tokenizer and data.bos."
             )
         others.append(other)
     lengths = LengthRule(config.length_buckets, config.length_weights)
     return TrainingData(main, tuple(others), config.mix_weights, lengths)
+
+
+def _tokens_of(data: PreparedData) -> str:
+    """What must be the same in corpora that are mixed."""
+    begins = f" and beginning {list(data.train.bos_ids)}" if data.train.bos_ids else ""
+    return f"{data.tokenizer} with end of document {data.eod_id}{begins}"

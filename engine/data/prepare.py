@@ -147,7 +147,7 @@ def _open_shards(config: DataConfig, *, scan_foreign: bool) -> PreparedData:
 
 
 def _pair(path: Path, train: TokenShards, validation: TokenShards) -> PreparedData:
-    for key in ("vocab_size", "eod_id", "tokenizer"):
+    for key in ("vocab_size", "eod_id", "bos_ids", "tokenizer"):
         ours, theirs = getattr(train.manifest, key), getattr(validation.manifest, key)
         if ours != theirs:
             raise DataError(

@@ -30,10 +30,11 @@ BLOCK = 10_000  # samples of a mixture in which every stream has exactly its sha
 class Batch:
     """`batch_size` packed samples.
 
-    tokens, labels: int64 [batch_size, seq_len]; labels[b, t] is the token after tokens[b, t], or -100 past the end of
-    the corpus (validation only). documents[b]: offsets in row b at which a document starts, ascending, the first is
-    always 0; with seq_len appended they are the row's cu_seqlens. samples[b]: number of row b in the stream that
-    training reads; empty where there is no such stream (validation).
+    tokens, labels: int64 [batch_size, seq_len]; labels[b, t] is the token after tokens[b, t], or -100: at prompts, past
+    the end of the corpus (validation only), and at the end of a document where documents are apart. documents[b]:
+    offsets in row b at which a document starts, ascending, the first is always 0; with seq_len appended they are the
+    row's cu_seqlens. samples[b]: number of row b in the stream that training reads; empty where there is no such stream
+    (validation).
     """
 
     tokens: npt.NDArray[np.int64]
@@ -49,6 +50,8 @@ class Sampler(ABC):
     stream is row b. So the samples of a step do not depend on how its global batch is divided. After `start_at` steps
     count from there, so that a run that goes on with other batches reads nothing twice.
     """
+
+    documents_apart = False  # whether the first token of a document is nobody's label; of the sampler that is asked
 
     def __init__(self, seq_len: int, grad_accum_steps: int) -> None:
         self._first_step = self._first_sample = 0
@@ -75,7 +78,8 @@ class Sampler(ABC):
         micro_steps = (step - self._first_step) * self.grad_accum_steps + micro_step
         first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
         numbers = tuple(range(first, first + batch_size))
-        return replace(_collect(self.seq_len, [self.place_of(number) for number in numbers]), samples=numbers)
+        places = [self.place_of(number) for number in numbers]
+        return replace(_collect(self.seq_len, places, self.documents_apart), samples=numbers)
 
 
 class PackedSampler(Sampler):
@@ -148,25 +152,29 @@ def sequential_batches(
     seq_len: int,
     *,
     batch_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    max_batches: int | None = None,
+    dp: tuple[int, int] = (0, 1),
+    max_samples: int | None = None,
+    documents_apart: bool = False,
 ) -> Iterator[Batch]:
     """Validation batches of one data-parallel rank, from the start of `shards`, unshuffled, every token once.
 
-    Row b of batch i is sample (i * dp_size + dp_rank) * batch_size + b. Every rank gets the same number of batches (at
-    most `max_batches`); what lies past the end of the tokens is filled up with labels of -100. So a split shorter than
-    seq_len works too.
+    Row b of batch i of rank r of `dp` = (r, ranks) is sample (i * ranks + r) * batch_size + b. The samples are the same
+    however many ranks divide them: all of `shards`, or the first `max_samples`. Every rank gets the same number of
+    batches; rows past the last sample, and what lies past the end of the tokens, have labels of -100. So a split
+    shorter than seq_len works too.
     """
+    dp_rank, dp_size = dp
     if shards.token_count < 2:
         raise DataError(
             f"{shards.folder}: the validation split has {shards.token_count} tokens; at least 2 are needed."
         )
     samples = -(-(shards.token_count - 1) // seq_len)
-    batches = -(-samples // (dp_size * batch_size))
-    for index in range(batches if max_batches is None else min(batches, max_batches)):
+    samples = samples if max_samples is None else min(samples, max_samples)
+    for index in range(-(-samples // (dp_size * batch_size))):
         first = (index * dp_size + dp_rank) * batch_size
-        yield _collect(seq_len, [(shards, sample) for sample in range(first, first + batch_size)])
+        batch = _collect(seq_len, [(shards, first + row) for row in range(batch_size)], documents_apart)
+        batch.labels[max(0, samples - first) :] = IGNORE_INDEX
+        yield batch
 
 
 def permute(position: int, size: int, key: tuple[int, int]) -> int:
@@ -196,7 +204,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]]) -> Batch:
+def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:
     """The batch of these samples, a row each; past the end of the shards tokens are padding, labels -100."""
     shape = (len(places), seq_len)
     tokens = np.empty(shape, dtype=np.int64)
@@ -209,5 +217,8 @@ def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]]) -> Batch:
         inputs = ids[:-1]
         tokens[row, : inputs.size] = inputs
         labels[row, : inputs.size] = np.where(shards.is_prompt(start + 1, inputs.size), IGNORE_INDEX, ids[1:])
-        documents.append(shards.document_offsets(start, inputs))
+        starts = shards.document_offsets(start, ids)  # the last may be that of the next row
+        documents.append(starts[starts < max(1, inputs.size)])
+        if documents_apart:
+            labels[row, starts[1:] - 1] = IGNORE_INDEX
     return Batch(tokens, labels, tuple(documents))

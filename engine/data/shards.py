@@ -38,6 +38,8 @@ class TokenShards:
     `token_count` ids in [0, vocab_size). Positions in all methods count from the start of the window.
     """
 
+    bos_ids: tuple[int, ...] = ()
+
     def __init__(
         self,
         manifest: Manifest,
@@ -52,6 +54,7 @@ class TokenShards:
         self.token_count = len(window)
         self.vocab_size = manifest.vocab_size
         self.eod_id = manifest.eod_id
+        self.bos_ids = manifest.bos_ids
         self._parts = parts
         self._documents = documents
         self._prompts = prompts
@@ -193,10 +196,11 @@ def open_token_set(path: Path, *, verify: bool = False, scan_foreign: bool = Tru
     """
     manifest_path = find_manifest(path)
     manifest, folder = read_manifest(manifest_path), manifest_path.parent
-    if (manifest.max_token_id or 0) >= manifest.vocab_size or (manifest.eod_id or 0) >= manifest.vocab_size:
+    if max(manifest.max_token_id or 0, manifest.eod_id or 0, *manifest.bos_ids) >= manifest.vocab_size:
         raise DataError(
-            f"{manifest_path}: max_token_id {manifest.max_token_id} or eod_id {manifest.eod_id} is not below "
-            f"vocab_size {manifest.vocab_size}. Correct vocab_size or write the tokens again."
+            f"{manifest_path}: one of bos_ids {list(manifest.bos_ids)}, max_token_id {manifest.max_token_id} or eod_id "
+            f"{manifest.eod_id} is not below vocab_size {manifest.vocab_size}. Correct vocab_size or write the tokens "
+            "again."
         )
     parts: list[_Part] = []
     for entry in manifest.files:

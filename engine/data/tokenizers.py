@@ -141,6 +141,16 @@ class FileTokenizer:
             for item in encoded
         ]
 
+    def template_start(self) -> tuple[int, ...]:
+        """What the file's own template puts before every text: often one id, the beginning of a sequence, or none."""
+        encoded = self._inner.encode("a", add_special_tokens=True)
+        added = [*encoded.special_tokens_mask, 0].index(0)
+        return tuple(encoded.ids[:added])
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token of the vocabulary."""
+        return None if token is None else self._vocab.get(token)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens."""
         return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,9 +24,17 @@ DEFAULT_FILE_TOKENS = 1 << 30  # a file holds at most so many tokens (2 or 4 GiB
 class TokenSetWriter:
     """Appends documents to a token set in `folder`, which must exist and is incomplete until `close` has returned."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, file_tokens: int = DEFAULT_FILE_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        bos_ids: Sequence[int] = (),
+        file_tokens: int = DEFAULT_FILE_TOKENS,
+    ) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
+        self._bos_ids = np.asarray(bos_ids, dtype=np.int64)
         self._file_tokens = file_tokens
         self._dtype = numpy_dtype(storage_dtype(tokenizer.vocab_size))
         self._file: BinaryIO | None = None
@@ -53,8 +62,10 @@ class TokenSetWriter:
         """Add the next part of the current document (or of a new one); the last part is followed by `eod_id`.
 
         is_prompt: whether the ids are read but not learned, or which of them; with bool [ids], `eod_id` is not, either.
+        A new document begins with `bos_ids`, but one of bool [ids], a conversation, as its chat template has it.
         """
         if isinstance(is_prompt, bool):
+            ids = ids if self._inside_document else np.concatenate((self._bos_ids, ids))
             edges = [0, ids.size] if is_prompt and ids.size else []
         else:
             padded = np.concatenate(([False], is_prompt, [True] * ends_document, [False]))
@@ -91,6 +102,7 @@ class TokenSetWriter:
             token_count=self.token_count,
             files=tuple(self._files),
             eod_id=self._tokenizer.eod_id,
+            bos_ids=tuple(self._bos_ids.tolist()),
             tokenizer=self._tokenizer.name,
             documents_file=DOCUMENTS_FILE,
             document_count=self.document_count,

@@ -96,8 +96,9 @@ class NeedleTasks:
         hidden = needle.sentence[: None if depth is not None else 0]
         count = self._haystack_tokens(needle) - hidden.size
         text = haystack(self.shards, sample * self.shards.token_count // self.samples, count)
-        cut = position or 0
-        ids = np.concatenate([text[:cut], hidden, text[cut:], needle.question, needle.answer])
+        cut = 0 if position is None else position - len(self.shards.bos_ids)
+        first = np.array(self.shards.bos_ids, dtype=np.int64)
+        ids = np.concatenate([first, text[:cut], hidden, text[cut:], needle.question, needle.answer])
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         labels[-needle.answer.size :] = needle.answer
         return NeedleTask(ids[:-1], labels, sample, depth, position)
@@ -105,15 +106,16 @@ class NeedleTasks:
     def position(self, sample: int, depth: int) -> int:
         """At which token the needle of a sample begins, from 0."""
         needle = self.needles[sample]
-        return round(self.share(depth) * (self._haystack_tokens(needle) - needle.sentence.size))
+        room = self._haystack_tokens(needle) - needle.sentence.size
+        return len(self.shards.bos_ids) + round(self.share(depth) * room)
 
     def share(self, depth: int) -> float:
         """How far into the haystack a depth lies: 0 its beginning, which is farthest from the question, 1 its end."""
         return depth / (self.depths - 1) if self.depths > 1 else 0.0
 
     def _haystack_tokens(self, needle: Needle) -> int:
-        """Tokens before the question; the last one of the answer is a label alone."""
-        return self.seq_len + 1 - needle.question.size - needle.answer.size
+        """Tokens of text before the question; the last one of the answer is a label alone."""
+        return self.seq_len + 1 - len(self.shards.bos_ids) - needle.question.size - needle.answer.size
 
 
 def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
@@ -133,6 +135,7 @@ def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
         config.seed,
     )
     least = max(needle.sentence.size + needle.question.size + needle.answer.size for needle in tasks.needles)
+    least += len(tasks.shards.bos_ids)
     if train.seq_len < least:
         raise ConfigError(
             f"train.eval_needle_depths: sentence, question and answer take up to {least} tokens of this tokenizer, but "
@@ -172,13 +175,15 @@ def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
 def haystack(shards: TokenShards, start: int, count: int) -> Ids:
     """`count` ids of text from `start` on, int64, over the end of the shards to their beginning, if need be.
 
-    Ids that end documents are left out: to models that were trained on documents apart they hide what lies before.
+    Ids that begin or end documents are left out: to models that were trained on documents apart they hide what lies
+    before.
     """
     parts: list[Ids] = []
+    edges = [*shards.bos_ids, *([] if shards.eod_id is None else [shards.eod_id])]
     missing, position, seen = count, start % shards.token_count, 0
     while missing:
         ids = shards.read(position, min(_READ_TOKENS, shards.token_count - position))
-        kept = ids if shards.eod_id is None else ids[ids != shards.eod_id]
+        kept = ids[~np.isin(ids, edges)]
         parts.append(kept[:missing])
         missing -= parts[-1].size
         position, seen = (position + ids.size) % shards.token_count, seen + ids.size

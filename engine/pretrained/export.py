@@ -21,7 +21,8 @@ from safetensors import safe_open
 from engine.checkpoint.commit import Checkpoint, sync_file, sync_folder
 from engine.checkpoint.manifest import CheckpointError, Manifest, TensorFacts
 from engine.config import RunConfig
-from engine.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
+from engine.data.chat_template import TEMPLATE_FILE, ChatTemplate
+from engine.data.special_tokens import TOKENIZER_CONFIG_FILE
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json

@@ -20,7 +20,7 @@ CONFIG_FILE = "config.json"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Settings that may differ from the folder's: they change no weight, or are meant to (longer sequences).
-_FREE = frozenset({"name", "init_std", "init_from"})
+_FREE = frozenset({"name", "init_std", "init_from", "require_init_from"})
 _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _ROPE_NAMES = {
     "factor": "factor",

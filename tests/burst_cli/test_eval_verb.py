@@ -131,7 +131,7 @@ def test_a_run_without_checkpoints_says_how_to_get_some(burst: Any, tmp_path: Pa
     result = burst("eval", "bare")
     assert result.code == 1
     assert "has no checkpoint under" in result.err
-    assert "train.checkpoint.every_steps=N" in result.err
+    assert "train.checkpoint.at_end=true" in result.err
 
 
 def test_nodes_over_ssh_find_their_own_run_folders(burst: Any, run: RunFolder) -> None:

@@ -23,10 +23,11 @@ from testkit.fault_table import AROUND_RANKS
 from testkit.process_table import kill_run, run_processes, wait_until_gone
 
 from burst_cli.app import main
-from burst_cli.launching import prepare_data
-from engine.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from burst_cli.compose import compose
+from burst_cli.launching import prepare_data, saved_line
+from engine.config import DataConfig, ModelConfig, RunConfig, TrainConfig, dump_config
 from engine.errors import ConfigError, DataError
-from engine.runs import RunFolder, list_runs
+from engine.runs import RunFolder, create_run, list_runs
 
 ROOT = Path(__file__).parent.parent.parent
 DRIVER = Path(__file__).parent / "launch_driver.py"
@@ -315,3 +316,27 @@ def test_data_that_cannot_be_read_leaves_no_run(tmp_path: Path, capsys: pytest.C
     assert main(["launch", "exp=tiny", *overrides, "--runs-dir", str(tmp_path / "runs")]) in (1, 2)
     assert "missing.txt" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_line_says_where_the_weights_are_or_that_there_are_none(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig())})
+    assert saved_line(run) == "weights: nothing was saved; train.checkpoint.at_end=true saves them"
+    for step in (3, 6):
+        (run.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        run.append_event("checkpoint", step=step, bytes=1, stall_s=0.0, seconds=0.0)
+    assert saved_line(run) == f"weights: {run.path}/checkpoints/step-00000006"
+
+
+@pytest.mark.parametrize("exp", ["extend_128k", "extend_1m", "sft_128k", "toy_8k"])
+def test_recipes_that_go_on_with_a_model_do_not_start_without_one(burst: Any, exp: str) -> None:
+    small = ["model=tiny", "memory=none", "cluster=local4", "train=tiny", "train.seq_len=64", "data=stdlib"]
+    assert burst("config", f"exp={exp}", *small).code == 0
+    result = burst("launch", f"exp={exp}", *small, "--dry-run")
+    assert (result.code, "model.init_from: null" in result.err) == (2, True)
+    again = burst("launch", f"exp={exp}", *small, "model.require_init_from=false", "--dry-run", "--force")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize("exp", ["tiny", "small"])
+def test_the_first_runs_of_people_save_at_the_end(exp: str) -> None:
+    assert compose([f"exp={exp}"], []).config.train.checkpoint.at_end

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from engine.config import RunConfig
+from engine.config_checkpoint import CheckpointConfig
 from engine.config_checks import check_config, config_problems, known_cp_size
 from engine.config_cluster import ContainerConfig, SshConfig
+from engine.config_guard import GuardConfig
 from engine.config_rope import RopeScalingConfig
 from engine.errors import ConfigError
 
@@ -38,6 +40,12 @@ BROKEN = {
         "memory": {"optimizer_in_backward": True},
         "optimizer": NOT_CLIPPED,
         "train": {"grad_accum_steps": 2},
+    },
+    "model.init_from: null, but exp=tiny goes on with a trained model and would start from random weights": {
+        "model": {"require_init_from": True}
+    },
+    "train.guard: rewind goes back to a checkpoint, but none is saved": {
+        "train": {"guard": GuardConfig(on_nonfinite="rewind"), "checkpoint": CheckpointConfig(at_end=True)}
     },
     "model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4": {"model": {"num_kv_heads": 3}},
     "model.num_kv_heads: got 8": {"model": {"num_kv_heads": 8}},
@@ -128,6 +136,7 @@ LEGAL = [
     {"model": {"num_kv_heads": 1}},
     {"model": {"vocab_size": 4096}, "data": {"tokenizer": "bpe"}},
     {"model": {"vocab_size": 2}, "data": {"format": "shards", "paths": ("/",)}},  # the shards name their own vocabulary
+    {"model": {"require_init_from": True}, "train": {"checkpoint": CheckpointConfig(resume_from="/run")}},
     {"optimizer": {"warmup_steps": 100}},
     {"optimizer": {"schedule": "wsd", "warmup_steps": 50, "decay_steps": 50}},
     {"optimizer": {"max_grad_norm": None, "beta1": 0.0, "weight_decay": 0.0}},
@@ -148,6 +157,15 @@ def test_a_broken_rule_is_the_only_one_told(text: str, changes: dict[str, dict[s
         check_config(config(**changes))
     (problem,) = caught.value.problems
     assert problem.startswith(text)
+
+
+def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> None:
+    model = {"init_from": "/m", "vocab_size": 4096}
+    text = "data.tokenizer=bpe is trained on this corpus, so the weights of model.init_from=/m know none of its tokens"
+    assert any(one.text.startswith(text) for one in config_problems(config(model=model, data={"tokenizer": "bpe"})))
+    made_elsewhere = {"tokenizer": "bpe", "format": "shards", "paths": ("/",)}
+    for data in ({"tokenizer": __file__}, {"tokenizer": "bytes"}, made_elsewhere):
+        assert not any(one.text.startswith(text) for one in config_problems(config(model=model, data=data)))
 
 
 @pytest.mark.parametrize("changes", LEGAL, ids=str)

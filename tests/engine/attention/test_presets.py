@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.attention.presets import PRESETS, resolve_attention, warnings_of
 from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.errors import ConfigError
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
@@ -156,3 +157,22 @@ def test_an_inner_ring_that_crosses_nodes_is_warned_of() -> None:
     odd = Topology(3, 2)
     config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=3, ring_outer_size=2))
     assert "inner hops cross nodes" in warnings_of(resolve_attention(config, odd), odd)[0]
+
+
+@pytest.mark.parametrize(
+    ("attention", "others", "layout"),
+    [
+        ({"documents": True}, {}, "balanced"),
+        ({"documents": True, "layout": "zigzag"}, {}, "zigzag"),
+        ({"documents": True, "preset": "striped"}, {}, "striped"),
+        ({"documents": True, "mask": "window", "window_tokens": 64}, {}, "contiguous"),
+        ({"documents": True}, {"parallel": ParallelConfig(tp_size=2)}, "zigzag"),
+        ({}, {}, "zigzag"),
+    ],
+    ids=str,
+)
+def test_where_documents_are_apart_work_is_balanced_by_their_lengths(
+    attention: dict[str, Any], others: dict[str, Any], layout: str
+) -> None:
+    config = RunConfig(attention=AttentionConfig(**{"preset": "ring", **attention}), **others)
+    assert resolve_attention(config, Topology(1, 4)).layout == layout

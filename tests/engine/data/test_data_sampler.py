@@ -148,8 +148,7 @@ def test_validation_sees_every_token_once_and_all_ranks_equally_often(
 ) -> None:
     shards = make_shards(tmp_path_factory.mktemp("s"), list(range(count)))
     ranks = [
-        list(sequential_batches(shards, seq_len, batch_size=batch_size, dp_rank=rank, dp_size=dp_size))
-        for rank in range(dp_size)
+        list(sequential_batches(shards, seq_len, batch_size=batch_size, dp=(rank, dp_size))) for rank in range(dp_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     seen: Counter[int] = Counter()
@@ -161,9 +160,43 @@ def test_validation_sees_every_token_once_and_all_ranks_equally_often(
     assert seen == Counter(range(1, count))
 
 
-def test_validation_begins_at_the_start_and_stops_when_told(counting: TokenShards) -> None:
-    batches = list(sequential_batches(counting, 10, batch_size=2, dp_rank=1, dp_size=2, max_batches=3))
-    assert [batch.tokens[:, 0].tolist() for batch in batches] == [[20, 30], [60, 70], [100, 110]]
+@given(
+    max_samples=st.integers(1, 30),
+    seq_len=st.sampled_from([10, 64, 2000]),
+    batch_size=st.integers(1, 4),
+    dp_size=st.integers(1, 5),
+)
+@quick
+def test_validation_reads_the_same_samples_however_they_are_divided(
+    counting: TokenShards, max_samples: int, seq_len: int, batch_size: int, dp_size: int
+) -> None:
+    ranks = [
+        list(sequential_batches(counting, seq_len, batch_size=batch_size, dp=(rank, dp_size), max_samples=max_samples))
+        for rank in range(dp_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    labels = np.concatenate([batch.labels.ravel() for batches in ranks for batch in batches])
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, min(999, max_samples * seq_len) + 1))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 7])
+def test_where_documents_are_apart_no_label_is_of_the_next_one(tmp_path: Path, seq_len: int, indexed: bool) -> None:
+    tokens = [1, 9, 2, 2, 9, 3, 9, 4, 4, 4, 4, 4, 9, 5, 5, 9]
+    starts = [0, *(place + 1 for place, token in enumerate(tokens[:-1]) if token == 9)]
+    np.array(starts, dtype="<i8").tofile(tmp_path / "d.bin")
+    known = {"documents_file": "d.bin"} if indexed else {"eod_id": 9}
+    shards = make_shards(tmp_path, tokens, vocab_size=10, **known)
+    expected = [-100 if place in starts else tokens[place] for place in range(1, len(tokens))]
+    sampler = PackedSampler(shards, seq_len, 0)
+    sampler.documents_apart = True
+    of_training = {sample: sampler.batch(sample, 0, 0, 1, 1) for sample in range(sampler.samples_per_epoch)}
+    for number, batch in of_training.items():
+        first = sampler.sample_at(number) * seq_len
+        assert batch.labels[0].tolist() == expected[first : first + seq_len]
+    batches = list(sequential_batches(shards, seq_len, batch_size=1, documents_apart=True))
+    assert np.concatenate([batch.labels[0] for batch in batches])[: len(expected)].tolist() == expected
+    assert all(batch.documents[0][-1] < seq_len for batch in batches)
 
 
 def test_validation_of_a_single_token_is_refused(tmp_path: Path) -> None:

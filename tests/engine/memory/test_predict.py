@@ -14,6 +14,7 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.flops import count_parameters
 from engine.memory.predict import MemoryPrediction, fake_ranks, predict_memory
 from engine.memory.tracker import LiveTensorTracker
 
@@ -46,6 +47,16 @@ CASES: dict[str, tuple[int, RunConfig]] = {
         small_config(memory={"activation_checkpoint": "full", "tile_tokens": 64}, train={"compute_dtype": "bfloat16"}),
     ),
     "two micro-steps of two sequences": (1, small_config(train={"grad_accum_steps": 2, "micro_batch_size": 2})),
+    "4 ranks, two micro-steps": (4, small_config(1024, attention={"preset": "burst"}, train={"grad_accum_steps": 2})),
+    "4 ranks, two micro-steps summed at once": (
+        4,
+        small_config(
+            1024,
+            attention={"preset": "burst"},
+            parallel={"reduce_gradients": "step"},
+            train={"grad_accum_steps": 2},
+        ),
+    ),
     "host store": (1, small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host"})),
     "host store of two layers": (
         1,
@@ -132,6 +143,14 @@ def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     prediction = predicted(config, world_size)
     assert prediction.device_peak_bytes == pytest.approx(max(device for device, _ in found), rel=TOLERANCE)
     assert prediction.host_peak_bytes == pytest.approx(max(host for _, host in found), rel=TOLERANCE)
+
+
+def test_gradients_that_are_summed_once_per_step_are_whole_until_then(ranks: Pools) -> None:
+    """What rank 0 measures: 4 bytes for each of the parameters that three others would hold."""
+    configs = [CASES[f"4 ranks, two micro-steps{end}"][1] for end in ("", " summed at once")]
+    every, once = (ranks(4).run(measured_peaks, config)[0][0] for config in configs)
+    numbers = count_parameters(MODEL).total
+    assert once - every >= 4 * numbers / 2
 
 
 def test_components_and_phases_add_up() -> None:

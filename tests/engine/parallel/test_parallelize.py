@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import LossConfig
 from engine.errors import ConfigError
@@ -120,3 +122,28 @@ def test_compiling_on_a_cpu_keeps_out_of_the_folder_that_a_killed_run_may_have_s
     if not is_kept:
         assert folder.name.startswith("burst-compiled-")
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that sum and divide gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(reduce_gradients: str, micro_steps: int) -> int:
+    """How many of them one step of so many micro-steps takes."""
+    run = start_run(tiny_config(parallel={"dp_shard_size": 2, "reduce_gradients": reduce_gradients}))
+    batch = random_batches(0, sequences=2 * micro_steps)
+    with Reductions() as reductions:
+        run.train_step(0, own_part(batch, run.mesh, micro_steps=micro_steps))
+    return reductions.count
+
+
+def test_gradients_are_reduced_as_often_as_the_setting_says(ranks: Pools) -> None:
+    units = TINY_MODEL.num_layers + 3  # the layers, the embedding, the head, and what is left at the root
+    found = {how: [ranks(2).run(reductions, how, steps)[0] for steps in (1, 3)] for how in ("micro_step", "step")}
+    assert found == {"micro_step": [units, 3 * units], "step": [units, units]}

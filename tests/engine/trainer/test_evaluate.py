@@ -11,8 +11,10 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config
 
-from engine.config import ParallelConfig, RunConfig
+from engine.config import DataConfig, ParallelConfig, RunConfig
+from engine.data import open_prepared, prepare
 from engine.evaluate import Evaluation, bits_per_byte, evaluate, position_edges
+from engine.validation import validate
 
 TOKEN_BYTES = np.arange(64) % 5
 RELATIVE = 1e-6  # the same fp32 sums in another order
@@ -64,6 +66,46 @@ def test_figures_do_not_depend_on_the_ranks(ranks: Pools, parallel: ParallelConf
         assert found.loss == pytest.approx(expected.loss, rel=RELATIVE)
         assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=RELATIVE)
         assert found.label_tokens == expected.label_tokens
+
+
+def validated(config: RunConfig) -> dict[str, Any]:
+    """What a run of `config` validates, before it has learned anything."""
+    return validate(start_run(config).train_step, open_prepared(config.data), None)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Documents of 20 to 60 bytes, 40 of them and more for validation."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(120):
+        (folder / f"{index}.txt").write_text(f"document {index} says: " + "words " * (index % 7))
+    data = DataConfig(
+        format="text",
+        paths=(str(folder),),
+        validation_fraction=0.4,
+        prepared_dir=str(tmp_path_factory.mktemp("p") / "p"),
+    )
+    prepare(data)
+    return data
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_validations_of_runs_with_other_ranks_and_batches_are_of_the_same_samples(
+    ranks: Pools, corpus: DataConfig, documents: bool
+) -> None:
+    def run_config(dp_size: int, micro_batch_size: int = 1) -> RunConfig:
+        return tiny_config(
+            data=corpus,
+            model={"vocab_size": 256},
+            attention={"preset": "burst", "documents": documents},
+            parallel={"dp_shard_size": dp_size},
+            train={"eval_samples": 5, "micro_batch_size": micro_batch_size},
+        )
+
+    [expected] = ranks(1).run(validated, run_config(1))
+    found = ranks(4).run(validated, run_config(2, 1 if documents else 2))[0]
+    for key in ("validation_loss", "validation_bits_per_byte"):
+        assert found[key] == pytest.approx(expected[key], rel=RELATIVE)
 
 
 def by_position(config: RunConfig, buckets: int) -> Evaluation | None:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> RunConfig:
     """Three steps on two ranks with a checkpoint at the end, and needles at two depths."""
-    train = {"seq_len": 120, "steps": 3, "warmup_metric_steps": 1, "eval_batches": 2, "peak_flops_per_device": 1e12}
+    train = {"seq_len": 120, "steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, "peak_flops_per_device": 1e12}
     needles = {"eval_needle_depths": 2, "eval_needle_samples": 2, "eval_position_buckets": 3}
     return tiny_config(
         train={**train, **needles, "checkpoint": CheckpointConfig(every_steps=3)},

@@ -22,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
-    train = {"steps": 6, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
+    train = {"steps": 6, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
     return tiny_config(train=train, model={"vocab_size": 320}, data=corpus, **sections)
 
 

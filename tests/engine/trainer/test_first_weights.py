@@ -26,7 +26,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         train={
             "steps": 4,
             "warmup_metric_steps": 1,
-            "eval_batches": 1,
+            "eval_samples": 1,
             "peak_flops_per_device": 1e12,
             "checkpoint": CheckpointConfig(every_steps=2),
         },

@@ -44,7 +44,7 @@ class Injury:
 
 
 def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: CheckpointConfig) -> RunConfig:
-    train = {"steps": steps, "warmup_metric_steps": 0, "eval_batches": 1, "peak_flops_per_device": 1e12}
+    train = {"steps": steps, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
     return tiny_config(
         train={**train, "guard": guard, "checkpoint": checkpoint},
         model={"vocab_size": 320},

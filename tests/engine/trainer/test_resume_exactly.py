@@ -21,7 +21,7 @@ def config_of(data: DataConfig, checkpoint: CheckpointConfig, *, steps: int = ST
     train = {
         "steps": steps,
         "warmup_metric_steps": 1,
-        "eval_batches": 1,
+        "eval_samples": 1,
         "peak_flops_per_device": 1e12,
         "checkpoint": checkpoint,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
@@ -21,7 +23,7 @@ from engine.parallel.mesh import build_mesh
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
 from engine.runs import RunFolder
-from engine.trainer import load_data
+from engine.trainer import load_data, run_training
 
 ROOT = Path(__file__).parents[3]
 CONTRACT = [
@@ -63,7 +65,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     """Six steps with a validation every three, on the corpus."""
-    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_batches": 2, **train}
+    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, **train}
     return tiny_config(
         train={**settings, "peak_flops_per_device": 1e12},
         model={"vocab_size": 320},
@@ -85,6 +87,58 @@ def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfi
     (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
     assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
     assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
+
+
+def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
+    """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
+    tokens = np.full(4000, 63, dtype="<u2")
+    tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
+    tokens.tofile(tmp_path / "t.bin")
+    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
+    files = [{"name": "t.bin", "token_count": 4000}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
+    config = tiny_config(
+        train={"steps": 15, "peak_flops_per_device": 1e12},
+        optimizer={"learning_rate": 3e-2},
+        attention={"preset": "burst", "documents": True},
+        data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
+    )
+    run = create_run_of(config, tmp_path)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    summary = run.read_summary()
+    # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
+    assert summary["final_train_loss"] < 0.5
+    assert summary["final_validation_loss"] < 0.5
+
+
+class RowWatch(RankStatus):
+    """Counts references to the time of every step before the last, but its own and that of the call that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.kept = 0
+
+    def step_done(self, seconds: float) -> None:
+        """As `RankStatus`, and looks at the steps before."""
+        super().step_done(seconds)
+        for index in range(len(self.times) - 1):
+            self.kept = max(self.kept, sys.getrefcount(self.times[index]) - 2)
+        self.times.append(seconds)
+
+
+def rows_kept(path: str, config: RunConfig) -> int:
+    """References to steps that are over, at the end of a run on this rank."""
+    watch = RowWatch()
+    run_training(config, RunFolder(Path(path)), watch)
+    assert len(watch.times) == config.train.steps
+    return watch.kept
+
+
+def test_no_rank_keeps_the_rows_of_steps_that_are_over(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = run_config(corpus)
+    run = create_run_of(config, tmp_path)
+    assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
 
 
 def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:

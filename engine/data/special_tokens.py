@@ -1,0 +1,53 @@
+"""Tokens that stand for no text: what the files beside a tokenizer call them, and which begin every document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import DataConfig
+from engine.data.files import read_json_object
+from engine.data.tokenizers import FileTokenizer, Tokenizer
+from engine.errors import DataError
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Name -> text of the special tokens that the files beside a tokenizer give, such as bos_token."""
+    tokens: dict[str, str] = {}
+    for name in _FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        for key, value in read_json_object(path, "the settings of a tokenizer").items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                tokens[key] = text
+    return tokens
+
+
+def named_bos(config: DataConfig) -> str | None:
+    """The token that the files beside a tokenizer.json name as the first one of a sequence."""
+    return special_tokens(Path(config.tokenizer).expanduser().absolute().parent).get("bos_token")
+
+
+def find_bos_ids(config: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that begin every document: those of the tokenizer's own template, as transformers has it.
+
+    Without such a template data.bos=on takes the token that the files beside the tokenizer name; DataError if none
+    does. What a template adds after a text is left out: `eod_id` ends every document.
+    """
+    if config.bos == "off" or config.tokenizer == "bpe" or not isinstance(tokenizer, FileTokenizer):
+        return ()
+    by_template = tokenizer.template_start()
+    if by_template or config.bos == "auto":
+        return by_template
+    found = tokenizer.id_of(named_bos(config))
+    if found is None:
+        raise DataError(
+            f"data.bos=on: the template of data.tokenizer={config.tokenizer} adds no token before a text, and no "
+            f"bos_token of its vocabulary is named in {' or '.join(_FILES)} beside it. Name one there, or set "
+            "data.bos=auto."
+        )
+    return (found,)

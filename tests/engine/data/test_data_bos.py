@@ -1,0 +1,170 @@
+"""The first token of every document is the one that transformers puts there, and old data is not taken for new."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizer import write_tokenizer
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
+
+from engine.config import DataConfig, RunConfig, dump_config, load_config
+from engine.config_checks import config_problems
+from engine.data import PreparedData, TokenShards, open_prepared, open_training_data, prepare
+from engine.data.sampler import sequential_batches
+from engine.errors import DataError
+from engine.needle.tasks import NeedleTasks, needle_tasks
+
+TEXTS = [f"hello there world {index}, say more please " * 9 for index in range(30)]
+BOS = "<|bos|>"
+TEMPLATES = {"none": None, "start": f"{BOS} $A", "both": f"{BOS} $A <|eot|>", "two": f"<|head|> {BOS} $A"}
+
+
+def tokenizer_of(folder: Path, template: str | None, **settings: Any) -> str:
+    """A tokenizer.json with this template, and `settings` in the file beside it."""
+    path = write_tokenizer(folder, **settings)
+    if template is not None:
+        inner = Tokenizer.from_file(str(path))
+        special = [(token, inner.token_to_id(token)) for token in (BOS, "<|head|>", "<|eot|>")]
+        inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        inner.save(str(path))
+    return str(path)
+
+
+def config_of(tmp_path: Path, tokenizer: str, **settings: Any) -> DataConfig:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "ask": text[:11]}) + "\n" for text in TEXTS))
+    given = {"prepared_dir": str(tmp_path / "prepared"), "validation_fraction": 0.2, "tokenizer": tokenizer}
+    return DataConfig(format="jsonl", paths=(str(path),), **(given | settings))
+
+
+def documents_of(shards: TokenShards) -> list[list[int]]:
+    tokens = shards.read(0, shards.token_count)
+    return [part.tolist() for part in np.split(tokens, shards.document_offsets(0, tokens)[1:])]
+
+
+def all_documents(data: PreparedData) -> list[list[int]]:
+    return sorted(documents_of(data.train) + documents_of(data.validation))
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [*((name, {}) for name in TEMPLATES), ("none", {"add_bos_token": True}), ("start", {"add_bos_token": False})],
+)
+def test_documents_begin_as_transformers_begins_them(tmp_path: Path, template: str, settings: dict[str, Any]) -> None:
+    path = tokenizer_of(tmp_path / "model", TEMPLATES[template], **settings)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    data = prepare(config_of(tmp_path, path))
+    after_text = theirs.convert_tokens_to_ids("<|eot|>")
+    whole = [[token for token in theirs(text)["input_ids"] if token != after_text] for text in TEXTS]
+    assert all_documents(data) == sorted([*ids, data.eod_id] for ids in whole)
+
+
+@pytest.mark.parametrize(("template", "bos"), [("none", "on"), ("start", "on"), ("start", "off"), ("none", "off")])
+def test_a_setting_goes_before_the_template(tmp_path: Path, template: str, bos: Any) -> None:
+    data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES[template]), bos=bos))
+    starts = {document[0] for document in all_documents(data)}
+    bos_id = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).token_to_id(BOS)
+    assert (starts == {bos_id}) == (bos == "on")
+    assert data.train.bos_ids == ((bos_id,) if bos == "on" else ())
+
+
+def test_a_first_token_that_nobody_names_is_asked_for(tmp_path: Path) -> None:
+    path = tokenizer_of(tmp_path / "model", None, bos_token=None)
+    with pytest.raises(DataError, match=r"data\.bos=on: the template .* adds no token before a text"):
+        prepare(config_of(tmp_path, path, bos="on"))
+
+
+def test_data_without_first_tokens_is_not_taken_for_data_with_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), bos="off")
+    prepare(config)
+    with pytest.raises(DataError, match="bos: made with 'off', now 'auto'"):
+        open_prepared(replace(config, bos="auto"))
+    facts_path = tmp_path / "prepared" / "prepared.json"  # as it was written before there was a setting
+    facts = json.loads(facts_path.read_text())
+    del facts["identity"]["config"]["bos"]
+    facts_path.write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="bos: made with None, now 'auto'"):
+        prepare(replace(config, bos="auto"))
+
+
+def test_another_setting_beside_the_tokenizer_is_other_data(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", None), bos="on")
+    prepare(config)
+    tokenizer_of(tmp_path / "model", None, bos_token="<|head|>")
+    with pytest.raises(DataError, match="out of date: changed since it was prepared: tokenizer"):
+        prepare(config)
+
+
+def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
+    path = tokenizer_of(tmp_path / "model", TEMPLATES["start"])
+    data = prepare(config_of(tmp_path, path, prompt_field="ask"))
+    assert data.token_bytes is not None
+    assert data.token_bytes[list(data.train.bos_ids)].tolist() == [0]
+    shards = data.train
+    tokens = shards.read(0, shards.token_count)
+    assert shards.is_prompt(0, shards.token_count)[tokens == shards.bos_ids[0]].all()
+    assert data.token_bytes[tokens].sum() == shards.text_bytes
+
+
+def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]))
+    data = prepare(config)
+    first = next(iter(sequential_batches(data.validation, 32, batch_size=1)))
+    assert first.tokens[0, 0] == data.validation.bos_ids[0]
+    run = RunConfig(data=config)
+    run = replace(run, train=replace(run.train, seq_len=300, eval_needle_depths=3))
+    tasks = needle_tasks(run, data)
+    assert tasks is not None
+    check_needles(tasks)
+
+
+def check_needles(tasks: NeedleTasks) -> None:
+    """One first token, and the hidden sentence where it is said to be, at every depth and in the control."""
+    positions = []
+    for number in range(4):
+        task, sentence = tasks.task(number), tasks.needles[0].sentence
+        assert task.tokens.size == 300
+        assert np.flatnonzero(task.tokens == tasks.shards.bos_ids[0]).tolist() == [0]
+        if task.position is not None:
+            positions.append(task.position)
+            assert (task.tokens[task.position : task.position + sentence.size] == sentence).all()
+    assert positions[0] == 1
+    assert all(low < high for low, high in pairwise(positions))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"bos": "on"}, "data.bos=on: data.tokenizer=bytes has no token that begins a document"),
+        ({"bos": "off", "format": "shards"}, "data.bos=off: data.format=shards takes tokens as they are"),
+        (
+            {"bos": "on", "tokenizer": "t.json", "messages_field": "m", "format": "jsonl"},
+            "data.bos=on: conversations begin as the chat template has it",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], text: str) -> None:
+    problems = [problem.text for problem in config_problems(RunConfig(data=DataConfig(**settings)))]
+    assert any(text in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("bos", ["auto", "on", "off"])
+def test_the_setting_survives_a_file(tmp_path: Path, bos: Any) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(data=DataConfig(bos=bos))))
+    assert load_config(tmp_path / "config.yaml").data.bos == bos
+
+
+def test_corpora_with_and_without_it_do_not_mix(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]))
+    other = replace(config, bos="off", prepared_dir=str(tmp_path / "other"))
+    prepare(config)
+    prepare(other)
+    with pytest.raises(DataError, match=r"and beginning \[3\].*same data\.tokenizer and data\.bos"):
+        open_training_data(replace(config, mix_paths=(str(tmp_path / "other"),), mix_weights=(0.5, 0.5)))
