@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from burst_cli.checkpoint_nodes import bring
 from burst_cli.checkpoint_view import checkpoint_of_step, newest_undamaged, verified
 from burst_cli.figures import binary_bytes
 from engine.checkpoint.commit import Checkpoint, checkpoints_of
@@ -64,6 +65,8 @@ def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:
 
 
 def _choose(run: RunFolder, step: int | None, console: Console) -> tuple[Checkpoint, Manifest]:
+    """The checkpoint to export; that of a run on other machines is fetched unless it is here."""
+    step = step if (brought := bring(run, step, console)) is None else brought.step
     root = checkpoints_of(run.path)
     if step is None:
         found = newest_undamaged(root, console)
