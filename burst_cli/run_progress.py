@@ -88,12 +88,12 @@ class RunProgress:
     @property
     def hang_limit_s(self) -> float:
         """After so many seconds of silence the controller has the ranks' stacks taken."""
-        from cluster.control.hang_watch import LEAST_S, LONG_S, SLOW_STEPS, TRAINING_PHASE
+        from cluster.control.hang_watch import DIAGNOSE_S, LONG_DIAGNOSE_S, SLOW_STEPS, TRAINING_PHASE
 
         if self.facts.hang_timeout_s is not None:
             return self.facts.hang_timeout_s
         makes_steps = self._step_times and self.phase == TRAINING_PHASE and self.step < self.total_steps
-        return max(LEAST_S, SLOW_STEPS * max(self._step_times)) if makes_steps else LONG_S
+        return max(DIAGNOSE_S, SLOW_STEPS * max(self._step_times)) if makes_steps else LONG_DIAGNOSE_S
 
     def figure(self, name: str) -> float | None:
         """A figure of the latest step, None when it is not known."""

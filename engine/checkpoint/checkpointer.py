@@ -75,7 +75,8 @@ Accept = Callable[[Manifest], None]
 
 
 class Checkpointer:
-    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know."""
+    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know, `advance`
+    that a save or a restore goes on."""
 
     def __init__(
         self,
@@ -83,8 +84,9 @@ class Checkpointer:
         root: Path,
         facts: Mapping[str, Any],
         note: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.root, self._facts, self._note = config, root, facts, note
+        self.config, self.root, self._facts, self._note, self._advance = config, root, facts, note, advance
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
@@ -310,6 +312,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _agreeing(self, what: str) -> Iterator[None]:
         """Go on only if this went well on all ranks; else every rank raises CheckpointError with the first cause."""
+        self._advance()
         problem = ""
         try:
             yield

@@ -41,6 +41,10 @@ class Recorder:
         if self._writes:
             self._run.append_event("phase", phase=name)
 
+    def advance(self) -> None:
+        """The phase goes on."""
+        self._status.advance()
+
     def announce_faults(self, faults: Sequence[str]) -> None:
         """Nobody shall take faults on demand for real ones."""
         for fault in faults if self._writes else ():
@@ -49,6 +53,7 @@ class Recorder:
 
     def preparing(self, progress: Progress) -> None:
         """What the preparation of data reports: one line per stage in the log."""
+        self.advance()
         if self._writes and progress.stage != self._stage:
             self._stage = progress.stage
             print(f"prepare data: {progress.stage}", flush=True)
