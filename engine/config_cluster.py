@@ -163,6 +163,14 @@ class ClusterConfig:
             above=0,
         ),
     )
+    max_restarts: int = field(
+        default=0,
+        metadata=note(
+            "a run that fails begins again from its last checkpoint, so often in a row without a further one",
+            "attempts",
+            at_least=0,
+        ),
+    )
     shared_folder: str | None = field(default=None, metadata=note("a folder that all nodes see; null: none is shared"))
     ssh: SshConfig = field(default_factory=SshConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
