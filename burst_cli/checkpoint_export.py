@@ -15,6 +15,7 @@ from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.config import DataConfig, load_config
 from engine.data.chat_template import ChatTemplate, find_template
+from engine.data.tokenizers import TOKENIZER_FILE
 from engine.errors import ConfigError, DataError
 from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes
 from engine.runs import RunFolder
@@ -30,7 +31,8 @@ def export_run(
         raise ConfigError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     config = load_config(run.path / "config.yaml")
     checkpoint, manifest = _choose(run, step, console)
-    tokenizer = Path(config.data.tokenizer).expanduser()
+    original, kept = Path(config.data.tokenizer).expanduser(), run.path / TOKENIZER_FILE
+    tokenizer = original if original.is_file() else kept
     order = ExportOrder(
         checkpoint,
         config,
@@ -38,6 +40,7 @@ def export_run(
         dtype=chosen,
         file_bytes=int(file_gib * 2**30),
         tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_folder=original.parent if original.is_file() else None,
         chat=_chat_template(config.data, console),
     )
     bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())

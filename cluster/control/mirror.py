@@ -4,7 +4,7 @@ The length of a log here is the offset from which it goes on, so a launcher that
 and writes nothing twice. What a node sends is believed only inside its own folders:
 
     logs/<node>/NAME   nodes/<node>/NAME   run.json -> nodes/<node>/run.json
-    metrics.jsonl events.jsonl summary.json        of the node with rank 0
+    metrics.jsonl events.jsonl summary.json tokenizer.json    of the node with rank 0
     nodes/<node>/mirror.log                        ours: what was strange; locked by the one who mirrors
 """
 
@@ -32,7 +32,7 @@ from engine.runs import RunFolder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _ASIDE = re.compile(r".*\.before-\d+")
 _LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_FILES = (*_LEAD_LOGS, "summary.json")
+_LEAD_FILES = (*_LEAD_LOGS, "summary.json", "tokenizer.json")
 _OWN_LOG = "mirror.log"
 _IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
 

@@ -100,7 +100,7 @@ class ChatTemplate:
 def find_template(config: DataConfig) -> ChatTemplate:
     """The template that `config` names: built in, a file, or the one beside the tokenizer. Raises DataError."""
     folder = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser().absolute().parent
-    special_tokens = {} if folder is None else _special_tokens(folder)
+    special_tokens = {} if folder is None else special_tokens_of(folder)
     if config.chat_template == CHATML:
         return ChatTemplate(CHATML, _CHATML_SOURCE, special_tokens)
     if config.chat_template is not None:
@@ -143,7 +143,7 @@ def _configured_template(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens_of(folder: Path) -> dict[str, str]:
     """Name -> text of the special tokens that the files beside a tokenizer give, such as bos_token."""
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS_FILES:

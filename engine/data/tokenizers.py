@@ -120,6 +120,14 @@ class FileTokenizer:
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
         self.eod_id = _find_eod(self._vocab, name)
 
+    def token(self, number: int) -> str:
+        """How the vocabulary spells an id."""
+        return str(self._inner.id_to_token(number))
+
+    def token_id(self, token: str) -> int | None:
+        """The id that the vocabulary spells so, if there is one."""
+        return self._vocab.get(token)
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`."""
         return self.encode_many([text])[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.data import Progress
@@ -40,6 +42,11 @@ class Recorder:
         self._status.phase = name
         if self._writes:
             self._run.append_event("phase", phase=name)
+
+    def keep(self, path: Path) -> None:
+        """A copy of a file that the run folder shall have, if there is such a file."""
+        if self._writes and path.is_file():
+            shutil.copyfile(path, self._run.path / path.name)
 
     def advance(self) -> None:
         """The phase goes on."""

@@ -18,7 +18,7 @@ _MAX_FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
 _LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_WHOLE = ("run.json", "summary.json")
+_LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
 

@@ -65,6 +65,16 @@ def test_every_report_of_a_preparation_shows_that_it_goes_on(run: RunFolder) -> 
     assert status.advances == 3
 
 
+def test_rank_0_keeps_the_tokenizer_in_the_run_folder(run: RunFolder, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
+    recorder(run).keep(source)  # bytes need none
+    source.write_text("{}")
+    recorder(run, rank=1).keep(source)
+    assert not (run.path / "tokenizer.json").exists()
+    recorder(run).keep(source)
+    assert (run.path / "tokenizer.json").read_text() == "{}"
+
+
 def test_lines_come_at_intervals_and_at_the_end_and_rows_always(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
