@@ -70,8 +70,7 @@ def lead_attempts(
         while restarts <= allowed:
             where = f"from the checkpoint of step {saved}" if saved else "from the beginning"
             observer.note(f"{kind}: restart {restarts} of {allowed} without progress, {where}")
-            _pause(min(_PAUSE_S * 2 ** (restarts - 1), _LONGEST_PAUSE_S), stop, manner)
-            if stop.count:
+            if _is_stopped(min(_PAUSE_S * 2 ** (restarts - 1), _LONGEST_PAUSE_S), stop, manner):
                 return outcome
             try:
                 plan, manner = renew(plan, run), replace(manner, start=True)
@@ -83,7 +82,9 @@ def lead_attempts(
             return outcome
 
 
-def _pause(seconds: float, stop: StopRequests, manner: Manner) -> None:
+def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
+    """Whether somebody asks for the end in the next so many seconds."""
     end = manner.clock.monotonic() + seconds
     while manner.clock.monotonic() < end and not stop.count:
         manner.clock.sleep(0.1)
+    return stop.count > 0
