@@ -59,7 +59,7 @@ def resume_run(run: RunFolder, manner: ResumeManner) -> int:
     if way == "start":
         plan = renewed_plan(plan, run, manner.request)
     elif manner.request.hosts is not None or manner.request.hostfile is not None:
-        raise ConfigError(f"run {run.run_id} still runs on its nodes; `burst cancel` it before it gets others")
+        raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
     stop = StopRequests()
     with stop.listening():
         if manner.detach:
