@@ -8,12 +8,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from burst_cli.checkpoint_nodes import bring
 from burst_cli.checkpoint_view import checkpoint_of_step, newest_undamaged, verified
 from burst_cli.figures import binary_bytes
 from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.config import DataConfig, load_config
 from engine.data.chat_template import ChatTemplate, find_template
+from engine.data.tokenizers import TOKENIZER_FILE
 from engine.errors import ConfigError, DataError
 from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes
 from engine.runs import RunFolder
@@ -29,7 +31,8 @@ def export_run(
         raise ConfigError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     config = load_config(run.path / "config.yaml")
     checkpoint, manifest = _choose(run, step, console)
-    tokenizer = Path(config.data.tokenizer).expanduser()
+    original, kept = Path(config.data.tokenizer).expanduser(), run.path / TOKENIZER_FILE
+    tokenizer = original if original.is_file() else kept
     order = ExportOrder(
         checkpoint,
         config,
@@ -37,6 +40,7 @@ def export_run(
         dtype=chosen,
         file_bytes=int(file_gib * 2**30),
         tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_folder=original.parent if original.is_file() else None,
         chat=_chat_template(config.data, console),
     )
     bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -64,6 +68,8 @@ def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:
 
 
 def _choose(run: RunFolder, step: int | None, console: Console) -> tuple[Checkpoint, Manifest]:
+    """The checkpoint to export; that of a run on other machines is fetched unless it is here."""
+    step = step if (brought := bring(run, step, console)) is None else brought.step
     root = checkpoints_of(run.path)
     if step is None:
         found = newest_undamaged(root, console)

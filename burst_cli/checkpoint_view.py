@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from burst_cli.checkpoint_nodes import on_nodes, plan_of_nodes, progress_bar
 from burst_cli.figures import DASH, binary_bytes, count
+from cluster.node_checkpoints import NodeCheckpoint
 from engine.checkpoint.commit import (
     Checkpoint,
     checkpoints_of,
@@ -29,10 +29,14 @@ from engine.runs import FINAL_STATES, RunFolder
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint. verified: whether its files were compared with its manifest; problem: what is wrong with it."""
+    """One checkpoint. verified: whether its files were compared with its manifest; problem: what is wrong with it.
+
+    path: of its folder on this machine, or in that of the run on `nodes`; nodes: who holds its parts, None: here.
+    """
 
     step: int
     path: str
+    nodes: str | None = None
     saved_at: str | None = None
     bytes: int | None = None
     tokens: int | None = None
@@ -60,6 +64,12 @@ class Pruned:
         return asdict(self)
 
 
+def newest_here(run: RunFolder, step: int | None) -> Checkpoint:
+    """The run's checkpoint of `step`, or its newest, on this machine. Raises CheckpointError when there is none."""
+    known = list_checkpoints(checkpoints_of(run.path))
+    return known[0] if step is None and known else checkpoint_of_step(run, step or 0)
+
+
 def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
     """The run's checkpoint of that step. Raises CheckpointError when it has none."""
     known = list_checkpoints(checkpoints_of(run.path))
@@ -71,7 +81,15 @@ def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
 
 
 def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
-    """The run's checkpoints, newest first; `verify`: with every file read, which a bar on `console` shows."""
+    """The run's checkpoints, newest first, those here before those on its nodes; `verify`: with every file read where
+    it lies, which a bar on `console` shows.
+    """
+    with on_nodes(run, console) as answer:
+        entries = [_entry_on_nodes(one, verify=verify, console=console) for one in answer.found]
+    return sorted([*_examine_here(run, verify=verify, console=console), *entries], key=lambda entry: -entry.step)
+
+
+def _examine_here(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
     entries = []
     for checkpoint in list_checkpoints(checkpoints_of(run.path)):
         try:
@@ -82,6 +100,18 @@ def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
         problem = _compare(checkpoint, manifest, console) if verify else None
         entries.append(_entry(checkpoint, manifest, verified=verify, problem=problem))
     return entries
+
+
+def _entry_on_nodes(one: NodeCheckpoint, *, verify: bool, console: Console) -> Entry:
+    checkpoint = Checkpoint(one.step, Path(f"checkpoints/step-{one.step:08d}"))
+    nodes = one.nodes or "nodes"
+    if one.manifest is None:
+        return Entry(one.step, str(checkpoint.path), nodes, problem=one.problem)
+    problem = one.problem
+    if verify and problem is None:
+        with progress_bar(console, f"step {one.step}", one.manifest.bytes) as advance:
+            problem = one.verify(advance)
+    return replace(_entry(checkpoint, one.manifest, verified=verify, problem=problem), nodes=nodes)
 
 
 def verified(checkpoint: Checkpoint, console: Console) -> Manifest:
@@ -108,6 +138,7 @@ def checkpoints_table(entries: Sequence[Entry]) -> Table:
     for title in ("step", "tokens", "size", "ranks"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("saved", no_wrap=True)
+    table.add_column("where", no_wrap=True)
     table.add_column("")
     for entry in entries:
         state = Text("as it was written", "green") if entry.verified else Text("")
@@ -117,6 +148,7 @@ def checkpoints_table(entries: Sequence[Entry]) -> Table:
             binary_bytes(entry.bytes),
             DASH if entry.ranks is None else str(entry.ranks),
             entry.saved_at or DASH,
+            entry.nodes or "here",
             state if entry.problem is None else Text(entry.problem, "red"),
         )
     return table
@@ -132,6 +164,8 @@ def prune_run(run: RunFolder, *, keep_last: int, keep_every: int | None, dry_run
             f"run {run.run_id} has not ended and keeps its own checkpoints (train.checkpoint.keep_last); "
             "wait for its end, or `burst cancel` it"
         )
+    if plan_of_nodes(run) is not None:
+        console.print(Text("those on its nodes stay: their run folders are deleted there", "dim"), soft_wrap=True)
     root = checkpoints_of(run.path)
     found, undamaged = list_checkpoints(root), newest_undamaged(root, console)
     protected = [] if undamaged is None else [undamaged[0].step]
@@ -169,6 +203,7 @@ def _entry(checkpoint: Checkpoint, manifest: Manifest, *, verified: bool, proble
     return Entry(
         checkpoint.step,
         str(checkpoint.path),
+        None,
         manifest.saved_at,
         manifest.bytes,
         tokens if isinstance(tokens, int) else None,
@@ -179,7 +214,7 @@ def _entry(checkpoint: Checkpoint, manifest: Manifest, *, verified: bool, proble
 
 
 def _compare(checkpoint: Checkpoint, manifest: Manifest, console: Console) -> str | None:
-    with _bar(console, checkpoint.step, manifest.bytes) as advance:
+    with progress_bar(console, f"step {checkpoint.step}", manifest.bytes) as advance:
         for name in sorted(manifest.files):
             try:
                 verify_files(checkpoint.path, manifest, [name])
@@ -187,14 +222,6 @@ def _compare(checkpoint: Checkpoint, manifest: Manifest, console: Console) -> st
                 return str(error)
             advance(manifest.files[name].bytes)
     return None
-
-
-@contextlib.contextmanager
-def _bar(console: Console, step: int, total: int) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"step {step}", total=total)
-        yield lambda size: progress.advance(task, size)
 
 
 def _size(path: Path) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+from burst_cli import render
+from burst_cli.checkpoint_nodes import bring
 from burst_cli.checkpoint_view import checkpoint_of_step
-from burst_cli.launch_request import LaunchRequest
+from burst_cli.compose import compose
+from burst_cli.launch_request import LaunchRequest, choose_launcher
 from burst_cli.run_choice import choose_run
 from cluster.plan_record import PlanFileError, read_launch_plan
-from engine.checkpoint.commit import checkpoints_folder, checkpoints_of, list_checkpoints
+from engine.checkpoint.commit import checkpoints_of, list_checkpoints
 from engine.checkpoint.manifest import CheckpointError
 from engine.config import RunConfig, load_config
 from engine.errors import ConfigError
@@ -37,8 +39,18 @@ def evaluation_request(words: tuple[str, ...], step: int | None, options: Launch
     if any(word.startswith("exp=") for word in overrides):
         raise ConfigError(f"burst eval {name}: the run says what is evaluated, so exp= cannot; leave one of them out")
     run = choose_run(name, options.runs_dir)
+    base = evaluation_base(run)
     words = (*OVERRIDES, words_of(weights_of(run, step)), *overrides)
-    return replace(options, overrides=words, base=evaluation_base(run))
+    if _evaluates_here(options, words, base) and (brought := bring(run, step, render.stderr())) is not None:
+        words = (*OVERRIDES, words_of(str(brought.path.absolute())), *overrides)
+    return replace(options, overrides=words, base=base)
+
+
+def _evaluates_here(options: LaunchRequest, words: tuple[str, ...], base: RunConfig) -> bool:
+    """Whether the ranks will be on this machine, which may not be where those of the run were."""
+    if options.hosts is not None or options.hostfile is not None or base.cluster.launcher == "local":
+        return False
+    return choose_launcher(compose(words, options.config_dirs, base).config) == "local"
 
 
 def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
@@ -83,14 +95,15 @@ def words_of(path: str) -> str:
 
 
 def _folder_on_nodes(run: RunFolder) -> str | None:
-    """Where the nodes of a run over SSH keep its checkpoints; None where they keep them in the folder we see."""
+    """Where the nodes of a run over SSH keep its checkpoints, each in its own home where that is meant; None where they
+    keep them in the folder we see."""
     try:
         plan = read_launch_plan(run.path)
     except PlanFileError:
         return None
-    if plan.launcher != "ssh" or not plan.nodes:
+    if plan.launcher != "ssh":
         return None
-    settings, folder = plan.config.train.checkpoint, Path(plan.nodes[0].folder)
-    if settings.folder is not None and settings.folder.startswith("~/"):
+    settings, root = plan.config.train.checkpoint, plan.config.cluster.node_folder or "~/.burst"
+    if settings.folder is not None:
         return f"{settings.folder.rstrip('/')}/{run.run_id}"
-    return str(checkpoints_folder(settings, folder))
+    return f"{root.rstrip('/')}/runs/{run.run_id}/checkpoints"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
+from cluster.control.attempt import read_log_starts
 from cluster.control.evidence import tail_text
 from cluster.failure import Failure
-from engine.runs import RunFolder
+from engine.runs import RunFolder, RunFolderError
 
 LOG_LINES = 15
 _SELF_EXPLAINING = ("config", "user", "start", "hang", "node_lost", "port")
@@ -34,7 +36,7 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
     if failure.stacks:
         block.append(f"  stacks of the rank {failure.stacks}, those of the others beside it\n", style="dim")
     if failure.kind not in _SELF_EXPLAINING:
-        lines = last_lines(failure.log)
+        lines = last_lines(failure.log, start=_attempt_start(run, failure.log))
         if lines:
             block.append(f"  last lines of {failure.log}\n", style="dim")
             for line in lines:
@@ -64,12 +66,19 @@ def memory_line(memory: Mapping[str, Any]) -> str:
     return clean(", ".join(parts))
 
 
-def last_lines(log: str | None, count: int = LOG_LINES) -> list[str]:
-    """The last `count` lines of a log that say something, cut to a width that can be read."""
+def last_lines(log: str | None, count: int = LOG_LINES, *, start: int = 0) -> list[str]:
+    """The last `count` lines of a log from byte `start` on that say something, cut to a width that can be read."""
     if log is None:
         return []
-    lines = [line.rstrip() for line in clean(tail_text(Path(log))).splitlines()]
+    lines = [line.rstrip() for line in clean(tail_text(Path(log), start=start)).splitlines()]
     return [line[:_LINE_CHARACTERS] for line in lines if line][-count:]
+
+
+def _attempt_start(run: RunFolder, log: str | None) -> int:
+    """Where the last attempt begins in a log that earlier ones wrote as well."""
+    with contextlib.suppress(RunFolderError, ValueError):
+        return read_log_starts(run).get(Path(log or "").relative_to(run.path).as_posix(), 0)
+    return 0
 
 
 def _where(failure: Failure) -> str:

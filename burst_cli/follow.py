@@ -9,6 +9,7 @@ from pathlib import Path
 
 from burst_cli.figures import clean
 from burst_cli.launching import conclude
+from burst_cli.next_attempt import lead_attempts
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
 from cluster.control.open import open_links
@@ -60,8 +61,14 @@ def main(run_path: str, way: str) -> int:
         try:
             run = open_run(Path(run_path))
             plan = read_launch_plan(run.path)
-            manner = Manner(start=way == START, detached=True)
-            outcome = control(plan, run, open_links(plan, run), LogObserver(), stop, manner)
+            observer = LogObserver()
+            outcome = lead_attempts(
+                plan,
+                run,
+                (observer, stop),
+                lambda plan, manner: control(plan, run, open_links(plan, run), observer, stop, manner),
+                Manner(start=way == START, detached=True),
+            )
         except BurstError as error:
             say(f"error: {clean(str(error))}")
             return error.exit_code

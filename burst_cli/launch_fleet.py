@@ -15,7 +15,7 @@ from cluster.access.nodes import parse_nodes
 from cluster.access.resolve import resolve_hosts
 from cluster.access.ssh import SshPool
 from cluster.code.archive import archive_path, build_archive, keep_archive
-from cluster.code.upload import Delivery, code_place, upload_code
+from cluster.code.upload import Delivery, code_place, shared_place, upload_code
 from cluster.image.local import engine_words
 from cluster.plan_script import openssh_command
 from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders, resolve_fleet
@@ -49,6 +49,7 @@ def prepare_fleet(
     config = at_home(composed.config)
     names = nodes or parse_nodes(config.cluster.nodes or "", "cluster.nodes").names
     hosts = resolve_hosts(names, config.cluster.ssh)
+    config = with_shared_checkpoints(config, hosts[0].user)
     archive = build_archive()
     place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
     with SshPool() as pool:
@@ -94,6 +95,15 @@ def at_home(config: RunConfig) -> RunConfig:
     attention = config.attention if blocks is None else replace(config.attention, blocks_file=_absolute(blocks))
     cluster = replace(config.cluster, ssh=_absolute_ssh(config.cluster.ssh))
     return replace(config, data=data, attention=attention, cluster=cluster)
+
+
+def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
+    """The configuration with checkpoints in the folder that all nodes see, if there is one, unless it says where."""
+    shared, settings = config.cluster.shared_folder, config.train.checkpoint
+    if shared is None or settings.folder is not None:
+        return config
+    settings = replace(settings, folder=shared_place(shared, user, "checkpoints"))
+    return replace(config, train=replace(config.train, checkpoint=settings))
 
 
 def least_hardware(nodes: Sequence[RemoteFacts]) -> Hardware:

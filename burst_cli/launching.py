@@ -19,6 +19,7 @@ from burst_cli.failure_block import failure_block
 from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.live import open_view
+from burst_cli.next_attempt import lead_attempts
 from burst_cli.plan_view import launch_notes, show_plan
 from burst_cli.run_progress import RunProgress
 from burst_cli.run_records import run_record
@@ -94,8 +95,13 @@ def lead_run(
     progress = RunProgress(run, plan.config.train.steps)
     with contextlib.ExitStack() as stack:
         view = stack.enter_context(open_view(console, progress))
-        led = Manner(start=start, timing=manner.timing)
-        outcome = control(plan, run, open_links(plan, run), view, stop, led)
+        outcome = lead_attempts(
+            plan,
+            run,
+            (view, stop),
+            lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
+            Manner(start=start, timing=manner.timing),
+        )
     conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
     return outcome.exit_code
 

@@ -112,7 +112,7 @@ def hang_text(progress: RunProgress) -> str | None:
     what = "step" if progress.latest is not None else "first step"
     if silence < limit:
         return f"no {what} for {silence:.0f} s; stacks will be taken at {limit:.0f} s"
-    return f"no {what} for {silence:.0f} s: it hangs, stacks are taken"
+    return f"no {what} for {silence:.0f} s: it may hang, stacks are taken"
 
 
 def _last_lines(screen: Screen, width: int) -> list[Text]:

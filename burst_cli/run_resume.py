@@ -10,15 +10,17 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
+from burst_cli.launch_request import LaunchRequest
 from burst_cli.launching import LaunchManner, lead_run
+from burst_cli.next_attempt import renewed_plan
 from burst_cli.run_list import failure_line
 from burst_cli.run_records import run_record
 from cluster.control.busy import ControllerBusyError, find_controller
 from cluster.control.settle import Settled, settle
 from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan
-from cluster.plan_record import read_launch_plan, write_launch_plan
+from cluster.plan_record import read_launch_plan
+from engine.errors import ConfigError
 from engine.runs import FINAL_STATES, RunFolder
 
 Way = Literal["done", "take over", "start"]
@@ -32,8 +34,12 @@ class UnknownRunError(ClusterError):
 
 @dataclass(frozen=True)
 class ResumeManner:
-    """detach: lead it by a process in the background. plain_lines, as_json: as for a launch."""
+    """detach: lead it by a process in the background. plain_lines, as_json: as for a launch.
 
+    request: other nodes for the next attempt, and whether they are checked.
+    """
+
+    request: LaunchRequest = LaunchRequest()  # noqa: RUF009 - frozen
     detach: bool = False
     plain_lines: bool = False
     as_json: bool = False
@@ -51,7 +57,9 @@ def resume_run(run: RunFolder, manner: ResumeManner) -> int:
     if way == "done":
         return _say_done(run, as_json=manner.as_json)
     if way == "start":
-        plan = _at_free_port(plan, run, console)
+        plan = renewed_plan(plan, run, manner.request)
+    elif manner.request.hosts is not None or manner.request.hostfile is not None:
+        raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
     stop = StopRequests()
     with stop.listening():
         if manner.detach:
@@ -89,24 +97,6 @@ def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], Settle
         why = ": ".join(filter(None, [state, failure_line(document.get("failure"))]))
         console.print(Text(f"it had ended ({why}); starting attempt {document['attempt'] + 1}"), soft_wrap=True)
     return "start"
-
-
-def _at_free_port(plan: LaunchPlan, run: RunFolder, console: Console) -> LaunchPlan:
-    """The plan with a port that is free now, also written down for a controller in the background."""
-    if plan.launcher != "ssh":
-        return plan
-    from cluster.access.ssh import SshPool  # only who goes to other machines pays for what that takes
-    from cluster.preflight.port import with_free_port
-
-    try:
-        with SshPool() as pool:
-            renewed = with_free_port(plan, pool.connect)
-    except ClusterError as error:  # the start may still succeed, and says by itself which node does not answer
-        console.print(Text(f"the ranks meet at the port they had: {error}", style="yellow"), soft_wrap=True)
-        return plan
-    if renewed != plan:
-        write_launch_plan(renewed, run)
-    return renewed
 
 
 def _say_done(run: RunFolder, *, as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -50,6 +51,23 @@ def write_launch_plan(plan: LaunchPlan, run: RunFolder) -> None:
         replace_json(run.path / PLAN_FILE, {key: value for key, value in plan.to_dict().items() if key != "files"})
     except OSError as error:
         raise ClusterError(f"{run.path / PLAN_FILE}: {error.strerror}") from error
+
+
+def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
+    """Lay the files of `plan` into the folder of a run that has one, each in the place of the one before it.
+
+    Raises ClusterError.
+    """
+    for name, text in plan.files:
+        path = run.path / name
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            fresh.touch(mode=0o600)
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(path)
+        except OSError as error:
+            raise ClusterError(f"{path}: {error.strerror}") from error
 
 
 def with_texts(plan: LaunchPlan) -> LaunchPlan:

@@ -27,7 +27,8 @@ class CheckpointConfig:
         metadata=note("what a run that is asked to stop may take to end its step and save", "seconds", at_least=12),
     )
     folder: str | None = field(
-        default=None, metadata=note("where checkpoints lie, by run id; null: checkpoints/ in the run folder")
+        default=None,
+        metadata=note("where checkpoints lie, by run id; null: in cluster.shared_folder, else in the run folder"),
     )
     resume_from: str | None = field(
         default=None,

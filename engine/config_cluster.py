@@ -158,7 +158,17 @@ class ClusterConfig:
     hang_timeout_s: float | None = field(
         default=None,
         metadata=note(
-            "no further step for so long is a hang; null: 30 s or 5 steps (15 min before the first)", "seconds", above=0
+            "a run of which no rank advances for so long is stopped; null: 10 min or 5 steps (1 h where none is made)",
+            "seconds",
+            above=0,
+        ),
+    )
+    max_restarts: int = field(
+        default=0,
+        metadata=note(
+            "a run that fails begins again from its last checkpoint, so often in a row without a further one",
+            "attempts",
+            at_least=0,
         ),
     )
     shared_folder: str | None = field(default=None, metadata=note("a folder that all nodes see; null: none is shared"))

@@ -72,6 +72,7 @@ def evaluate(
     totals = torch.zeros(2 * buckets + 1, dtype=torch.float64, device=mesh.device)  # nats, labels of each; bytes
     with evaluating(model):
         for batch in batches:
+            train_step.status.advance()
             losses, labels = _losses(train_step, batch, edges)
             totals[:buckets] += losses
             for bucket, own in enumerate(labels):

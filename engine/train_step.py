@@ -109,7 +109,7 @@ class TrainStep:
         status: RankStatus | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        self._status = status or RankStatus()
+        self.status = status or RankStatus()
         self._faults = faults
         self.config = config
         self.mesh = mesh
@@ -121,10 +121,10 @@ class TrainStep:
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
-        self._status.phase = "count labels"
+        self.status.phase = "count labels"
         local = [rank_batch(batch, self.model, self.attention, self.mesh) for batch in batches]
         # Counted before any backward: each micro-step's gradient must already have its final weight.
-        with self._status.waits.waiting("all_reduce"):
+        with self.status.waits.waiting("all_reduce"):
             label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
             pairs = count_pairs(local, self.mesh)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
@@ -134,7 +134,7 @@ class TrainStep:
             # Judged after the update, so that the host need not wait for the device before it.
             norm = float(self.update().item())
             loss = float(loss_sum.item()) / label_tokens
-            self._status.phase = "train"
+            self.status.phase = "train"
             verdict = self.guard.judge(step, loss, norm)
         else:
             loss = float(loss_sum.item()) / label_tokens
@@ -149,9 +149,9 @@ class TrainStep:
             verdicts.append(self.guard.judge(step, loss, float(norm.item())))
             return verdicts[0].taken
 
-        self._status.phase = "optimizer"
+        self.status.phase = "optimizer"
         norm = float(self._updates.finish(taken).item())
-        self._status.phase = "train"
+        self.status.phase = "train"
         return norm, verdicts[0]
 
     def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
@@ -163,16 +163,16 @@ class TrainStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
             set_gradient_sync(self.model, self.config.parallel, is_last=index == len(local) - 1)
-            self._status.micro_step, self._status.phase = index, "forward"
-            self._faults.at_forward(self._status.step)
+            self.status.micro_step, self.status.phase = index, "forward"
+            self._faults.at_forward(self.status.step)
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
-            self._status.phase = "loss"
-            loss = self._faults.at_loss(self._status.step, self.model.head(hidden, batch.rows.labels))
+            self.status.phase = "loss"
+            loss = self._faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
             del hidden  # would live through the whole backward pass
-            self._status.phase = "backward"
+            self.status.phase = "backward"
             (loss / label_tokens).backward()
             loss_sum += loss.detach()
-        with self._status.waits.waiting("all_reduce"):
+        with self.status.waits.waiting("all_reduce"):
             return sum_over_ranks(loss_sum)
 
     def _dropout_of(self, batch: RankBatch) -> Dropout | None:
@@ -190,5 +190,5 @@ class TrainStep:
 
         The learning rate must have been set before `accumulate`. All ranks must call.
         """
-        self._status.phase = "optimizer"
+        self.status.phase = "optimizer"
         return self._updates.finish()

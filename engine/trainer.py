@@ -18,6 +18,7 @@ from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config import RunConfig, config_fingerprint
 from engine.config_checks import check_config
 from engine.data import TrainingData, open_training_data, prepare
+from engine.data.tokenizers import TOKENIZER_FILE
 from engine.determinism import deterministic_algorithms
 from engine.errors import ConfigError, DataError
 from engine.flops import count_parameters
@@ -266,6 +267,7 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
         prepare(config.data, progress=recorder.preparing)
     wait_for_all_ranks()
     data = open_training_data(config.data)
+    recorder.keep(data.main.path / TOKENIZER_FILE)
     if data.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "

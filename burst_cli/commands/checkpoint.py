@@ -12,7 +12,7 @@ from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.options import JsonOption, RunsDirOption
 
-app = new_verb(help="List, verify, export and prune the checkpoints of a run.")
+app = new_verb(help="List, verify, fetch, export and prune the checkpoints of a run.")
 
 RunArgument = Annotated[
     str | None,
@@ -27,7 +27,7 @@ RunArgument = Annotated[
 
 @app.callback()
 def _checkpoint() -> None:
-    """List, verify, export and prune the checkpoints of a run.
+    """List, verify, fetch, export and prune the checkpoints of a run.
 
     They are written at the end of a run and when it is asked to stop (train.checkpoint.at_end), and on the way with
     train.checkpoint.every_steps or every_minutes. A run that is taken up again goes on from its newest undamaged one.
@@ -38,6 +38,8 @@ def _checkpoint() -> None:
 def list_all(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
     """Show the checkpoints of a run, newest first; nothing is read but their manifests.
 
+    The nodes of a run over SSH are asked for theirs.
+
     Exit codes: 0, also when there is none; 1 if one has no readable manifest.
     """
     _show(run, runs_dir, as_json=as_json, verify=False)
@@ -45,11 +47,39 @@ def list_all(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: J
 
 @app.command()
 def verify(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
-    """Read every checkpoint of a run whole and compare it with what was written. Changes nothing.
+    """Read every checkpoint of a run whole, where it lies, and compare it with what was written. Changes nothing.
 
     Exit codes: 0 all are as they were written, 1 one is damaged.
     """
     _show(run, runs_dir, as_json=as_json, verify=True)
+
+
+@app.command()
+def fetch(
+    run: RunArgument = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest whole one.")
+    ] = None,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a checkpoint from the nodes of a run into its run folder on this machine, and compare what came.
+
+    What an interrupted fetch has brought is not brought again.
+
+    Exit codes: 0 it is here, 1 no node has it whole.
+    """
+    from burst_cli import render
+    from burst_cli.checkpoint_nodes import bring
+    from burst_cli.checkpoint_view import newest_here
+    from burst_cli.run_choice import choose_run
+
+    chosen = choose_run(run, runs_dir)
+    found = bring(chosen, step, render.stderr()) or newest_here(chosen, step)
+    if as_json:
+        render.emit_json({"run_id": chosen.run_id, "step": found.step, "path": str(found.path)})
+    else:
+        render.stdout().print(f"step {found.step} is in {found.path}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -104,8 +134,8 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as a folder that transformers loads.
 
-    The checkpoint is verified first. One weight is in memory at a time, and the folder appears when it is whole: with
-    config.json and, if the run was given one, its tokenizer.
+    The checkpoint is fetched from the run's nodes if it is not here, and verified. One weight is in memory at a time,
+    and the folder appears when it is whole: with config.json and, if the run was given one, its tokenizer.
 
     Exit codes: 0 written, 1 the checkpoint is damaged or missing, or the folder cannot be written, 2 --dtype is
     unknown or transformers has no model of this shape.

@@ -8,7 +8,8 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import ForceOption, JsonOption, RunsDirOption, SkipChecksOption
+from burst_cli.targets import HostfileOption, HostsOption
 
 app = new_verb()
 
@@ -24,6 +25,10 @@ def resume(
             show_default=False,
         ),
     ] = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    force: ForceOption = False,
+    skip_checks: SkipChecksOption = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Lead it by a process in the background, and return at once.")
     ] = False,
@@ -34,13 +39,17 @@ def resume(
     """Go on with a run: take it over where it still runs, else start its next attempt.
 
     A run whose launcher was killed goes on until its lease ends (cluster.lease_s); taken over in time, it loses
-    nothing. A run that has ended starts again as the next attempt of the same run, with the same plan: from its newest
-    checkpoint where there is one, else from step 1. A run that a living process controls is left alone.
+    nothing. A run that has ended starts again as the next attempt of the same run, with the same configuration: from
+    its newest checkpoint where there is one, else from step 1. Nodes reached by SSH are asked as for a launch and get
+    the code of this installation; --hosts names others, such as a sound one in the place of one that died. A run that
+    a living process controls is left alone.
 
     Exit codes as of `burst launch`: 0 completed, 1 failed, 2 configuration, 130 interrupted.
     """
+    from burst_cli.launch_request import LaunchRequest
     from burst_cli.run_choice import choose_run
     from burst_cli.run_resume import ResumeManner, resume_run
 
     chosen = choose_run(run, runs_dir, living=True)
-    raise typer.Exit(resume_run(chosen, ResumeManner(detach=detach, plain_lines=plain, as_json=as_json)))
+    request = LaunchRequest(hosts=hosts, hostfile=hostfile, force=force, skip_checks=skip_checks)
+    raise typer.Exit(resume_run(chosen, ResumeManner(request, detach=detach, plain_lines=plain, as_json=as_json)))

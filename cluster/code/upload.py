@@ -35,8 +35,13 @@ class CodePlace:
 def code_place(node_folder: str | None, shared_folder: str | None, user: str) -> CodePlace:
     """The place that the configuration means. user: tells users of a shared folder apart."""
     if shared_folder is not None:
-        return CodePlace(f"{shared_folder.rstrip('/')}/.burst-{user}/code", True)
+        return CodePlace(shared_place(shared_folder, user, "code"), True)
     return CodePlace(f"{(node_folder or '~/.burst').rstrip('/')}/code", False)
+
+
+def shared_place(shared_folder: str, user: str, what: str) -> str:
+    """The folder of a user's `what` in the folder that all nodes share."""
+    return f"{shared_folder.rstrip('/')}/.burst-{user}/{what}"
 
 
 @dataclass(frozen=True)

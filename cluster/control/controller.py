@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.control.attempt import begin_attempt, finish, follow_first_node, read_log_starts
 from cluster.control.busy import controlling, own_facts
 from cluster.control.fleet import Fleet, Part
-from cluster.control.hang_watch import HangWatch
+from cluster.control.hang_watch import KILL_S, HangWatch
 from cluster.control.judge import Case, complete, judge
 from cluster.control.link import NodeLink
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
@@ -103,7 +103,7 @@ class _Lead:
         self.fleet.log_starts = read_log_starts(run)
         self.requests = Requests(self.stop, run)
         self.signs, self.steps = Signs(plan, run, self.fleet.log_starts), StepWatch(run, self.clock.monotonic)
-        self.hang = HangWatch(plan, run, links, self.steps, self.clock)
+        self.hang = HangWatch(plan, run, links, self.steps, self.clock, self.observer.note)
         self.failure: Failure | None = None  # what was found here rather than by looking at what is left
         self.is_cancelled = False
         self._request: tuple[str, float] | None = None  # what was last asked for: cause and grace
@@ -255,6 +255,10 @@ class _Lead:
         self._turn_at = self._now
         if self._now < self._hears_from:
             return
+        # Ranks wait for each other: if one advances, all live. And who hears of no node of a run that needs no
+        # launcher is likelier cut off itself.
+        if self.steps.silence_s <= lost_s or (self.fleet.is_mute and self.fleet.lease_s is None):
+            lost_s = max(lost_s, KILL_S)
         lines = self.fleet.find_lost(self.clock, lost_s)
         if lines and self._completed_at is None:
             self._note_trouble(lines[0])

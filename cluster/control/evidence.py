@@ -84,9 +84,13 @@ def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
 
 
 def log_starts(plan: LaunchPlan, run: RunFolder) -> dict[str, int]:
-    """How long every torchrun.log is now, before a new attempt appends to it."""
+    """How long every log is now, before a new attempt appends to it: torchrun.log by node, all by path in the run."""
     sizes = {}
     for node in plan.nodes:
+        for name in _names(run.log_dir(node.name)):
+            path = run.log_dir(node.name) / name
+            if name.endswith(".log"):
+                sizes[path.relative_to(run.path).as_posix()] = path.stat().st_size
         with contextlib.suppress(OSError):
             sizes[node.name] = torchrun_log(node, run).stat().st_size
     return sizes

@@ -163,6 +163,12 @@ class Fleet:
         )
 
     @property
+    def is_mute(self) -> bool:
+        """Whether none of the nodes that may still run can be heard."""
+        is_open = [part for part in self.parts if part.is_open]
+        return bool(is_open) and all(part.is_mute for part in is_open)
+
+    @property
     def findings(self) -> Findings:
         """All that is known, for the judge."""
         return Findings(

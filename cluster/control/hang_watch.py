@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from cluster.remote_text import one_line
 from engine.run.records import read_json_object
 from engine.runs import RunFolder
 
-LEAST_S = 30.0
+DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
 SLOW_STEPS = 5.0
-LONG_S = 15 * 60.0  # before the first step, after the last, and where no steps are made
+KILL_S = 10 * 60.0  # as long as NCCL itself waits: a stall may pass
+LONG_DIAGNOSE_S = 15 * 60.0  # before the first step, after the last, and where no steps are made
+LONG_KILL_S = 60 * 60.0  # as long as the ranks wait for each other
 STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
 TRAINING_PHASE = "train"
 _MAX_BYTES = 4 << 20
@@ -28,7 +30,10 @@ _FLIGHT_S = 2.0  # ranks look for a request of their flight record every half se
 
 
 class HangWatch:
-    """Watches the steps of one run; `poll` gives a failure once a hang was seen and the ranks had time to report."""
+    """Watches the steps of one run: a stall is diagnosed early, and `poll` gives a failure once it has lasted too long.
+
+    tell: is told once of every stall, and who seems to hold it up.
+    """
 
     def __init__(
         self,
@@ -37,36 +42,45 @@ class HangWatch:
         links: Sequence[NodeLink],
         steps: StepWatch,
         clock: Clock,
+        tell: Callable[[str], None],
     ) -> None:
         self._plan, self._run, self._links, self._steps, self._clock = plan, run, links, steps, clock
+        self._tell, self._is_told, self._is_last = tell, False, False
         self._nonce = ""
         self._asked_at: float | None = None
         self._stopped: dict[int, Any] = {}
 
     def poll(self, statuses: Sequence[NodeStatus], timing: LaunchTiming) -> Failure | None:
-        """The failure; None while the run goes on, or its ranks are still reporting."""
+        """The failure; None while the run goes on, may still go on, or its ranks are still reporting."""
         self._note_stopped(statuses)
-        if self._steps.silence_s <= self.limit_s:
-            self._asked_at = None  # it only took its time
+        silence_s, (diagnose_s, kill_s) = self._steps.silence_s, self.limits_s
+        if silence_s <= diagnose_s:
+            self._asked_at, self._is_told, self._is_last = None, False, False  # it only took its time
             return None
-        if self._asked_at is None:
-            self._asked_at, self._nonce = self._clock.monotonic(), secrets.token_hex(8)
+        is_over = silence_s > kill_s
+        if self._asked_at is None or (is_over and not self._is_last):  # in the end once more, for how it stands now
+            self._asked_at, self._nonce, self._is_last = self._clock.monotonic(), secrets.token_hex(8), is_over
             for link in self._links:
                 link.request_stacks(self._nonce)
             return None
         if self._clock.monotonic() < self._asked_at + timing.stacks_s and not self._have_reported():
             return None
-        return self._accuse(statuses)
+        if is_over:
+            return self._accuse(statuses)
+        if not self._is_told:
+            self._is_told = True
+            self._tell(f"{self._accuse(statuses).message}; the run is stopped if nothing moves for {kill_s:.0f} s")
+        return None
 
     @property
-    def limit_s(self) -> float:
-        """How long nothing may be heard of a step; less while a rank is stopped by somebody."""
+    def limits_s(self) -> tuple[float, float]:
+        """`hang_limits_s` of this run; shorter while a rank is stopped by somebody."""
         config, slowest_s = self._plan.config, self._steps.slowest_step_s
         makes_steps = self._steps.phase in (TRAINING_PHASE, "") and self._steps.step < config.train.steps
-        limit_s = hang_limit_s(config.cluster.hang_timeout_s, slowest_s if makes_steps else None)
+        diagnose_s, kill_s = hang_limits_s(config.cluster.hang_timeout_s, slowest_s if makes_steps else None)
         if any(count >= 2 for count, _ in self._stopped.values()):
-            limit_s = min(limit_s, max(STOPPED_S, 2 * (slowest_s or 0.0)))
-        return limit_s
+            kill_s = min(kill_s, max(STOPPED_S, 2 * (slowest_s or 0.0)))
+        return min(diagnose_s, kill_s), kill_s
 
     def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
         """Count for how many reports of its node's health in a row a rank has been stopped."""
@@ -103,7 +117,7 @@ class HangWatch:
             for node, status in zip(self._plan.nodes, statuses, strict=True)
             for rank in _ranks(node)
         ]
-        silence = f"no step for {self._steps.silence_s:.0f} s"
+        silence = f"no rank has advanced for {self._steps.silence_s:.0f} s"
         culprit = find_culprit(evidence)
         if culprit is None:
             return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=self._steps.step or None)
@@ -159,11 +173,17 @@ class HangWatch:
         return self._run.log_path(node, rank).with_suffix(suffix)
 
 
-def hang_limit_s(configured_s: float | None, slowest_step_s: float | None) -> float:
-    """As configured, else by the slowest of the last steps; long where no steps are made (slowest_step_s is None)."""
+def hang_limits_s(configured_s: float | None, slowest_step_s: float | None) -> tuple[float, float]:
+    """After how long without any advance ranks are asked where they are, and after how long the run is stopped.
+
+    As configured, else by the slowest of the last steps; long where no steps are made (slowest_step_s is None).
+    """
     if slowest_step_s is None:
-        return max(LONG_S, configured_s or 0.0)
-    return max(LEAST_S, SLOW_STEPS * slowest_step_s) if configured_s is None else configured_s
+        diagnose_s, kill_s = LONG_DIAGNOSE_S, max(LONG_KILL_S, configured_s or 0.0)
+    else:
+        diagnose_s = max(DIAGNOSE_S, SLOW_STEPS * slowest_step_s)
+        kill_s = max(KILL_S, SLOW_STEPS * slowest_step_s) if configured_s is None else configured_s
+    return min(diagnose_s, kill_s), kill_s
 
 
 def _health_ranks(status: NodeStatus) -> Mapping[str, Any]:

@@ -4,7 +4,9 @@ The length of a log here is the offset from which it goes on, so a launcher that
 and writes nothing twice. What a node sends is believed only inside its own folders:
 
     logs/<node>/NAME   nodes/<node>/NAME   run.json -> nodes/<node>/run.json
-    metrics.jsonl events.jsonl summary.json        of the node with rank 0
+    metrics.jsonl events.jsonl summary.json tokenizer.json    of the node with rank 0
+    tensorboard/NAME                               of the same
+    profile/rank<NNNN>.json
     nodes/<node>/mirror.log                        ours: what was strange; locked by the one who mirrors
 """
 
@@ -30,9 +32,10 @@ from engine.run.records import utc_now
 from engine.runs import RunFolder
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_TRACE = re.compile(r"profile/rank\d{4,9}\.json")
 _ASIDE = re.compile(r".*\.before-\d+")
 _LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_FILES = (*_LEAD_LOGS, "summary.json")
+_LEAD_FILES = (*_LEAD_LOGS, "summary.json", "tokenizer.json")
 _OWN_LOG = "mirror.log"
 _IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
 
@@ -286,7 +289,9 @@ class Mirror:
             return True
         folder, _, name = path.rpartition("/")
         is_own = folder in (self._logs, self._facts) and _NAME.fullmatch(name) and not _is_ours(name)
-        if not is_own and not (self._lead and path in _LEAD_FILES):
+        is_own = is_own or _TRACE.fullmatch(path) is not None
+        is_leads = path in _LEAD_FILES or (folder == "tensorboard" and _NAME.fullmatch(name) and not _is_ours(name))
+        if not is_own and not (self._lead and is_leads):
             self._note(f"refused, for a node may not write it: {one_line(path, 200)!r}")
             return False
         if len(self._known) >= self._limits.files:

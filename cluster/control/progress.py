@@ -1,7 +1,9 @@
-"""How far a run has come, and for how long nothing has been heard of its steps; no drawing, no decisions."""
+"""How far a run has come, and for how long none of its ranks has been heard to advance; no drawing, no decisions."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +12,22 @@ from engine.run.records import JsonLinesTail
 from engine.runs import RunFolder
 
 _RECENT_STEPS = 20
+_LOOK_S = 1.0  # between two looks at what the ranks themselves say
+_STATUS = ".status.json"
 
 
 class StepWatch:
-    """The steps and phases that rank 0 recorded. Silence counts from when news was first seen here, so `poll` often."""
+    """The steps and phases that rank 0 recorded, and whether any rank says that it is further than before.
+
+    A rank says so at every phase of a step, and while it prepares data, evaluates and saves. Silence counts from when
+    news was first seen here, so `poll` often.
+    """
 
     def __init__(self, run: RunFolder, now: Callable[[], float]) -> None:
         self._metrics = JsonLinesTail(run.path / "metrics.jsonl")
         self._events = JsonLinesTail(run.path / "events.jsonl")
-        self._now = now
+        self._now, self._logs = now, run.path / "logs"
+        self._looked_at, self._said = -_LOOK_S, 0
         self._news_at = now()
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step = 0
@@ -32,7 +41,7 @@ class StepWatch:
             self.phase = phases[-1]
         for row in rows:
             self._add(row)
-        if rows or phases:
+        if self._ranks_advance() or rows or phases:
             self._news_at = self._now()
 
     def touch(self) -> None:
@@ -41,13 +50,28 @@ class StepWatch:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without a step or a new phase."""
+        """Seconds in which no rank advanced."""
         return self._now() - self._news_at
 
     @property
     def slowest_step_s(self) -> float | None:
         """The slowest of the last steps, None before the first."""
         return max(self._step_times, default=None)
+
+    def _ranks_advance(self) -> bool:
+        """Whether a rank has replaced its status since the last look: it does so only when it is further."""
+        if self._now() < self._looked_at + _LOOK_S:
+            return False
+        self._looked_at, before = self._now(), self._said
+        with contextlib.suppress(OSError):  # a folder that is just being made
+            stamps = (
+                file.stat().st_mtime_ns
+                for node in os.scandir(self._logs)
+                for file in os.scandir(node.path)
+                if file.name.endswith(_STATUS)
+            )
+            self._said = max(stamps, default=self._said)
+        return self._said != before
 
     def _add(self, row: dict[str, Any]) -> None:
         step, seconds = row.get("step"), row.get("step_time_s")

@@ -75,7 +75,8 @@ Accept = Callable[[Manifest], None]
 
 
 class Checkpointer:
-    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know."""
+    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know, `advance`
+    that a save or a restore goes on."""
 
     def __init__(
         self,
@@ -83,8 +84,9 @@ class Checkpointer:
         root: Path,
         facts: Mapping[str, Any],
         note: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.root, self._facts, self._note = config, root, facts, note
+        self.config, self.root, self._facts, self._note, self._advance = config, root, facts, note, advance
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
@@ -213,7 +215,7 @@ class Checkpointer:
                 self._restored = step
                 return manifest
             with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
-                if self._disk.is_leader:
+                if self._disk.is_leader and checkpoint.path.exists():
                     put_aside(checkpoint, problem)
             if self._rank == 0:
                 self._note(f"the checkpoint of step {step} is put aside: {problem}")
@@ -247,9 +249,32 @@ class Checkpointer:
         return Disk(storage, peers.index(self._rank), len(peers), frozenset(storages) - {storage})
 
     def _common_steps(self, root: Path) -> list[int]:
-        """Steps of which every disk has a checkpoint, newest first."""
-        listed = self._gather([one.step for one in list_checkpoints(root)])
-        return sorted(set.intersection(*map(set, listed)), reverse=True)
+        """Steps of which every disk that has any has a checkpoint, newest first: one without may be a new node's.
+
+        A save that did not reach the disk of a rank that took part in it is none.
+        """
+        told = self._gather((read_storage_id(root), {one.step: _storages(one) for one in list_checkpoints(root)}))
+        holding = [known for _, known in told if known]
+        empty = {storage for storage, known in told if not known}
+        steps = set.intersection(*map(set, holding)) if holding else set()
+        whole = (step for step in steps if not any(empty & known[step] for known in holding))
+        return sorted(whole, reverse=True)
+
+    def _open(self, checkpoint: Checkpoint) -> Manifest:
+        """Its manifest, from another disk where this one has nothing of it. Raises CheckpointError."""
+        manifest, problem, is_here = None, f"{checkpoint.path} lies on no disk", checkpoint.path.exists()
+        try:
+            manifest = open_checkpoint(checkpoint) if is_here else None
+        except CheckpointError as error:
+            problem = str(error)
+        holders = self._gather(is_here)
+        if True in holders and False in holders:
+            box = [manifest]
+            dist.broadcast_object_list(box, holders.index(True), group=self._group)
+            manifest = manifest if is_here else box[0]
+        if manifest is None:
+            raise CheckpointError(problem)
+        return manifest
 
     def _verified(self, checkpoint: Checkpoint, disk: Disk) -> tuple[Manifest | None, str]:
         """(its manifest, "") where all disks together hold the same save undamaged, else (None, why not).
@@ -258,7 +283,7 @@ class Checkpointer:
         """
         manifest, problem, absent = None, "", set()
         try:
-            manifest = open_checkpoint(checkpoint)
+            manifest = self._open(checkpoint)
             # A file of a disk that no rank knows may have been copied here.
             foreign = {
                 name for name, file in manifest.files.items() if file.storage not in {disk.storage, *disk.others}
@@ -310,6 +335,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _agreeing(self, what: str) -> Iterator[None]:
         """Go on only if this went well on all ranks; else every rank raises CheckpointError with the first cause."""
+        self._advance()
         problem = ""
         try:
             yield
@@ -330,6 +356,13 @@ def _stager() -> DefaultStager:
             use_non_blocking_copy=torch.cuda.is_available(),
         )
     )
+
+
+def _storages(checkpoint: Checkpoint) -> set[str]:
+    """The disks that took part in a save, as far as its manifest can be read."""
+    with contextlib.suppress(CheckpointError):
+        return {file.storage for file in open_checkpoint(checkpoint).files.values()}
+    return set()
 
 
 def _missing(tensors: Mapping[str, Tensor], manifest: Manifest) -> list[str]:

@@ -161,10 +161,13 @@ def checkpoints_folder(settings: CheckpointConfig, run_path: Path) -> Path:
 
 
 def checkpoints_of(run_path: Path) -> Path:
-    """Where the checkpoints of a run lie, as its config.yaml says. Raises ConfigError when that cannot be read."""
+    """Where this machine has the checkpoints of a run: where its config.yaml says, or in the run folder if there are
+    only those that `burst checkpoint fetch` brought. Raises ConfigError when config.yaml cannot be read.
+    """
     config = run_path / "config.yaml"
     settings = load_config(config).train.checkpoint if config.exists() else CheckpointConfig()
-    return checkpoints_folder(settings, run_path)
+    chosen, own = checkpoints_folder(settings, run_path), run_path / "checkpoints"
+    return own if list_checkpoints(own) and not list_checkpoints(chosen) else chosen
 
 
 def read_storage_id(root: Path) -> str:

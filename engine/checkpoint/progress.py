@@ -57,7 +57,7 @@ class RunCheckpoints:
                 "mesh": asdict(mesh.degrees),
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
             }
-            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note)
+            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note, recorder.advance)
 
     def restore(self) -> Position | None:
         """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.

@@ -120,6 +120,10 @@ class FileTokenizer:
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
         self.eod_id = _find_eod(self._vocab, name)
 
+    def token(self, number: int) -> str:
+        """How the vocabulary spells an id."""
+        return str(self._inner.id_to_token(number))
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`."""
         return self.encode_many([text])[0]

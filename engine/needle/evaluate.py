@@ -76,6 +76,7 @@ def score_tasks(train_step: TrainStep, tasks: Tasks) -> Table:
     table = torch.zeros(len(tasks), 3, dtype=torch.float64, device=mesh.device)
     with evaluating(train_step.model):
         for first in range(mesh.dp_rank * size, _rounded_up(len(tasks), mesh.dp_size * size), mesh.dp_size * size):
+            train_step.status.advance()
             numbers = range(first, min(first + size, len(tasks)))
             rows, scores = _scored(train_step, [tasks.task(number) for number in numbers], size)
             table.index_add_(0, rows + first, scores)

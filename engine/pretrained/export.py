@@ -26,12 +26,14 @@ from engine.data.special_tokens import TOKENIZER_CONFIG_FILE
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
+from engine.pretrained.special_tokens import SpecialTokens, find_special_tokens
 
 ExportDtype = Literal["float32", "bfloat16"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]
 DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float32")
 BYTES_OF: Mapping[ExportDtype, int] = {"float32": 4, "bfloat16": 2}
 _FILE_DTYPES: Mapping[ExportDtype, str] = {"float32": "F32", "bfloat16": "BF16"}
+GENERATION_CONFIG_FILE = "generation_config.json"
 _PREFIX = "model."
 
 
@@ -39,6 +41,7 @@ _PREFIX = "model."
 class ExportOrder:
     """What to write: a checkpoint of a run of `config` into `folder`, in files of at most `file_bytes`.
 
+    tokenizer: its tokenizer.json; tokenizer_folder: where that came from, with files that say what its tokens are for.
     chat: the template that the run's conversations were rendered by, if it had any.
     """
 
@@ -48,6 +51,7 @@ class ExportOrder:
     dtype: ExportDtype = "bfloat16"
     file_bytes: int = 5 << 30
     tokenizer: Path | None = None
+    tokenizer_folder: Path | None = None
     chat: ChatTemplate | None = None
 
 
@@ -73,13 +77,16 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     document = config_json(
         order.config.model, seq_len=order.config.train.seq_len, window_tokens=window, dtype=order.dtype
     )
+    special = None if order.tokenizer is None else find_special_tokens(order.tokenizer, order.tokenizer_folder)
+    if special is not None:
+        document |= special.ids
     part = order.folder.with_name(f"{order.folder.name}.part-{secrets.token_hex(4)}")
     try:
         part.mkdir(parents=True)
         files, size = _write_weights(order, manifest, part, progress)
         _write_json(part / CONFIG_FILE, document)
-        if order.tokenizer is not None:
-            _write_tokenizer(order.tokenizer, order.chat, part)
+        if order.tokenizer is not None and special is not None:
+            _write_tokenizer(order.tokenizer, special, order.chat, part)
         sync_folder(part)
         part.rename(order.folder)
         sync_folder(order.folder.parent)
@@ -103,10 +110,11 @@ def weight_bytes(manifest: Manifest) -> int:
     return sum(4 * math.prod(facts.shape) for name, facts in manifest.tensors.items() if name.startswith(_PREFIX))
 
 
-def _write_tokenizer(tokenizer: Path, chat: ChatTemplate | None, folder: Path) -> None:
+def _write_tokenizer(tokenizer: Path, special: SpecialTokens, chat: ChatTemplate | None, folder: Path) -> None:
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
-    special_tokens = {} if chat is None else dict(chat.special_tokens)
-    _write_json(folder / TOKENIZER_CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens})
+    texts = {**special.texts, **({} if chat is None else chat.special_tokens)}
+    _write_json(folder / TOKENIZER_CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast", **texts})
+    _write_json(folder / GENERATION_CONFIG_FILE, special.ids)
     if chat is not None:
         (folder / TEMPLATE_FILE).write_text(chat.source, encoding="utf-8")
 

@@ -71,6 +71,16 @@ class RankStatus:
         self._progress.phase_since_ns = time.time_ns()
         self._changed()
 
+    @property
+    def advances(self) -> int:
+        """How often a phase said that it goes on."""
+        return self._progress.advances
+
+    def advance(self) -> None:
+        """The phase goes on: whoever watches shall not take a long one for a hang."""
+        self._progress.advances += 1
+        self._changed()
+
     def step_done(self, step_time_s: float) -> None:
         """A step has ended, after so long on the slowest rank."""
         self._progress.steps_done += 1

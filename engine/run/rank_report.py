@@ -64,6 +64,7 @@ class Progress:
     phase: str | None = None
     micro_step: int = 0
     phase_since_ns: int = 0
+    advances: int = 0  # within phases that say how they go on: data, batches of an evaluation, parts of a save
     steps_done: int = 0
     step_time_s: float | None = None
     ended: str | None = None  # ok, or the type of the error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.data import Progress
@@ -41,6 +43,15 @@ class Recorder:
         if self._writes:
             self._run.append_event("phase", phase=name)
 
+    def keep(self, path: Path) -> None:
+        """A copy of a file that the run folder shall have, if there is such a file."""
+        if self._writes and path.is_file():
+            shutil.copyfile(path, self._run.path / path.name)
+
+    def advance(self) -> None:
+        """The phase goes on."""
+        self._status.advance()
+
     def announce_faults(self, faults: Sequence[str]) -> None:
         """Nobody shall take faults on demand for real ones."""
         for fault in faults if self._writes else ():
@@ -49,6 +60,7 @@ class Recorder:
 
     def preparing(self, progress: Progress) -> None:
         """What the preparation of data reports: one line per stage in the log."""
+        self.advance()
         if self._writes and progress.stage != self._stage:
             self._stage = progress.stage
             print(f"prepare data: {progress.stage}", flush=True)

@@ -134,14 +134,19 @@ def test_a_run_without_checkpoints_says_how_to_get_some(burst: Any, tmp_path: Pa
     assert "train.checkpoint.at_end=true" in result.err
 
 
-def test_nodes_over_ssh_find_their_own_run_folders(burst: Any, run: RunFolder) -> None:
+def test_nodes_over_ssh_find_their_own_run_folders_each_in_its_own_home(burst: Any, run: RunFolder) -> None:
     plan = planned(burst, "mine")
     plan |= {"launcher": "ssh", "path": str(run.path), "run_id": run.run_id, "exp": "mine"}
     plan["nodes"][0] |= {"folder": f"/home/u/.burst/runs/{run.run_id}"}
     plan.pop("files")
-    (run.path / "launch.json").write_text(json.dumps(plan))
-    assert weights_of(run, None) == f"/home/u/.burst/runs/{run.run_id}/checkpoints"
-    assert weights_of(run, 40) == f"/home/u/.burst/runs/{run.run_id}/checkpoints/step-00000040"
-    plan["config"]["train"]["checkpoint"]["folder"] = "~/saved"
-    (run.path / "launch.json").write_text(json.dumps(plan))
-    assert weights_of(run, None) == f"~/saved/{run.run_id}"
+    for cluster, folder, expected in (
+        (None, None, f"~/.burst/runs/{run.run_id}/checkpoints"),
+        ("/scratch/", None, f"/scratch/runs/{run.run_id}/checkpoints"),
+        (None, "~/saved", f"~/saved/{run.run_id}"),
+        ("/scratch", "/saved/", f"/saved/{run.run_id}"),
+    ):
+        plan["config"]["cluster"]["node_folder"] = cluster
+        plan["config"]["train"]["checkpoint"]["folder"] = folder
+        (run.path / "launch.json").write_text(json.dumps(plan))
+        assert weights_of(run, None) == expected
+        assert weights_of(run, 40) == f"{expected}/step-00000040"

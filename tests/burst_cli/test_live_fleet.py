@@ -183,7 +183,7 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
     clock.now += 11
     assert hang_text(progress) == "no step for 25 s; stacks will be taken at 30 s"
     clock.now += 6
-    assert hang_text(progress) == "no step for 31 s: it hangs, stacks are taken"
+    assert hang_text(progress) == "no step for 31 s: it may hang, stacks are taken"
     run.append_event("phase", phase="evaluate")
     progress.poll()
     clock.now += 31

@@ -18,7 +18,8 @@ _MAX_FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
 _LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_WHOLE = ("run.json", "summary.json")
+_LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
+_TRACES, _CURVES = "profile/", "tensorboard/"
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
 
@@ -186,7 +187,9 @@ class NodeTail:
         growing.append(state_dir + "/supervisor.log")
         replaced = [log_dir + "/" + name for name in _names(files.log_dir) if name.endswith(".json")]
         replaced += [state_dir + "/" + name for name in _STATE_WHOLE]
+        replaced += [_TRACES + name for name in _names(os.path.join(files.folder, _TRACES))]
         if self._lead:
+            growing += [_CURVES + name for name in _names(os.path.join(files.folder, _CURVES))]
             growing, replaced = [*_LEAD_LOGS, *growing], [*_LEAD_WHOLE, *replaced]
         for path in growing:
             if path not in self._growing and len(self._growing) < _MAX_FILES:

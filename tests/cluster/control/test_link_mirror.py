@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.control.mirror import Mirror, MirrorError, MirrorGapError, MirrorLimits
+from cluster.supervise.node.tail import NodeTail, Piece
 
 LOG = "logs/node1/rank0000.log"
 
@@ -163,6 +164,26 @@ def test_only_the_first_node_writes_figures_of_the_run(run):
         assert (run / "metrics.jsonl").exists() == (run / "summary.json").exists() == lead
     assert (run / "nodes" / "node1" / "run.json").read_text() == "{}"
     assert not (run / "run.json").exists()
+
+
+def test_traces_of_all_nodes_and_curves_of_the_first_come_back(run, tmp_path):
+    there = tmp_path / "there"
+    written = {"profile/rank0003.json": "[1]", "tensorboard/events.out.tfevents.17.n1.0": "curve", "profile/x.sh": "no"}
+    for path, text in written.items():
+        (there / path).parent.mkdir(parents=True, exist_ok=True)
+        (there / path).write_text(text)
+    for lead in (False, True):
+        mirror = open_mirror(run, lead=lead)
+        for item in NodeTail(str(there), "node1", lead, {}).round():
+            if isinstance(item, Piece):
+                announce(mirror, item.path, item.number)
+                mirror.data(item.number, item.offset, item.data)
+            else:
+                mirror.replace(item.path, item.data.decode())
+        mirror.close()
+        expected = {path: written[path] for path in sorted(written)[: 1 + 2 * lead] if path != "profile/x.sh"}
+        found = {path: (run / path).read_text() for path in written if (run / path).exists()}
+        assert found == expected
 
 
 def test_links_are_not_followed_and_hold_up_nothing_else(run, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.thorough
 STEPS = 12
 WORDS = (
     f"train.steps={STEPS}",
+    "cluster.shared_folder=null",  # every node has a disk of its own
     "train.checkpoint.every_steps=3",
     "attention=burst",
     "train.compute_dtype=float32",
@@ -101,6 +103,9 @@ def test_a_stopped_run_is_resumed_where_it_was(rig: FaultRig, whole: dict[int, f
         manifest = read_manifest(newest_one)
         own = [name for name in manifest.files if (newest_one / name).exists()]
         assert len(own) == 1 < len(manifest.files)  # the parts of its own rank
+    for node in rig.testbed.node_names:  # the code is brought again
+        for code in (rig.testbed.node(node).folder.home / ".burst/code").glob("*"):
+            shutil.rmtree(code)
     old = meeting_port(run)
     with taken_port(rig, old):
         resumed = rig.burst("resume", run.run_id)
@@ -110,6 +115,42 @@ def test_a_stopped_run_is_resumed_where_it_was(rig: FaultRig, whole: dict[int, f
     again = losses(run)
     assert sorted(again) == list(range(stopped + 1, STEPS + 1))
     assert all(loss.hex() == whole[step].hex() for step, loss in again.items())
+
+
+def test_verbs_reach_the_weights_of_a_run_on_nodes(rig: FaultRig, whole: dict[int, float], tmp_path: Path) -> None:
+    run = next(run for run in map(RunFolder, sorted(rig.run_paths())) if run.read_state()["state"] == "completed")
+    for verb in ("list", "verify"):
+        said = rig.burst("checkpoint", verb, run.run_id, "--json")
+        assert said.returncode == 0, said.stderr
+        found = json.loads(said.stdout)["checkpoints"]
+        assert [(one["step"], one["ranks"], one["problem"], one["verified"]) for one in found] == [
+            (step, 2, None, verb == "verify") for step in (12, 9)
+        ]
+    evaluated = rig.burst("eval", run.run_id, "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    expected = json.loads((run.path / "summary.json").read_text())["final_validation_loss"]
+    assert json.loads(evaluated.stdout)["final_validation_loss"] == pytest.approx(expected, rel=1e-6)
+    exported = rig.burst("checkpoint", "export", run.run_id, str(tmp_path / "model"))
+    assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / "model/model.safetensors").exists()
+    said = rig.burst("checkpoint", "fetch", run.run_id, "--step", "9", "--json")
+    assert said.returncode == 0, said.stderr
+    assert sorted(path.name for path in (run.path / "checkpoints").glob("step-*")) == ["step-00000009", "step-00000012"]
+    here = rig.burst("eval", run.run_id, "cluster=local", "--json")
+    assert here.returncode == 0, here.stderr
+    assert json.loads(here.stdout)["final_validation_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_checkpoints_lie_where_all_nodes_see_them(rig: FaultRig) -> None:
+    shared = rig.testbed.folder.shared
+    assert shared.is_dir()
+    done = rig.burst("launch", *rig.words("train.steps=3", "train.checkpoint.every_steps=3"))
+    assert done.returncode == 0, done.stderr
+    run = newest(rig)
+    (path,) = shared.glob(f".burst-*/checkpoints/{run.run_id}/step-00000003")
+    assert len(list(path.glob("*.safetensors"))) == 2
+    said = rig.burst("checkpoint", "verify", run.run_id)
+    assert (said.returncode, "as it was written" in said.stdout) == (0, True)
 
 
 def test_nodes_whose_disks_changed_places_send_each_other_what_they_lack(

@@ -334,3 +334,40 @@ def test_files_on_a_disk_that_no_rank_sees_are_an_error_and_nothing_is_put_aside
     with pytest.raises(RankFailedError, match="lie on a disk that no rank sees"):
         ranks(2).run(train, CASES[1].config, str(copy), None, True)
     assert contents(copy) == before
+
+
+def restore_on_disks(config: RunConfig, roots: list[str]) -> int | None:
+    """The step that ranks go on from, each with the folder of its node; None: from the beginning."""
+    run = start_run(config)
+    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(roots[torch.distributed.get_rank()]), {})
+    training = training_tensors(run.model, run.train_step.optimizer)
+    try:
+        manifest = checkpointer.restore(training, lambda _: None)
+    finally:
+        checkpointer.close()
+    return None if manifest is None else manifest.step
+
+
+def test_a_node_that_is_new_gets_all_it_needs_from_the_others(
+    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    copies = [str(shutil.copytree(folder, tmp_path / str(node))) for node, folder in enumerate(two_nodes[0])]
+    roots = [*copies, str(tmp_path / "new")]
+    assert ranks(3).run(restore_on_disks, CASES[3].config, roots) == [STEPS] * 3
+
+
+def test_a_new_node_in_the_place_of_a_lost_disk_is_an_error_and_no_new_beginning(
+    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    copy = str(shutil.copytree(two_nodes[0][0], tmp_path / "copy"))
+    with pytest.raises(RankFailedError, match="lie on a disk that no rank sees"):
+        ranks(2).run(restore_on_disks, CASES[1].config, [copy, str(tmp_path / "new")])
+
+
+def test_a_first_save_that_did_not_reach_every_disk_is_none(
+    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    copies = [shutil.copytree(folder, tmp_path / str(node)) for node, folder in enumerate(two_nodes[0])]
+    for step in copies[1].glob("step-*"):
+        shutil.rmtree(step)
+    assert ranks(2).run(restore_on_disks, CASES[1].config, [str(copy) for copy in copies]) == [None, None]

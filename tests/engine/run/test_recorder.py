@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.data.progress import Progress
 from engine.errors import ConfigError
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder, progress_line
@@ -54,6 +55,24 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     recorder(run).step(ROW, 10)
     assert run.read_metrics() == [ROW]
     assert capsys.readouterr().out.count("step 3/10") == 1
+
+
+def test_every_report_of_a_preparation_shows_that_it_goes_on(run: RunFolder) -> None:
+    status = RankStatus()
+    other = Recorder(run, status, rank=1, tensorboard=False, log_interval=1)
+    for documents in (1, 2, 3):
+        other.preparing(Progress("encode", documents))
+    assert status.advances == 3
+
+
+def test_rank_0_keeps_the_tokenizer_in_the_run_folder(run: RunFolder, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
+    recorder(run).keep(source)  # bytes need none
+    source.write_text("{}")
+    recorder(run, rank=1).keep(source)
+    assert not (run.path / "tokenizer.json").exists()
+    recorder(run).keep(source)
+    assert (run.path / "tokenizer.json").read_text() == "{}"
 
 
 def test_lines_come_at_intervals_and_at_the_end_and_rows_always(

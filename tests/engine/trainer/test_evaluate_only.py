@@ -110,21 +110,22 @@ def test_length_and_step_may_be_others(trained: RunFolder, folder: Path, config:
     assert row["validation_loss_by_position"][-1]["first"] == 4500
 
 
-def optimizer_entries(path: str, config: RunConfig) -> int:
-    """How many parameters have moments after an evaluation."""
+def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
+    """How many parameters have moments after an evaluation, and whether every batch of it was seen from outside."""
     from engine.parallel.mesh import build_mesh
     from engine.run.recorder import Recorder
 
     status, run = RankStatus(), RunFolder(Path(path))
     recorder = Recorder(run, status, rank=0, tensorboard=False, log_interval=1)
     trainer = Trainer(config, run, build_mesh(config.parallel, config.cluster), recorder, status)
+    before = status.advances
     trainer.run()
-    return len(trainer.train_step.optimizer.state)
+    return len(trainer.train_step.optimizer.state), status.advances - before > config.train.eval_batches
 
 
 def test_no_memory_is_spent_on_an_optimizer(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
     own = evaluation_of(config, trained.path)
-    assert ranks(1).run(optimizer_entries, str(create_run_of(own, folder / "runs", "dddddd").path), own) == [0]
+    assert ranks(1).run(optimizer_entries, str(create_run_of(own, folder / "runs", "dddddd").path), own) == [(0, True)]
 
 
 def test_weights_of_another_model_are_refused(

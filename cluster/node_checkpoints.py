@@ -1,0 +1,220 @@
+"""Checkpoints that lie on the disks of nodes: which there are, whether they are as they were written, brought here.
+
+Nodes that share no disk hold the parts of their own ranks each, all with the same manifest. A node needs a POSIX shell
+and `sha256sum` for this, and nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.access.connection import Connection
+from cluster.access.fanout import fan_out
+from cluster.access.hosts import Host
+from cluster.access.nodes import fold_nodes
+from cluster.errors import ClusterError
+from cluster.remote_text import one_line
+from engine.checkpoint.commit import commit, new_folder, sync_file, verify_files
+from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
+
+Connect = Callable[[Host], Connection]
+Advance = Callable[[int], None]
+
+_AT = 'case $1 in "~/"*) cd -- "$HOME/${1#??}";; *) cd -- "$1";; esac'
+_LIST = f'{_AT} 2>/dev/null || exit 0; find . -path "./step-*" -type f -exec wc -c {{}} \\;'
+_HASH = f'{_AT} && sha256sum -- "$2"'
+_SAVE_ID = f'{_AT} && grep -o \'"save_id": *"[0-9a-f]*"\' -- "$2"'
+_READ = f'{_AT} && tail -c +"$3" -- "$2"'
+_LINE = re.compile(r"\s*(\d+) \./step-(\d{8,})/(rank\d{5}\.safetensors|MANIFEST\.json)")
+_BLOCK_BYTES = 1 << 20
+_LIST_S = 60.0
+_SILENCE_S = 60.0
+_HASH_S = 3600.0
+_MANIFEST_BYTES = 1 << 30
+
+
+class NodeStore:
+    """The folder of checkpoints `root` (which may begin with ~/) on the node that `connection` leads to."""
+
+    def __init__(self, connection: Connection, root: str) -> None:
+        self._connection, self.root = connection, root
+
+    @property
+    def node(self) -> str:
+        """Name of the node."""
+        return self._connection.host.name
+
+    def files(self) -> dict[tuple[int, str], int]:
+        """Bytes of every file of a committed checkpoint, by (step, name)."""
+        result = self._connection.run(("sh", "-c", _LIST, "burst", self.root), timeout_s=_LIST_S)
+        if not result.ok:
+            raise ClusterError(f"{self.node}: cannot list {self.root}: {one_line(result.stderr, 300)}")
+        lines = (_LINE.fullmatch(line) for line in result.stdout.decode("ascii", "replace").splitlines())
+        return {(int(found[2]), found[3]): int(found[1]) for found in lines if found}
+
+    def sha256(self, step: int, name: str) -> str:
+        """The hash of a file, computed on the node."""
+        return self._ask(_HASH, step, name)[:64]
+
+    def save_id(self, step: int) -> str:
+        """Which save of `step` this is; manifests of one save differ in their time alone."""
+        return self._ask(_SAVE_ID, step, MANIFEST_FILE).partition("\n")[0]
+
+    def read(self, step: int, name: str, take: Callable[[bytes], object], offset: int = 0) -> None:
+        """Hand the bytes of a file from `offset` on to `take`, piece by piece."""
+        self._stream((_READ, "burst", self.root, _path(step, name), str(offset + 1)), take, _SILENCE_S)
+
+    def _ask(self, script: str, step: int, name: str) -> str:
+        answer = bytearray()
+        self._stream((script, "burst", self.root, _path(step, name)), answer.extend, _HASH_S)
+        return answer.decode("ascii", "replace")
+
+    def _stream(self, words: Sequence[str], take: Callable[[bytes], object], silence_s: float) -> None:
+        process = self._connection.start(("sh", "-c", *words))
+        try:
+            process.close_stdin()
+            while block := process.read(_BLOCK_BYTES, silence_s):
+                take(block)
+            result = process.wait(_LIST_S)
+        finally:
+            process.close()
+        if result.exit_code != 0:
+            raise ClusterError(f"{self.node}: {self.root}/{words[3]}: {one_line(result.stderr, 300)}")
+
+
+@dataclass(frozen=True)
+class NodeCheckpoint:
+    """A checkpoint as the disks of all nodes hold it together.
+
+    holders: who has which file. problem: why it is not whole.
+    """
+
+    step: int
+    manifest: Manifest | None
+    holders: Mapping[str, NodeStore] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def nodes(self) -> str:
+        """Who holds its parts, folded."""
+        return fold_nodes(sorted({store.node for store in self.holders.values()}))
+
+    def verify(self, advance: Advance) -> str | None:
+        """What differs from the manifest, each file read where it lies; None: nothing does."""
+        if self.manifest is None or self.problem is not None:
+            return self.problem
+        for name, facts in sorted(self.manifest.files.items()):
+            store = self.holders[name]
+            if store.sha256(self.step, name) != facts.sha256:
+                return f"{store.node}: {store.root}/{_path(self.step, name)} does not hold what was written"
+            advance(facts.bytes)
+        return None
+
+    def fetch(self, root: Path, advance: Advance) -> Path:
+        """Bring it into the folder of checkpoints `root` of this machine, where it appears once it is whole.
+
+        What an interrupted fetch brought is kept. Raises CheckpointError where a part is missing or damaged.
+        """
+        if self.manifest is None or self.problem is not None:
+            raise CheckpointError(f"the checkpoint of step {self.step} cannot be fetched: {self.problem}")
+        folder = new_folder(root, self.step, self.manifest.save_id)
+        for name, facts in sorted(self.manifest.files.items()):
+            self._fetch_file(folder / name, facts.bytes, advance)
+            try:
+                verify_files(folder, self.manifest, [name])
+            except CheckpointError:
+                (folder / name).unlink(missing_ok=True)
+                raise
+            sync_file(folder / name)
+        return commit(folder, self.manifest)
+
+    def _fetch_file(self, path: Path, size: int, advance: Advance) -> None:
+        with path.open("ab") as file:
+            here = file.tell()
+            if here > size:
+                file.truncate(here := 0)
+            advance(here)
+
+            def take(block: bytes) -> None:
+                file.write(block)
+                advance(len(block))
+
+            if here < size:
+                self.holders[path.name].read(self.step, path.name, take, here)
+
+
+@dataclass(frozen=True)
+class NodeCheckpoints:
+    """What the nodes that answered hold, newest first. errors: those that did not answer, and why."""
+
+    found: tuple[NodeCheckpoint, ...]
+    errors: Mapping[str, str]
+
+
+def ask_nodes(hosts: Sequence[Host], roots: Mapping[str, str], connect: Connect) -> NodeCheckpoints:
+    """The checkpoints under `roots` (by node) on `hosts`; connections stay open for what is done with them."""
+
+    def ask(host: Host) -> tuple[NodeStore, dict[tuple[int, str], int]]:
+        store = NodeStore(connect(host), roots[host.name])
+        return store, store.files()
+
+    outcomes = fan_out(hosts, ask)
+    listed = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
+    errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
+    steps = sorted({step for _, files in listed for step, name in files if name == MANIFEST_FILE}, reverse=True)
+    return NodeCheckpoints(tuple(_checkpoint(step, listed, errors) for step in steps), errors)
+
+
+def _checkpoint(
+    step: int, listed: Sequence[tuple[NodeStore, Mapping[tuple[int, str], int]]], errors: Mapping[str, str]
+) -> NodeCheckpoint:
+    holding = [(store, files) for store, files in listed if (step, MANIFEST_FILE) in files]
+    try:
+        saves = {store.save_id(step) for store, _ in holding}
+        manifest = _manifest(step, holding[0][0])
+    except (ClusterError, CheckpointError) as error:
+        return NodeCheckpoint(step, None, problem=str(error))
+    holders = {
+        name: store
+        for name, facts in manifest.files.items()
+        for store, files in reversed(holding)
+        if files.get((step, name)) == facts.bytes
+    }
+    lacking = sorted(manifest.files.keys() - holders.keys())
+    problem = None
+    if len(saves) > 1:
+        problem = "the nodes hold different saves of this step"
+    elif lacking:
+        away = f"; no answer of {fold_nodes(sorted(errors))}" if errors else ""
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        problem = f"{lacking[0]}{more} of {len(manifest.files)} files lie whole on no node that answers{away}"
+    return NodeCheckpoint(step, manifest, holders, problem)
+
+
+def _manifest(step: int, store: NodeStore) -> Manifest:
+    where, blocks = f"{store.node}: {store.root}/{_path(step, MANIFEST_FILE)}", bytearray()
+
+    def take(block: bytes) -> None:
+        blocks.extend(block)
+        if len(blocks) > _MANIFEST_BYTES:
+            raise CheckpointError(f"{where} is larger than {_MANIFEST_BYTES >> 20} MiB")
+
+    store.read(step, MANIFEST_FILE, take)
+    try:
+        document = json.loads(bytes(blocks))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged: {one_line(str(error), 200)}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{where} is damaged: it is no JSON object")
+    manifest = manifest_from_dict(document, where)
+    if manifest.step != step:
+        raise CheckpointError(f"{where} is of step {manifest.step}")
+    return manifest
+
+
+def _path(step: int, name: str) -> str:
+    return f"step-{step:08d}/{name}"

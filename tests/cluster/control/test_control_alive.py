@@ -1,0 +1,50 @@
+"""Nodes that cannot be heard, of a run whose ranks go on: nothing is lost, nothing is stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from control_fakes import World
+
+from cluster.control.timing import LaunchTiming
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def go_silent(world: World, number: int) -> None:
+    world.links[number].silent_since = world.clock.now
+
+
+def report(world: World, number: int, step: int) -> None:
+    """A rank of a node says that it is further."""
+    log = world.run.log_path(world.links[number].node, 2 * number)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.with_suffix(".status.json").write_text(json.dumps({"step": step}))
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_node_that_is_out_of_reach_lives_while_ranks_advance(world: World, silent: int) -> None:
+    world.at(5, lambda: go_silent(world, silent))
+    for second in range(6, 300, 10):
+        world.at(second, lambda second=second: report(world, 1 - silent, second))  # type: ignore[misc]
+
+    def speak() -> None:
+        world.links[silent].silent_since = None
+
+    world.at(300, speak)
+    world.at(310, world.complete)
+    assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
+    assert not any(link.stops for link in world.links)
+
+
+def test_a_detached_run_of_which_nothing_can_be_heard_is_left_alone_for_long(world: World) -> None:
+    for number in (0, 1):
+        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+        world.at(500, lambda number=number: setattr(world.links[number], "silent_since", None))  # type: ignore[misc]
+    world.at(510, world.complete)
+    assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"

@@ -1,0 +1,130 @@
+"""Checkpoints on the disks of nodes: listed together, compared where they lie, brought here whole or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from testkit.local_connection import LocalConnection
+
+from cluster.access.connection import Connection
+from cluster.access.hosts import Host
+from cluster.errors import SshError, SshFailure
+from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
+from engine.checkpoint.commit import Checkpoint, commit, hash_file, new_folder, newest_verified
+from engine.checkpoint.manifest import CheckpointError, Chunk, FileFacts, Manifest, TensorFacts, read_manifest
+
+FILES = ("rank00000.safetensors", "rank00001.safetensors")
+PART = bytes(range(250)) * 4
+
+
+def save(homes: list[Path], step: int, save_id: str = "ab") -> None:
+    """A checkpoint of one tensor, a part on every node."""
+    folders = [new_folder(home / "saved/run", step, save_id) for home in homes]
+    facts = {}
+    for number, folder in enumerate(folders):
+        (folder / FILES[number]).write_bytes(PART + bytes([number, step]))
+        size, digest = hash_file(folder / FILES[number])
+        facts[FILES[number]] = FileFacts(size, digest, f"disk{number}")
+    chunks = tuple(Chunk((number,), (1,), name, "w") for number, name in enumerate(facts))
+    manifest = Manifest(step, save_id, "now", facts, {"w": TensorFacts("float32", (2,), chunks)}, {}, {})
+    for number, folder in enumerate(folders):
+        commit(folder, replace(manifest, saved_at=f"by the clock of {number}"))
+
+
+class Nodes:
+    """Two nodes with homes of their own; those of `dead` do not answer."""
+
+    def __init__(self, base: Path) -> None:
+        self.homes = {name: base / name for name in ("n1", "n2")}
+        self.dead: set[str] = set()
+        self.connections: list[LocalConnection] = []
+
+    def part(self, node: str, step: int, name: str) -> Path:
+        return self.homes[node] / f"saved/run/step-{step:08d}" / name
+
+    def connect(self, host: Host) -> Connection:
+        if host.name in self.dead:
+            raise SshError(host.name, SshFailure.TIMEOUT, "does not answer")
+        self.connections.append(LocalConnection(host.name, {"HOME": str(self.homes[host.name])}))
+        return self.connections[-1]
+
+    def ask(self) -> NodeCheckpoints:
+        hosts = [Host(name, "127.0.0.1") for name in self.homes]
+        return ask_nodes(hosts, dict.fromkeys(self.homes, "~/saved/run"), self.connect)
+
+    def newest(self) -> NodeCheckpoint:
+        return self.ask().found[0]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    made = Nodes(tmp_path)
+    save(list(made.homes.values()), 10)
+    save(list(made.homes.values()), 20)
+    return made
+
+
+def test_parts_of_all_nodes_make_up_what_is_listed_and_compared(nodes: Nodes) -> None:
+    answer = nodes.ask()
+    assert [(one.step, one.nodes, one.problem) for one in answer.found] == [(20, "n[1-2]", None), (10, "n[1-2]", None)]
+    told: list[int] = []
+    assert answer.found[0].verify(told.append) is None
+    assert sum(told) == 2 * (len(PART) + 2)
+
+
+def test_damage_is_named_with_its_node(nodes: Nodes) -> None:
+    nodes.part("n2", 20, FILES[1]).write_bytes(PART + b"!!")
+    assert "n2: ~/saved/run/step-00000020/rank00001" in str(nodes.newest().verify(lambda size: None))
+    nodes.part("n2", 10, FILES[1]).write_bytes(PART)
+    assert "rank00001.safetensors of 2 files lie whole on no node" in str(nodes.ask().found[1].problem)
+
+
+def test_a_node_that_does_not_answer_is_named_by_what_it_alone_holds(nodes: Nodes) -> None:
+    nodes.dead = {"n1"}
+    answer = nodes.ask()
+    assert set(answer.errors) == {"n1"}
+    assert "no answer of n1" in str(answer.found[0].problem)
+    assert answer.found[0].manifest is not None
+
+
+def test_different_saves_of_one_step_are_no_checkpoint(nodes: Nodes, tmp_path: Path) -> None:
+    save([nodes.homes["n1"], tmp_path / "another"], 20, "cd")
+    assert nodes.newest().problem == "the nodes hold different saves of this step"
+
+
+def test_what_is_fetched_is_a_checkpoint_as_if_it_had_been_written_here(nodes: Nodes, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    told: list[int] = []
+    path = nodes.newest().fetch(here, told.append)
+    found = newest_verified(here)
+    assert found is not None
+    assert found[0] == Checkpoint(20, path)
+    assert sum(told) == found[1].bytes
+    assert read_manifest(path).to_dict() == read_manifest(nodes.part("n1", 20, "")).to_dict()
+
+
+def test_an_interrupted_fetch_goes_on_where_it_was(nodes: Nodes, tmp_path: Path) -> None:
+    here, half = tmp_path / "here", len(PART) // 2
+    partial = new_folder(here, 20, "ab") / FILES[0]
+    partial.write_bytes(PART[:half])
+    nodes.newest().fetch(here, lambda size: None)
+    words = [list(process.popen.args) for one in nodes.connections for process in one.processes]  # type: ignore[arg-type]
+    assert [f"step-00000020/{FILES[0]}", str(half + 1)] in [each[-2:] for each in words]
+    assert newest_verified(here) is not None
+
+
+@pytest.mark.parametrize("damage", [b"", b"!" * (len(PART) + 2)])
+def test_nothing_damaged_is_taken(nodes: Nodes, tmp_path: Path, damage: bytes) -> None:
+    newest = nodes.newest()
+    nodes.part("n2", 20, FILES[1]).write_bytes(damage)
+    with pytest.raises(CheckpointError):
+        newest.fetch(tmp_path / "here", lambda size: None)
+    assert newest_verified(tmp_path / "here") is None
+
+
+def test_a_node_without_the_folder_has_nothing(nodes: Nodes) -> None:
+    nodes.homes = {"n1": nodes.homes["n1"].parent / "elsewhere"}
+    nodes.homes["n1"].mkdir()
+    assert nodes.ask().found == ()
