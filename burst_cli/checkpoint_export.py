@@ -13,7 +13,9 @@ from burst_cli.figures import binary_bytes
 from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.config import DataConfig, load_config
+from engine.data import open_prepared
 from engine.data.chat_template import ChatTemplate, find_template
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from engine.errors import ConfigError, DataError
 from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes
 from engine.runs import RunFolder
@@ -29,14 +31,13 @@ def export_run(
         raise ConfigError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     config = load_config(run.path / "config.yaml")
     checkpoint, manifest = _choose(run, step, console)
-    tokenizer = Path(config.data.tokenizer).expanduser()
     order = ExportOrder(
         checkpoint,
         config,
         folder,
         dtype=chosen,
         file_bytes=int(file_gib * 2**30),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=_tokenizer(config.data, console),
         chat=_chat_template(config.data, console),
     )
     bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -50,6 +51,19 @@ def exported_text(result: Exported) -> Text:
     files = "1 file" if result.files == 1 else f"{result.files} files"
     lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {result.folder}"]
     return Text("\n".join([*lines, *(f"warning: {text}" for text in result.warnings)]))
+
+
+def _tokenizer(data: DataConfig, console: Console) -> Path | None:
+    """The file of the run's tokenizer: the one that it was given, or that was trained on its data."""
+    given = Path(data.tokenizer).expanduser()
+    if given.is_file() or data.tokenizer == ByteTokenizer.name:
+        return given if given.is_file() else None
+    try:
+        made = open_prepared(data).path / TOKENIZER_FILE
+    except DataError as error:
+        console.print(Text(f"warning: the folder gets no tokenizer: {error}", style="yellow"), soft_wrap=True)
+        return None
+    return made if made.is_file() else None
 
 
 def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:

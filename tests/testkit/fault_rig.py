@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import signal
@@ -21,8 +22,11 @@ from typing import Any
 
 from cluster.supervise.node.locks import holder
 from cluster.testbed.build import Testbed
+from cluster.testbed.faults import set_fault
 from engine.runs import RunFolder, list_runs
 from testkit import ROOT
+from testkit.host_tree import write_host_tree
+from testkit.image_rig import LauncherEngine
 
 _REASON_CHARS = 160
 ROWS_VARIABLE = "BURST_FAULT_ROWS"
@@ -159,6 +163,26 @@ class FaultRig:
         """All run folders; one that is still being filled has another name, under which nothing is found later."""
         return {run.path for run in list_runs(self.runs_dir)}
 
+    # --- containers --------------------------------------------------------------------------------------------------
+
+    def push_host_image(self, engine: LauncherEngine, nodes: Sequence[str]) -> list[str]:
+        """An image of this machine's Python, brought to `nodes` by `burst image push`: settings to run ranks in it."""
+        tree = io.BytesIO()
+        write_host_tree(tree)
+        engine.import_tree("rig/host:1", tree.getvalue())
+        words = ["--image", "rig/host:1", f"cluster={self.testbed.name}", "--hosts", ",".join(nodes)]
+        push = self.burst("image", "push", *words, env={"DOCKER_HOST": engine.host}, timeout_s=START_S)
+        assert push.returncode == 0, push.stderr
+        # torch and Python's own links lie outside of the image, which stays small: the containers see them by mounts.
+        container = ("runtime=docker", "image=rig/host:1", f"mounts=[{sys.prefix},{sys.base_prefix}]")
+        return [*(f"cluster.container.{word}" for word in container), f"cluster.python={sys.executable}"]
+
+    def containers(self, node: str) -> list[str]:
+        """Names of the containers of a node, those that ended too."""
+        socket = f"unix://{self.testbed.node(node).folder.docker_socket}"
+        listed = self.testbed.node(node).inside("docker", "-H", socket, "ps", "--all", "--format", "{{.Names}}")
+        return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def processes(self, run_id: str) -> dict[int, dict[str, str]]:
@@ -195,6 +219,24 @@ class FaultRig:
     def supervisor_pid(self, run: RunFolder, node: str) -> int:
         """The supervisor of a node."""
         return int(json.loads((self.node_folder(run, node) / f"nodes/{node}/supervisor.json").read_text())["pid"])
+
+    def sshd_sessions(self, node: str) -> list[int]:
+        """The sshd processes of a node that serve connections."""
+        listener = self.testbed.node(node).sshd_pid()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError):
+                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == listener:
+                    found.append(int(folder.name))
+        return found
+
+    def lose(self, run: RunFolder, node: str) -> None:
+        """The node dies: every process of the run there, its sshd and all connections; none sees another go."""
+        own = [pid for pid, values in self.processes(run.run_id).items() if values.get("BURST_NODE") == node]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (*self.sshd_sessions(node), *own):
+                send(pid, number)
+        set_fault(self.testbed, node, "sshd_stop")
 
     def node_folder(self, run: RunFolder, node: str) -> Path:
         """The run folder on a node."""

@@ -271,10 +271,7 @@ def test_node_that_restarts_is_blamed(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words(FOREVER, LEASE))
     run = launched.wait_for_step()
-    for pid, values in rig.processes(run.run_id).items():
-        if values.get("BURST_NODE") == node:
-            send(pid, signal.SIGKILL)
-    set_fault(rig.testbed, node, "sshd_stop")
+    rig.lose(run, node)
     time.sleep(1)
     clear_faults(rig.testbed, node)
     _ends(rig, launched, run, Row("node restarts", "running"), blamed=(node,))
@@ -299,7 +296,7 @@ def test_ssh_that_breaks_for_a_moment_ends_nothing(rig: FaultRig) -> None:
     node = rig.testbed.node_names[1]
     launched = rig.launch(*rig.words("train.steps=400", "cluster.lease_s=60"))
     run = launched.wait_for_step()
-    for session in _sshd_sessions(rig, node):
+    for session in rig.sshd_sessions(node):
         send(session, signal.SIGKILL)
     code = launched.end()
     row = rig.conclude(Row("SSH sessions of a node killed", "running", blamed="–"), run, code)
@@ -474,14 +471,3 @@ def _ends(rig: FaultRig, launched: Launched, run: RunFolder, row: Row, *, blamed
     text = row.blamed + str(run.read_state()["failure"])
     for word in blamed:
         assert word in text
-
-
-def _sshd_sessions(rig: FaultRig, node: str) -> list[int]:
-    """The sshd processes of a node that serve connections."""
-    listener = rig.testbed.node(node).sshd_pid()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == listener:
-                found.append(int(folder.name))
-    return found
