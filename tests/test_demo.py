@@ -13,7 +13,9 @@ import pytest
 
 from burst_cli.app import main
 from burst_cli.compose import compose
+from burst_cli.run_records import run_record
 from engine.data import prepare, unigram_bits_per_byte
+from engine.runs import list_runs
 
 ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores
@@ -26,13 +28,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Summary of `burst launch exp=tiny`."""
+    """Facts of the run that `make demo` leaves."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "burst_cli", "launch", "exp=tiny", "--json", "--runs-dir", str(folder / "runs")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BURST_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=END_S)
+    places = {"BURST_RUNS_DIR": str(folder / "runs"), "BURST_CACHE_DIR": str(folder / "cache"), "COLUMNS": "200"}
+    command = ["make", "demo", f"PY={sys.executable}"]
+    done = subprocess.run(command, env=os.environ | places, cwd=ROOT, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {**json.loads(done.stdout), "runs_dir": str(folder / "runs"), "cache": str(folder / "cache")}
+    (run,) = list_runs(folder / "runs")
+    assert run.run_id in done.stdout  # in the report at its end
+    return {**run_record(run), "runs_dir": str(folder / "runs"), "cache": str(folder / "cache")}
 
 
 def test_validation_falls_well_below_a_byte_unigram(demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ def test_run_in_containers_of_a_pushed_image_is_cancelled_and_nothing_of_it_stay
         assert told.returncode == 0, told.stdout + told.stderr
     launched = rig.launch(*rig.words(FOREVER, "cluster.ranks_per_node=2", *in_containers))
     run = launched.wait_for_step(2)
-    assert [rig.containers(name) for name in testbed.node_names] == [[f"burst-{run.run_id}"]] * 2
+    assert [rig.containers(name) for name in testbed.node_names] == [
+        [f"burst-{run.run_id}-{name}"] for name in testbed.node_names
+    ]
     ranks = {values["RANK"] for values in rig.processes(run.run_id).values() if "RANK" in values}
     assert ranks == {"0", "1", "2", "3"}
     cancelled = rig.burst("cancel", run.run_id, "--json")

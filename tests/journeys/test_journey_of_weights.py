@@ -85,6 +85,7 @@ def _lose_a_node(rig: FaultRig, words: list[str], nodes: tuple[str, str]) -> tup
     assert f"FAILED tiny/{run.run_id}" in launched.said()
     assert nodes[1] in launched.said()
     (newest,) = re.findall(r"last checkpoint (\S+)", launched.said())
+    assert f"--hosts and train.checkpoint.resume_from={newest}" in launched.said()
     rig.wait_until_gone(run.run_id)
     return run, newest
 

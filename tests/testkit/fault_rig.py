@@ -174,7 +174,8 @@ class FaultRig:
         push = self.burst("image", "push", *words, env={"DOCKER_HOST": engine.host}, timeout_s=START_S)
         assert push.returncode == 0, push.stderr
         # torch and Python's own links lie outside of the image, which stays small: the containers see them by mounts.
-        container = ("runtime=docker", "image=rig/host:1", f"mounts=[{sys.prefix},{sys.base_prefix}]")
+        mounts = sorted({sys.prefix, sys.base_prefix, *(path for path in sys.path if path.endswith("site-packages"))})
+        container = ("runtime=docker", "image=rig/host:1", f"mounts=[{','.join(mounts)}]")
         return [*(f"cluster.container.{word}" for word in container), f"cluster.python={sys.executable}"]
 
     def containers(self, node: str) -> list[str]:
@@ -233,10 +234,12 @@ class FaultRig:
     def lose(self, run: RunFolder, node: str) -> None:
         """The node dies: every process of the run there, its sshd and all connections; none sees another go."""
         own = [pid for pid, values in self.processes(run.run_id).items() if values.get("BURST_NODE") == node]
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (*self.sshd_sessions(node), *own):
-                send(pid, number)
+        pids = [*self.sshd_sessions(node), *own]
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
         set_fault(self.testbed, node, "sshd_stop")
+        for pid in pids:
+            send(pid, signal.SIGKILL)
 
     def node_folder(self, run: RunFolder, node: str) -> Path:
         """The run folder on a node."""
