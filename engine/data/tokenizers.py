@@ -120,6 +120,10 @@ class FileTokenizer:
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
         self.eod_id = _find_eod(self._vocab, name)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, null for what is none."""
+        return self._vocab.get(token)
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`."""
         return self.encode_many([text])[0]

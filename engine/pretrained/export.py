@@ -22,7 +22,7 @@ from engine.checkpoint.commit import Checkpoint, sync_file, sync_folder
 from engine.checkpoint.manifest import CheckpointError, Manifest, TensorFacts
 from engine.config import RunConfig
 from engine.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
-from engine.data.tokenizers import TOKENIZER_FILE
+from engine.data.tokenizers import TOKENIZER_FILE, load_tokenizer_file
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
 
@@ -65,7 +65,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     """Write it; `progress` hears bytes of weights as they are read. manifest: of the checkpoint, which was verified.
 
     Raises CheckpointError when the folder exists or cannot be written, ConfigError when no family of transformers has
-    this shape.
+    this shape, DataError when the tokenizer cannot be read.
     """
     check_new(order.folder)
     window, warnings = _window(order.config)
@@ -76,7 +76,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     try:
         part.mkdir(parents=True)
         files, size = _write_weights(order, manifest, part, progress)
-        _write_json(part / CONFIG_FILE, document)
+        _write_json(part / CONFIG_FILE, document | _ends(order))
         if order.tokenizer is not None:
             _write_tokenizer(order.tokenizer, order.chat, part)
         sync_folder(part)
@@ -100,6 +100,19 @@ def check_new(folder: Path) -> None:
 def weight_bytes(manifest: Manifest) -> int:
     """Bytes of weights in a checkpoint, which `export` reads."""
     return sum(4 * math.prod(facts.shape) for name, facts in manifest.tensors.items() if name.startswith(_PREFIX))
+
+
+def _ends(order: ExportOrder) -> dict[str, Any]:
+    """Where generation ends: after a document, or after a turn of conversations; null where that is unknown.
+
+    Without these keys transformers takes ids of the first Llama, which in other vocabularies are ordinary text.
+    """
+    ids: list[int] = []
+    if order.tokenizer is not None:
+        tokenizer = load_tokenizer_file(order.tokenizer)
+        turn = tokenizer.id_of(order.chat.special_tokens.get("eos_token", "")) if order.chat is not None else None
+        ids = sorted({tokenizer.eod_id, *([turn] if turn is not None else [])})
+    return {"bos_token_id": None, "eos_token_id": ids or None}
 
 
 def _write_tokenizer(tokenizer: Path, chat: ChatTemplate | None, folder: Path) -> None:

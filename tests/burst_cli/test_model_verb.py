@@ -18,6 +18,7 @@ from engine.checkpoint.commit import commit, hash_file, new_folder
 from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
 from engine.data import prepare
+from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
 from engine.runs import create_run
 
@@ -97,13 +98,17 @@ def test_weights_are_exported(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_exported_model_of_conversations_has_its_chat_template(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": "{{ bos_token }}..."}')
+    tokenizer = train_bpe(["the quick brown fox"], 270)
+    tokenizer.save(tmp_path)
+    special = {"bos_token": "<s>", "eos_token": "q", "chat_template": "{{ bos_token }}..."}  # a turn ends with a q
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
     data = DataConfig(format="jsonl", messages_field="messages", tokenizer=str(tmp_path / "tokenizer.json"))
     (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
     assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ bos_token }}..."
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    ends = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    assert ends == sorted([tokenizer.eod_id, tokenizer.encode("q")[0]])
     (tmp_path / "tokenizer_config.json").unlink()
     done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
     assert done.exit_code == 0
@@ -122,10 +127,12 @@ def test_a_tokenizer_that_was_trained_on_the_data_goes_out_with_the_weights(run:
         validation_fraction=0.2,
         prepared_dir=str(made),
     )
-    prepare(data)
+    prepared = prepare(data)
     (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
     assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    # Without it transformers would end at id 2, as the first Llama does.
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [prepared.eod_id]
     shutil.rmtree(made)
     done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
     assert done.exit_code == 0

@@ -37,5 +37,5 @@ def test_run_in_containers_of_a_pushed_image_is_cancelled_and_nothing_of_it_stay
     assert [rig.containers(name) for name in testbed.node_names] == [[], []]
     status = rig.burst("status", run.run_id, "--json")
     assert status.returncode == 130
-    assert json.loads(status.stdout)["state"] == "cancelled"
+    assert json.loads(status.stdout)["status"] == "cancelled"
     assert run.read_state()["state"] == "cancelled"
