@@ -28,7 +28,7 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return f"Read where every rank was in {failure.stacks or log} and beside it; {again}"
         case "node_lost":
             check = f"burst check-nodes --hosts {shlex.quote(failure.host or '')}"
-            return f"See what is left of the node with `{check}`; {again}"
+            return f"See what is left of the node with `{check}`; {again}{_elsewhere(failure)}"
         case "port":
             chosen = "a free port is chosen, unless cluster.master_port names one"
             return f"See who listens there with `ss -ltnp`, and launch again: {chosen}."
@@ -38,6 +38,14 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return f"Read {log}; {again}"
         case _:
             return f"The whole traceback is in {log}; {again}"
+
+
+def _elsewhere(failure: Failure) -> str:
+    """How to go on without the node; its own disk may be the only one with a part of the checkpoint."""
+    if failure.checkpoint is None:
+        return ""
+    source = shlex.quote(f"train.checkpoint.resume_from={failure.checkpoint}")
+    return f" On other nodes: launch as before with --hosts and {source}, if they see all of it."
 
 
 def _where(failure: Failure) -> Where:

@@ -135,7 +135,7 @@ def export(
     """Write the weights of a checkpoint as a folder that transformers loads.
 
     The checkpoint is fetched from the run's nodes if it is not here, and verified. One weight is in memory at a time,
-    and the folder appears when it is whole: with config.json and, if the run was given one, its tokenizer.
+    and the folder appears when it is whole: with config.json and the run's tokenizer (`bytes` has none).
 
     Exit codes: 0 written, 1 the checkpoint is damaged or missing, or the folder cannot be written, 2 --dtype is
     unknown or transformers has no model of this shape.

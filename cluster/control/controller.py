@@ -143,7 +143,7 @@ class _Lead:
             elif not self.requests.level and self.failure is None:
                 self._heed_signs()
                 self._heed_hang()
-            self.fleet.give_up(self._now)
+            self.fleet.give_up(self.clock)
             self._show()
             self.clock.sleep(self.timing.poll_s)
         self._show()

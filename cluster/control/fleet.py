@@ -81,13 +81,23 @@ class Part:
             return self.sweep is None or self.sweep.is_done
         return self.ended_at is not None and (self.status.is_synced or now > self.ended_at + sync_s)
 
+    @property
+    def silence(self) -> str:
+        """For how long the node has said nothing, and why that is."""
+        problem = self.status.problem or "no reason is known"
+        return f"nothing was heard of it for {self.status.heard_s:.0f} s ({problem})"
+
+    def lose(self, reason: str, clock: Clock) -> None:
+        """Count the node as lost since it was last heard."""
+        self.loss = Loss(reason, clock.time_ns() - int(self.status.heard_s * 1e9))
+
     def why_lost(self, lost_s: float) -> str | None:
         """Why the node counts as lost, if it does; `lost_s`: how long it may say nothing."""
         status = self.status
         if status.phase == "lost":
             return self.status.problem or "its supervisor was killed, and the ranks with it"
         if status.heard_s > lost_s:
-            return f"nothing was heard of it for {status.heard_s:.0f} s ({status.problem or 'no reason is known'})"
+            return self.silence
         if status.phase == "none" and self.was_alive:
             return "nothing is left there of the run that it had begun"
         return None
@@ -219,7 +229,7 @@ class Fleet:
             reason = part.why_lost(lost_s) if part.is_open else None
             if reason is None:
                 continue
-            part.loss = Loss(reason, clock.time_ns() - int(part.status.heard_s * 1e9))
+            part.lose(reason, clock)
             if part.status.heard_s <= lost_s:
                 part.sweep = Sweep(part.link, _SWEEP_S).start()
             lines.append(f"{part.name}: {reason}")
@@ -236,12 +246,14 @@ class Fleet:
         part.kill_at, part.give_up_at = kill_at, kill_at + timing.kill_s
         part.link.stop(cause, grace_s)
 
-    def give_up(self, now: float) -> None:
-        """No longer wait for nodes that were to have ended long ago."""
+    def give_up(self, clock: Clock) -> None:
+        """No longer wait for nodes that were to have ended long ago; what cannot be heard by then is lost."""
         for part in self.parts:
-            if part.is_open and part.give_up_at is not None and now > part.give_up_at:
+            if part.is_open and part.give_up_at is not None and clock.monotonic() > part.give_up_at:
                 why = f" ({part.status.problem})" if part.status.problem else ""
                 part.given_up = f"it did not end in time{why}"
+                if part.status.problem:
+                    part.lose(part.silence, clock)
 
     def abandon(self, clock: Clock, timing: LaunchTiming) -> None:
         """Have everything killed, in bounded time, whatever else goes wrong."""

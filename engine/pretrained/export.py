@@ -26,7 +26,7 @@ from engine.data.special_tokens import TOKENIZER_CONFIG_FILE
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
-from engine.pretrained.special_tokens import SpecialTokens, find_special_tokens
+from engine.pretrained.special_tokens import UNKNOWN, SpecialTokens, find_special_tokens
 
 ExportDtype = Literal["float32", "bfloat16"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]
@@ -70,22 +70,20 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     """Write it; `progress` hears bytes of weights as they are read. manifest: of the checkpoint, which was verified.
 
     Raises CheckpointError when the folder exists or cannot be written, ConfigError when no family of transformers has
-    this shape.
+    this shape, DataError when the tokenizer cannot be read.
     """
     check_new(order.folder)
     window, warnings = _window(order.config)
     document = config_json(
         order.config.model, seq_len=order.config.train.seq_len, window_tokens=window, dtype=order.dtype
     )
-    special = None if order.tokenizer is None else find_special_tokens(order.tokenizer, order.tokenizer_folder)
-    if special is not None:
-        document |= special.ids
+    special = UNKNOWN if order.tokenizer is None else find_special_tokens(order.tokenizer, order.tokenizer_folder)
     part = order.folder.with_name(f"{order.folder.name}.part-{secrets.token_hex(4)}")
     try:
         part.mkdir(parents=True)
         files, size = _write_weights(order, manifest, part, progress)
-        _write_json(part / CONFIG_FILE, document)
-        if order.tokenizer is not None and special is not None:
+        _write_json(part / CONFIG_FILE, {**document, **special.ids})
+        if order.tokenizer is not None:
             _write_tokenizer(order.tokenizer, special, order.chat, part)
         sync_folder(part)
         part.rename(order.folder)

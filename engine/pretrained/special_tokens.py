@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.data.special_tokens import special_tokens
 from engine.data.tokenizers import load_tokenizer_file
@@ -14,10 +15,17 @@ BOS, EOS = "bos_token", "eos_token"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """texts: {"bos_token": ..., "eos_token": ..., ...}; ids: {"bos_token_id": ..., "eos_token_id": ...}, as known."""
+    """texts: {"bos_token": ..., "eos_token": ..., ...}; ids: {"bos_token_id": ..., "eos_token_id": ...}.
+
+    An id that is not known is null: without the key transformers takes one of the first Llama, in other vocabularies
+    ordinary text. Several may end a text: that of documents in training, and that of a turn in conversations.
+    """
 
     texts: Mapping[str, str]
-    ids: Mapping[str, int]
+    ids: Mapping[str, Any]
+
+
+UNKNOWN = SpecialTokens({}, {f"{BOS}_id": None, f"{EOS}_id": None})
 
 
 def find_special_tokens(tokenizer: Path, beside: Path | None) -> SpecialTokens:
@@ -32,5 +40,6 @@ def find_special_tokens(tokenizer: Path, beside: Path | None) -> SpecialTokens:
     if first := loaded.template_start():
         texts[BOS] = loaded.token(first[0])
     texts |= told
-    ids = {f"{name}_id": number for name in (BOS, EOS) if (number := loaded.id_of(texts.get(name))) is not None}
-    return SpecialTokens(texts, ids)
+    turn = loaded.id_of(texts[EOS])
+    ends = loaded.eod_id if turn in (None, loaded.eod_id) else [loaded.eod_id, turn]
+    return SpecialTokens(texts, {f"{BOS}_id": loaded.id_of(texts.get(BOS)), f"{EOS}_id": ends})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from burst_cli.app import app
 from engine.checkpoint.commit import commit, hash_file, new_folder
 from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
+from engine.data import prepare
+from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
 from engine.runs import create_run
 
@@ -103,18 +106,46 @@ def test_weights_are_exported(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_exported_model_of_conversations_has_its_chat_template(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": "{{ bos_token }}..."}')
+    tokenizer = train_bpe(["the quick brown fox"], 270)
+    tokenizer.save(tmp_path)
+    special = {"bos_token": "<s>", "eos_token": "q", "chat_template": "{{ bos_token }}..."}  # a turn ends with a q
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
     data = DataConfig(format="jsonl", messages_field="messages", tokenizer=str(tmp_path / "tokenizer.json"))
     (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
     assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ bos_token }}..."
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    ends = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    assert ends == sorted([tokenizer.eod_id, tokenizer.encode("q")[0]])
     (tmp_path / "tokenizer_config.json").unlink()
     done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
     assert done.exit_code == 0
     assert "the folder gets no chat template" in done.stderr
     assert not (tmp_path / "other" / "chat_template.jinja").exists()
+
+
+def test_a_tokenizer_that_was_trained_on_the_data_goes_out_with_the_weights(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    made = tmp_path / "prepared"
+    data = DataConfig(
+        format="text",
+        paths=(str(tmp_path / "corpus.txt"),),
+        tokenizer="bpe",
+        bpe_vocab_size=270,
+        validation_fraction=0.2,
+        prepared_dir=str(made),
+    )
+    prepared = prepare(data)
+    (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
+    assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    # Without it transformers would end at id 2, as the first Llama does.
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [prepared.eod_id]
+    shutil.rmtree(made)
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
+    assert done.exit_code == 0
+    assert f"the folder gets no tokenizer: the data is not prepared: nothing at {made}" in done.stderr
+    assert not (tmp_path / "other" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(

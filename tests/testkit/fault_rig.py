@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import signal
 import subprocess
@@ -18,9 +19,12 @@ import psutil
 
 from cluster.supervise.node.locks import holder
 from cluster.testbed.build import Testbed
+from cluster.testbed.faults import set_fault
 from engine.runs import RunFolder, list_runs
 from testkit import ROOT
 from testkit.fault_table import Row
+from testkit.host_tree import write_host_tree
+from testkit.image_rig import LauncherEngine
 from testkit.waiting import wait_for
 
 # A model so small that a step takes milliseconds, and data that takes no time to prepare.
@@ -140,6 +144,27 @@ class FaultRig:
         """All run folders; one that is still being filled has another name, under which nothing is found later."""
         return {run.path for run in list_runs(self.runs_dir)}
 
+    # --- containers --------------------------------------------------------------------------------------------------
+
+    def push_host_image(self, engine: LauncherEngine, nodes: Sequence[str]) -> list[str]:
+        """An image of this machine's Python, brought to `nodes` by `burst image push`: settings to run ranks in it."""
+        tree = io.BytesIO()
+        write_host_tree(tree)
+        engine.import_tree("rig/host:1", tree.getvalue())
+        words = ["--image", "rig/host:1", f"cluster={self.testbed.name}", "--hosts", ",".join(nodes)]
+        push = self.burst("image", "push", *words, env={"DOCKER_HOST": engine.host}, timeout_s=START_S)
+        assert push.returncode == 0, push.stderr
+        # torch and Python's own links lie outside of the image, which stays small: the containers see them by mounts.
+        mounts = sorted({sys.prefix, sys.base_prefix, *(path for path in sys.path if path.endswith("site-packages"))})
+        container = ("runtime=docker", "image=rig/host:1", f"mounts=[{','.join(mounts)}]")
+        return [*(f"cluster.container.{word}" for word in container), f"cluster.python={sys.executable}"]
+
+    def containers(self, node: str) -> list[str]:
+        """Names of the containers of a node, those that ended too."""
+        socket = f"unix://{self.testbed.node(node).folder.docker_socket}"
+        listed = self.testbed.node(node).inside("docker", "-H", socket, "ps", "--all", "--format", "{{.Names}}")
+        return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def processes(self, run_id: str) -> dict[int, dict[str, str]]:
@@ -163,6 +188,16 @@ class FaultRig:
                 if values.get("BURST_NODE") == node and what in words and "RANK" not in values:
                     found.append(pid)
         return found
+
+    def lose(self, run: RunFolder, node: str) -> None:
+        """The node dies: every process of the run there, its sshd and all connections; none sees another go."""
+        own = [pid for pid, values in self.processes(run.run_id).items() if values.get("BURST_NODE") == node]
+        pids = [*sshd_sessions(self.testbed, node), *own]
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
+        set_fault(self.testbed, node, "sshd_stop")
+        for pid in pids:
+            send(pid, signal.SIGKILL)
 
     def node_folder(self, run: RunFolder, node: str) -> Path:
         """The run folder on a node."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from testkit.fault_rig import FaultRig
-from testkit.host_tree import write_host_tree
 from testkit.image_rig import LauncherEngine, launcher_engine
 from testkit.testbed_fixture import Testbeds
 
@@ -80,23 +75,7 @@ def test_losses_over_ssh_are_those_of_this_machine(
 def test_losses_in_containers_are_those_of_this_machine(
     rig: FaultRig, engine: LauncherEngine, local_losses: dict[str, list[float]]
 ) -> None:
-    """An image made of this machine's Python, without a registry, pushed to the nodes by `burst image push`."""
-    tree = io.BytesIO()
-    write_host_tree(tree)
-    engine.import_tree("parity/base:1", tree.getvalue())
-    nodes = ",".join(rig.testbed.node_names[:2])
-    words = ["image", "push", "--image", "parity/base:1", f"cluster={rig.testbed.name}", "--hosts", nodes]
-    push = rig.burst(*words, env={"DOCKER_HOST": engine.host}, timeout_s=300)
-    assert push.returncode == 0, push.stderr
-    # torch and Python's own links lie outside of the image, which stays small: the containers see them by mounts.
-    container = ("runtime=docker", "image=parity/base:1", f"mounts=[{sys.prefix},{sys.base_prefix}]")
-    settings = [f"cluster.container.{word}" for word in container]
-    words = [*on_nodes(rig, "2x2"), *settings, f"cluster.python={sys.executable}"]
+    nodes = rig.testbed.node_names[:2]
+    words = [*on_nodes(rig, "2x2"), *rig.push_host_image(engine, nodes)]
     assert losses(rig, words) == pytest.approx(local_losses["2x2"], rel=1e-5)
-    for name in rig.testbed.node_names[:2]:
-        listed = rig.testbed.node(name).inside("docker", "-H", _socket(rig, name), "ps", "-aq")
-        assert subprocess.run(listed, capture_output=True, text=True, check=True).stdout == ""
-
-
-def _socket(rig: FaultRig, name: str) -> str:
-    return f"unix://{Path(rig.testbed.node(name).folder.docker_socket)}"
+    assert [rig.containers(name) for name in nodes] == [[], []]

@@ -1,0 +1,31 @@
+"""What burst's own model says, on one rank; apart from transformers, which takes seconds to import."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from testkit.tiny_training import start_run, whole
+
+from engine.checkpoint.checkpointer import Checkpointer
+from engine.checkpoint.state import Weights
+from engine.config import AttentionConfig, ParallelConfig, load_config
+from engine.config_checkpoint import CheckpointConfig
+from engine.parallel.shard import shard_batch
+
+
+def own_logits(config_file: str, checkpoints: str, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of the newest checkpoint in a folder, on these token ids [1, T]."""
+    config = load_config(Path(config_file))
+    train = replace(config.train, seq_len=tokens.shape[1])
+    run = start_run(replace(config, parallel=ParallelConfig(), attention=AttentionConfig(preset="single"), train=train))
+    checkpointer = Checkpointer(CheckpointConfig(resume_from=checkpoints), Path(checkpoints), {})
+    checkpointer.restore_from(Path(checkpoints), Weights(run.model), lambda manifest: None)
+    checkpointer.close()
+    batch = tokens.numpy()
+    local = shard_batch(batch, batch, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
+    with torch.no_grad():
+        functions = run.attention.context().functions(config.model.num_layers)
+        return F.linear(run.model(local.tokens, local.positions, functions), whole(run.model.head.weight))
