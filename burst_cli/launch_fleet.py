@@ -55,7 +55,7 @@ def prepare_fleet(
         question = Question(config, archive.code_id, place.root if place.is_shared else None, _engine(config))
         with render.stderr().status(f"asking {len(hosts)} nodes"):
             survey = survey_fleet(hosts, question, pool.connect)
-    warnings = check_survey(survey, config, force=request.force)
+    warnings = composed.notes + check_survey(survey, config, force=request.force)
     fleet = Fleet(
         tuple(survey.facts[host.name] for host in hosts),
         archive.code_id,

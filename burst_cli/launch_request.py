@@ -126,7 +126,7 @@ def _prepare_here(request: LaunchRequest, composed: Composed, run_path: Path, la
     plan = with_memory(build(with_policy(composed.config, memory), facts, run_path), memory)
     if request.force:
         plan = with_exclusive(plan, exclusive=False)
-    return PreparedLaunch(plan, memory, composed.overrides)
+    return PreparedLaunch(plan, memory, composed.overrides, composed.notes)
 
 
 def _builder(launcher: str) -> Callable[[RunConfig, NodeFacts, Path], LaunchPlan]:

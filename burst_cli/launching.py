@@ -33,7 +33,7 @@ from engine.errors import ConfigError
 from engine.needle.tasks import needle_tasks
 from engine.run.provenance import collect_provenance
 from engine.run.records import json_text
-from engine.runs import RunFolder, check_writable, create_run
+from engine.runs import OVERRIDES_FILE, RunFolder, check_writable, create_run
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def prepare_data(config: RunConfig, console: Console) -> None:
 def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
     return {
         **dict(plan.files),
-        "overrides.txt": "".join(f"{override}\n" for override in overrides),
+        OVERRIDES_FILE: "".join(f"{override}\n" for override in overrides),
         "provenance.json": json_text(collect_provenance()),
     }
 
