@@ -56,9 +56,9 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
     """
     prepared = prepare_launch(request)
     if request.dry_run:
-        show_plan(prepared.plan, prepared.memory, prepared.warnings, as_json=manner.as_json)
+        show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
         return 0
-    render.stderr().print(launch_notes(prepared.memory, prepared.warnings), soft_wrap=True, end="")
+    render.stderr().print(launch_notes(prepared.memory, prepared.warnings, prepared.notes), soft_wrap=True, end="")
     if prepared.fleet is not None:
         prepared.fleet.lay_code()
     return run_plan(prepared.plan, prepared.overrides, manner)
