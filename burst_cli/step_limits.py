@@ -13,26 +13,26 @@ def fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig,
     Only where train.steps was typed, as a first try is, and the other count was not: what both were typed, or both
     stand in files, is a contradiction that only its author can resolve.
     """
-    typed = sources.get("train.steps", "default")
-    if not _is_typed(typed) or config.train.steps < 1:
+    typed, steps = sources.get("train.steps", "default"), config.train.steps
+    if not _is_typed(typed) or steps < 1:
         return config, ()
-    steps, optimizer, train = config.train.steps, config.optimizer, config.train
-    warmup = min(optimizer.warmup_steps, steps)
-    limits = {"optimizer.warmup_steps": (optimizer.warmup_steps, steps)}
-    if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
-        limits["optimizer.decay_steps"] = (optimizer.decay_steps, steps - warmup)
-    limits["train.warmup_metric_steps"] = (train.warmup_metric_steps, steps - 1)
-    fitted = {
-        key: most
-        for key, (wanted, most) in limits.items()
-        if wanted > most and not _is_typed(sources.get(key, "default"))
-    }
-    sources.update(dict.fromkeys(fitted, typed))
-    notes = tuple(f"{key} is {most}, not {limits[key][0]}: the run has {steps} steps" for key, most in fitted.items())
-    changes = {key.rpartition(".")[2]: most for key, most in fitted.items() if key.startswith("optimizer.")}
-    metric = fitted.get("train.warmup_metric_steps", train.warmup_metric_steps)
-    train = replace(train, warmup_metric_steps=metric)
-    return replace(config, optimizer=replace(optimizer, **changes), train=train), notes
+    notes: list[str] = []
+
+    def at_most(key: str, wanted: int, most: int) -> int:
+        if wanted <= most or _is_typed(sources.get(key, "default")):
+            return wanted
+        sources[key] = typed
+        notes.append(f"{key} is {most}, not {wanted}: the run has {steps} steps")
+        return most
+
+    optimizer, train = config.optimizer, config.train
+    warmup = at_most("optimizer.warmup_steps", optimizer.warmup_steps, steps)
+    decay = optimizer.decay_steps
+    if decay is not None and optimizer.schedule == "wsd":
+        decay = at_most("optimizer.decay_steps", decay, max(0, steps - warmup))
+    unmeasured = at_most("train.warmup_metric_steps", train.warmup_metric_steps, steps - 1)
+    optimizer = replace(optimizer, warmup_steps=warmup, decay_steps=decay)
+    return replace(config, optimizer=optimizer, train=replace(train, warmup_metric_steps=unmeasured)), tuple(notes)
 
 
 def _is_typed(source: str) -> bool:
