@@ -15,7 +15,7 @@ from burst_cli import render
 from burst_cli.data_progress import show_progress
 from burst_cli.evaluation_view import evaluation_view, is_evaluation
 from burst_cli.failure_block import failure_block
-from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.live import open_view
 from burst_cli.plan_view import launch_notes, show_plan
@@ -162,8 +162,8 @@ def result_line(record: dict[str, Any]) -> str:
         f"train loss {plain(record.get('final_train_loss'))}",
         f"validation loss {plain(record.get('final_validation_loss'))}",
         f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",
-        f"{count(record.get('tokens_per_s_per_device'))} tokens/s per device",
+        f"tokens/s per device {count(record.get('tokens_per_s_per_device'))}",
         f"MFU {percent(record.get('mfu'))}",
         f"peak memory {binary_bytes(record.get('peak_memory_bytes'))}",
     ]
-    return "  ".join(parts)
+    return "  ".join(part for part in parts if not part.endswith(DASH))

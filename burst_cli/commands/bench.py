@@ -99,7 +99,7 @@ def _attention_command(measured: Measured) -> Callable[..., None]:
         kv_heads: KvHeadsOption = None,
         head_dim: HeadDimOption = 64,
         dtype: DtypeOption = "bfloat16",
-        backend: BackendOption = "gloo",
+        backend: BackendOption = "auto",
         repeats: RepeatsOption = 5,
         warmup: WarmupOption = 1,
         threads: ThreadsOption = 1,
