@@ -77,7 +77,6 @@ BAD_ARGUMENTS = [
     ),
     (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst --help`."),
     (["config", "--groups", "exp=tiny"], "--groups lists what there is", "leave out exp=tiny"),
-    (["data"], "Missing command", "See `burst data --help`."),
 ]
 
 

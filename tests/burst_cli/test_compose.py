@@ -54,7 +54,8 @@ def test_data_from_files_composes_once_the_files_are_named(name: str, tmp_path: 
 
 def test_every_file_has_a_description() -> None:
     described = {f"{group}/{name}": option.description for group in GROUPS for name, option in GROUPS[group].items()}
-    assert all(described.values()), described
+    cut = {name: text for name, text in described.items() if not text.endswith(".")}
+    assert not cut  # a whole sentence, also where the comment breaks its line
 
 
 @pytest.mark.parametrize(
