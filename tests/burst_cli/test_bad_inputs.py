@@ -36,6 +36,8 @@ BAD_OVERRIDES = [
     ("train.steps=many", "train.steps: expected a whole number, got the text 'many'", ""),
     ("train.steps=1.5", "train.steps: expected a whole number, got the number 1.5", ""),
     ("train.steps=99999999999999999999", "train.steps: expected a whole number", ""),
+    ("train.seq_len=128KB", "train.seq_len: expected a whole number, got the text '128KB'", ""),
+    ("train.steps=1K", "train.steps: expected a whole number, got the text '1K'", ""),
     ("train.compile=1", "train.compile: expected true or false, got the number 1", ""),
     ("model.name=7", "model.name: expected text, got the number 7", "put it in quotes: \"model.name='7'\""),
     ("data.paths=corpus", "data.paths: expected a list", "put it in brackets: data.paths=[corpus]"),

@@ -144,7 +144,8 @@ def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> 
 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
-    write(tmp_path / "my venv/bin/python", "#!/bin/sh\nprintf 'python 3.12.1\\npackage torch 9.9.9\\npackages read\\n'\n")
+    answer = "python 3.12.1\\npackage torch 9.9.9\\npackages read\\n"
+    write(tmp_path / "my venv/bin/python", f"#!/bin/sh\nprintf '{answer}'\n")
     (tmp_path / "my venv/bin/python").chmod(0o700)
     settings = probe_settings(replace(BARE, python="~/my venv/bin/python"))
     software = parse_software(ask(tools, tmp_path, "software", settings=settings))
