@@ -138,7 +138,7 @@ def test_a_final_decay_is_shortened_after_the_warm_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "tokens"), [("128K", 131072), ("1M", 1048576), ("4096", 4096)])
 def test_tokens_are_counted_in_binary_thousands(text: str, tokens: int) -> None:
-    lists = (f"data.length_buckets=[100,{text}]", "data.length_weights=[1,1,1]")
+    lists = (f"data.length_buckets=[100,{text}]", "data.length_weights=[0.5,0.25,0.25]")
     config = compose([f"train.seq_len={text}", f"attention.window_tokens={text}", *lists]).config
     assert (config.train.seq_len, config.attention.window_tokens) == (tokens, tokens)
     assert config.data.length_buckets == (100, tokens)
