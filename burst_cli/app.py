@@ -22,6 +22,7 @@ from burst_cli import __version__
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,20 @@ class _VerbGroup(TyperGroup):
         loaded = typer.main.get_command(importlib.import_module(module).app)
         loaded.name = name
         _fill_help(loaded)
+        if getattr(loaded, "commands", None) and not rest:  # a verb with parts, alone: like `burst` alone
+            typer.echo(loaded.get_help(typer.Context(loaded, info_name=name, parent=ctx)))
+            raise typer.Exit(EXIT_USAGE)
         return name, loaded, rest
 
 
 def _fill_help(command: Any) -> None:
-    """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is."""
+    """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is.
+
+    Flags lose their type, which would read as if `--json true` could be written.
+    """
+    for parameter in command.get_params(typer.Context(command, **_HELP)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     command.help = "\n\n".join(
         text if text.startswith("\b") else re.sub(r"\n(?![\s-])", " ", text) for text in paragraphs
@@ -91,7 +101,7 @@ app = typer.Typer(
     help="Train Llama-style language models on long sequences, on one laptop or a fleet of GPU nodes.",
     epilog="Settings are positional: burst launch exp=tiny train.steps=50   (burst config --fields lists all)",
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
     pretty_exceptions_enable=False,
 )
 
@@ -151,7 +161,9 @@ def _wants_json(flags: Sequence[str]) -> bool:
 
 def _run(arguments: list[str]) -> int:
     """The exit code of the verb; mistakes come out as exceptions."""
-    code: object = typer.main.get_command(app).main(arguments, prog_name="burst", standalone_mode=False)
+    command: Any = typer.main.get_command(app)
+    _fill_help(command)
+    code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
     return code if isinstance(code, int) else 0
 
 
@@ -160,6 +172,6 @@ def new_verb(**settings: Any) -> typer.Typer:
     return typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP,
         **settings,
     )

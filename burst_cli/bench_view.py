@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, plain, seconds
+from burst_cli.figures import DASH, binary_bytes, plain, seconds, seconds_between
 
 Row = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ def spread(timing: Mapping[str, Any] | None) -> str:
     """Median and, in parentheses, fastest to slowest."""
     if timing is None:
         return DASH
-    return f"{seconds(timing['median_s'])} ({timing['min_s']:.3g}…{timing['max_s']:.3g})"
+    return seconds_between(timing["median_s"], timing["min_s"], timing["max_s"])
 
 
 def _ratio(row: Row) -> str:

@@ -34,6 +34,7 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     key, equals, value = body.partition("=")
     if equals:
         found = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields) if text.startswith(value)]
+        found += [(f"{key}={path}", "") for path in _paths(value)]
     else:
         found = list(_keys(body, groups, fields))
         if len(found) == 1 and found[0][0].endswith("="):
@@ -54,9 +55,35 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     return [*found, *((exp, "the newest run of this experiment") for exp in exps)]
 
 
+def complete_device(incomplete: str) -> list[Candidate]:
+    """(name, how much it has) of devices whose memory is known."""
+    from engine.memory.capacity import DEVICES
+
+    return [(one.name, one.source) for one in DEVICES if one.name.startswith(incomplete)]
+
+
+def complete_machine(incomplete: str) -> list[str]:
+    """Machines whose speed is known."""
+    from engine.simulate.machine import MACHINES
+
+    return [name for name in MACHINES if name.startswith(incomplete)]
+
+
 def complete_run_or_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     """Runs and overrides that begin so: what `burst eval` takes."""
     return [*complete_run(ctx, incomplete), *complete_override(ctx, incomplete)]
+
+
+def _paths(value: str) -> Iterator[str]:
+    """What a path that was begun, as a whole value or inside a list, may become; folders end in a slash."""
+    begun = value[max(value.rfind("["), value.rfind(",")) + 1 :]
+    if not begun.startswith(("/", "./", "../", "~/")):
+        return
+    folder, _, name = begun.rpartition("/")
+    with contextlib.suppress(OSError, RuntimeError):  # no such folder, or no home
+        for entry in sorted(Path(f"{folder}/").expanduser().iterdir()):
+            if entry.name.startswith(name) and (name or not entry.name.startswith(".")):
+                yield f"{value.removesuffix(begun)}{folder}/{entry.name}{'/' if entry.is_dir() else ''}"
 
 
 def _one_line(doc: str) -> str:

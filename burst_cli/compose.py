@@ -30,6 +30,7 @@ from yaml import YAMLError, safe_dump
 from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.overrides import Groups, Override, grammar_problem, override_problem
 from burst_cli.sources import Layer, trace_sources
+from burst_cli.step_limits import fit_to_steps
 from burst_cli.sweep.grammar import MOST_CELLS, Axis
 from engine.config import RunConfig, config_to_dict, read_config
 from engine.config_checks import config_problems
@@ -47,12 +48,13 @@ class Composed:
     """A checked configuration, the overrides as given, and where the values came from.
 
     `sources`: dotted key -> file (`conf/exp/tiny.yaml`), override (`train.steps=50`) or `default`, for every setting
-    that a file or an override names; a key that is absent has its default.
+    that a file or an override names; a key that is absent has its default. `notes`: what was made to fit, in words.
     """
 
     config: RunConfig
     overrides: tuple[str, ...]
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
         config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
     config, contradictions = count_nodes(config, sources)
     problems += contradictions
+    config, notes = fit_to_steps(config, sources)
     # A rule about a setting that could not be read would speak of its default, which nobody asked for.
     doubtful = {key for problem in problems for key in problem.keys}
     problems += [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    return Composed(config, tuple(overrides), sources)
+    return Composed(config, tuple(overrides), sources, notes)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,14 +70,12 @@ def find_file(folders: Sequence[Path], name: str) -> Path | None:
 
 
 def _first_comment(path: Path) -> str:
-    """The first comment line that is prose; empty when there is none."""
+    """The first sentence of the first comment that is prose; empty when there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return ""
-    for line in lines:
-        if line.startswith("#") and not line.startswith("# @package"):
-            return line.lstrip("# ").rstrip()
-        if line.strip() and not line.startswith("#"):
-            break
-    return ""
+    prose = (line for line in lines if line.strip() and not line.startswith("# @package"))
+    comment = itertools.takewhile(lambda line: line.startswith("#"), prose)
+    text = " ".join(line.lstrip("# ").rstrip() for line in comment)
+    return re.split(r"(?<=[.!?])\s", text, maxsplit=1)[0]

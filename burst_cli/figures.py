@@ -60,6 +60,12 @@ def seconds(value: float | None) -> str:
     return f"{1000 * value:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
+def seconds_between(middle: float, low: float, high: float) -> str:
+    """A short time and the interval around it, in one unit: 250 ms (240…260)."""
+    factor, unit = (1000, "ms") if middle < 0.9995 else (1, "s")
+    return f"{factor * middle:.3g} {unit} ({factor * low:.3g}…{factor * high:.3g})"
+
+
 def duration(value: float | None) -> str:
     """A long time: 0:42, 12:05, 3:04:05."""
     if value is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from burst_cli import render
 from burst_cli.compose import Composed
-from burst_cli.launch_request import LaunchRequest, PreparedLaunch, settle_memory, with_policy
+from burst_cli.launch_request import LaunchRequest, PreparedLaunch, settle_memory, time_notes, with_policy
 from burst_cli.memory_check import with_memory
 from cluster.access.hosts import Host
 from cluster.access.nodes import parse_nodes
@@ -16,6 +16,7 @@ from cluster.access.resolve import resolve_hosts
 from cluster.access.ssh import SshPool
 from cluster.code.archive import archive_path, build_archive, keep_archive
 from cluster.code.upload import Delivery, code_place, shared_place, upload_code
+from cluster.facts import probe_local_node
 from cluster.image.local import engine_words
 from cluster.plan_script import openssh_command
 from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders, resolve_fleet
@@ -74,7 +75,8 @@ def prepare_fleet(
     )
     folders = {facts.node: node_folders(plan, facts) for facts in fleet.nodes}
     ready = ReadyFleet(hosts, Delivery(archive, place, folders, config.cluster.ssh.fan_out))
-    return PreparedLaunch(plan, memory, composed.overrides, warnings, ready)
+    notes = composed.notes + time_notes(request, memory.config, probe_local_node(), least_hardware(fleet.nodes))
+    return PreparedLaunch(plan, memory, composed.overrides, warnings, ready, notes)
 
 
 def at_home(config: RunConfig) -> RunConfig:

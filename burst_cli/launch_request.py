@@ -47,13 +47,14 @@ class LaunchRequest:
 @dataclass(frozen=True)
 class PreparedLaunch:
     """A launch that was found fit. overrides: those that spell this configuration, nodes included. fleet: nodes that
-    still lack what the plan starts there; None: there are none such."""
+    still lack what the plan starts there; None: there are none such. notes: what a person should know before."""
 
     plan: LaunchPlan
     memory: MemoryCheck
     overrides: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     fleet: ReadyFleet | None = None
+    notes: tuple[str, ...] = ()
 
 
 def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
@@ -114,6 +115,18 @@ def with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
     return replace(config, memory=memory.config.memory)
 
 
+def time_notes(
+    request: LaunchRequest, config: RunConfig, facts: NodeFacts, hardware: Hardware | None = None
+) -> tuple[str, ...]:
+    """What to say of the time that the settled `config` takes. Raises ConfigError where it is hopeless on CPUs."""
+    from burst_cli.launch_time import expected_time, newest_measured
+    from burst_cli.sweep.judge import LaunchJudge
+
+    planner = EnginePlanner(lambda text: None, hardware)
+    measured = newest_measured(request.runs_dir or default_runs_dir())
+    return expected_time(config, LaunchJudge(facts, planner, measured, request.force or request.dry_run))
+
+
 def _prepare_here(request: LaunchRequest, composed: Composed, run_path: Path, launcher: str) -> PreparedLaunch:
     """A launch on this machine, or through the Slurm that it submits to."""
     if launcher == "slurm" and not request.dry_run:
@@ -126,7 +139,8 @@ def _prepare_here(request: LaunchRequest, composed: Composed, run_path: Path, la
     plan = with_memory(build(with_policy(composed.config, memory), facts, run_path), memory)
     if request.force:
         plan = with_exclusive(plan, exclusive=False)
-    return PreparedLaunch(plan, memory, composed.overrides)
+    notes = composed.notes + (time_notes(request, memory.config, facts) if launcher == "local" else ())
+    return PreparedLaunch(plan, memory, composed.overrides, notes=notes)
 
 
 def _builder(launcher: str) -> Callable[[RunConfig, NodeFacts, Path], LaunchPlan]:

@@ -16,7 +16,7 @@ from burst_cli.data_progress import show_progress
 from burst_cli.evaluation import weights_of
 from burst_cli.evaluation_view import evaluation_view, is_evaluation
 from burst_cli.failure_block import failure_block
-from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.live import open_view
 from burst_cli.next_attempt import lead_attempts
@@ -36,7 +36,7 @@ from engine.errors import ConfigError
 from engine.needle.tasks import needle_tasks
 from engine.run.provenance import collect_provenance
 from engine.run.records import json_text
-from engine.runs import RunFolder, check_writable, create_run
+from engine.runs import OVERRIDES_FILE, RunFolder, check_writable, create_run
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
     """
     prepared = prepare_launch(request)
     if request.dry_run:
-        show_plan(prepared.plan, prepared.memory, prepared.warnings, as_json=manner.as_json)
+        show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
         return 0
-    render.stderr().print(launch_notes(prepared.memory, prepared.warnings), soft_wrap=True, end="")
+    render.stderr().print(launch_notes(prepared.memory, prepared.warnings, prepared.notes), soft_wrap=True, end="")
     if prepared.fleet is not None:
         prepared.fleet.lay_code()
     return run_plan(prepared.plan, prepared.overrides, manner)
@@ -126,7 +126,7 @@ def prepare_data(config: RunConfig, console: Console) -> None:
 def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
     return {
         **dict(plan.files),
-        "overrides.txt": "".join(f"{override}\n" for override in overrides),
+        OVERRIDES_FILE: "".join(f"{override}\n" for override in overrides),
         "provenance.json": json_text(collect_provenance()),
     }
 
@@ -183,8 +183,8 @@ def result_line(record: dict[str, Any]) -> str:
         f"train loss {plain(record.get('final_train_loss'))}",
         f"validation loss {plain(record.get('final_validation_loss'))}",
         f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",
-        f"{count(record.get('tokens_per_s_per_device'))} tokens/s per device",
+        f"tokens/s per device {count(record.get('tokens_per_s_per_device'))}",
         f"MFU {percent(record.get('mfu'))}",
         f"peak memory {binary_bytes(record.get('peak_memory_bytes'))}",
     ]
-    return "  ".join(parts)
+    return "  ".join(part for part in parts if not part.endswith(DASH))

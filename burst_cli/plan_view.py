@@ -17,13 +17,20 @@ _ORDER = ("plan.sh", "job.sbatch", "env/", "config.yaml")
 _MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
 
 
-def show_plan(plan: LaunchPlan, memory: MemoryCheck, warnings: Sequence[str] = (), *, as_json: bool) -> None:
+def show_plan(
+    plan: LaunchPlan,
+    memory: MemoryCheck,
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    *,
+    as_json: bool,
+) -> None:
     """Print the plan on stdout: run folder, nodes, backend, memory; then command, environment, configuration as files.
 
-    `warnings`: what is odd about the nodes, on stderr with --json.
+    `warnings`: what is odd about the nodes, `notes`: what is good to know; on stderr with --json.
     """
     if as_json:
-        render.stderr().print(launch_notes(None, warnings), soft_wrap=True, end="")
+        render.stderr().print(launch_notes(None, warnings, notes), soft_wrap=True, end="")
         render.emit_json({**plan.to_dict(), "memory": memory.to_dict()})
         return
     console = render.stdout()
@@ -31,7 +38,7 @@ def show_plan(plan: LaunchPlan, memory: MemoryCheck, warnings: Sequence[str] = (
     console.print(Text.assemble(("ranks       ", "bold"), _ranks(plan)), soft_wrap=True)
     console.print(Text.assemble(("backend     ", "bold"), f"{plan.backend.name}, {plan.backend.reason}"))
     console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
-    console.print(launch_notes(memory, warnings), soft_wrap=True, end="")
+    console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
     if memory.choice is not None:
         console.print(policies_table(memory.choice))
     shown, left_out = _shown_files(plan)
@@ -78,15 +85,15 @@ def policies_table(choice: MemoryChoice) -> Table:
     return table
 
 
-def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = ()) -> Text:
-    """What a person should know before: the policy that was chosen, warnings; one line each, may be empty."""
-    notes = Text()
+def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Text:
+    """What a person should know before: `notes`, the policy that was chosen, warnings; one line each, may be empty."""
+    said = Text("".join(f"{note}\n" for note in notes))
     if memory is not None and memory.choice is not None:
-        notes.append(f"memory.activation_checkpoint={memory.choice.reason}\n")
+        said.append(f"memory.activation_checkpoint={memory.choice.reason}\n")
     told = () if memory is None else (*memory.warnings, *memory.problems)
     for text in (*warnings, *told):
-        notes.append(f"warning: {text}\n", style="yellow")
-    return notes
+        said.append(f"warning: {text}\n", style="yellow")
+    return said
 
 
 def _rank(name: str) -> int:

@@ -8,12 +8,14 @@ from pathlib import Path
 from cluster.failure import Failure
 from engine.config import RunConfig
 from engine.memory.oom import Where, less_memory_text
+from engine.runs import OVERRIDES_FILE
 
 
 def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
     """What to do next; `run_path` is the run folder."""
     log = failure.log or "the log"
-    again = f"`burst resume {shlex.quote(run_path.name)}` starts the same ranks again."
+    resume = f"burst resume {shlex.quote(run_path.name)}"
+    again = f"`{resume}` starts the same ranks again."
     match failure.kind:
         case "config" | "user":
             return "Correct the setting or file that the message names and launch again."
@@ -27,8 +29,8 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
         case "hang":
             return f"Read where every rank was in {failure.stacks or log} and beside it; {again}"
         case "node_lost":
-            check = f"burst check-nodes --hosts {shlex.quote(failure.host or '')}"
-            return f"See what is left of the node with `{check}`; {again}{_elsewhere(failure)}"
+            check = shlex.join(["burst", "check-nodes", *_cluster_words(run_path), "--hosts", failure.host or ""])
+            return f"See what is left of the node with `{check}`; {again} On other nodes: `{resume} --hosts NODES`."
         case "port":
             chosen = "a free port is chosen, unless cluster.master_port names one"
             return f"See who listens there with `ss -ltnp`, and launch again: {chosen}."
@@ -40,12 +42,13 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return f"The whole traceback is in {log}; {again}"
 
 
-def _elsewhere(failure: Failure) -> str:
-    """How to go on without the node; its own disk may be the only one with a part of the checkpoint."""
-    if failure.checkpoint is None:
-        return ""
-    source = shlex.quote(f"train.checkpoint.resume_from={failure.checkpoint}")
-    return f" On other nodes: launch as before with --hosts and {source}, if they see all of it."
+def _cluster_words(run_path: Path) -> list[str]:
+    """The overrides of the launch that say how its nodes are reached: without them a name alone may mean nothing."""
+    try:
+        words = (run_path / OVERRIDES_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:  # advice must not fail over a damaged run folder
+        return []
+    return [word for word in words if word.startswith(("cluster=", "cluster.ssh."))]
 
 
 def _where(failure: Failure) -> Where:

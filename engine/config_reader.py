@@ -47,7 +47,8 @@ class _Reader:
         for item in fields(cls):
             if item.name not in value:
                 continue
-            good, result = self.value(hints[item.name], value[item.name], f"{prefix}{item.name}")
+            given = tokens_of(value[item.name]) if note_of(item).unit == "tokens" else value[item.name]
+            good, result = self.value(hints[item.name], given, f"{prefix}{item.name}")
             if good:
                 read[item.name] = result
         return cls(**read)
@@ -117,6 +118,17 @@ def describe_value(value: Any) -> str:
 
 # YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+_TOKENS = re.compile(r"(\d+)([KM])")
+
+
+def tokens_of(value: Any) -> Any:
+    """The number of tokens that 128K or 1M means, as this field counts them: 131072, 1048576; all else as it is."""
+    if isinstance(value, list):
+        return [tokens_of(item) for item in value]
+    found = _TOKENS.fullmatch(value) if isinstance(value, str) else None
+    return int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]] if found else value
 
 
 def convert_scalar(annotation: Any, value: Any) -> tuple[bool, Any]:

@@ -38,6 +38,7 @@ from engine.run.process import process_start
 from engine.run.rank_errors import describe_error
 from engine.run.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
 
+OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run
 NODE_VARIABLE = "BURST_NODE"  # likewise: the node's name in the launch plan, which need not be its host name

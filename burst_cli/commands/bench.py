@@ -99,7 +99,7 @@ def _attention_command(measured: Measured) -> Callable[..., None]:
         kv_heads: KvHeadsOption = None,
         head_dim: HeadDimOption = 64,
         dtype: DtypeOption = "bfloat16",
-        backend: BackendOption = "gloo",
+        backend: BackendOption = "auto",
         repeats: RepeatsOption = 5,
         warmup: WarmupOption = 1,
         threads: ThreadsOption = 1,
@@ -258,7 +258,9 @@ def _words(text: str, option: str) -> list[str]:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    words = _words(text, option)
+    from engine.config_reader import tokens_of
+
+    words = [str(tokens_of(word)) for word in _words(text, option)]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"{option}: got {text!r}; expected positive whole numbers separated by commas")
+        raise ConfigError(f"{option}: got {text!r}; expected positive whole numbers, such as 4096,128K")
     return [int(word) for word in words]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from burst_cli.app import new_verb
+from burst_cli.completion import complete_device, complete_machine
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ DeviceOption = Annotated[
         "--device",
         metavar="NAME",
         help="Compare memory with this device: a100, a100-40gb, h100, h200, b200, cpu, ... or bytes such as 80e9.",
+        autocompletion=complete_device,
     ),
 ]
 MemoryByOption = Annotated[
@@ -78,7 +80,12 @@ def plan(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option("--machine", metavar="NAME", help="Predict seconds on this machine: a100, h100, h200 or cpu."),
+        typer.Option(
+            "--machine",
+            metavar="NAME",
+            help="Predict seconds on this machine: a100, h100, h200 or cpu.",
+            autocompletion=complete_machine,
+        ),
     ] = None,
     machine_fields: MachineFieldsOption = None,
     picture: Annotated[

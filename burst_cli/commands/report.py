@@ -26,6 +26,7 @@ _FORMATS = {
     ".csv": Format.csv,
     ".json": Format.json,
     ".tex": Format.latex,
+    ".txt": Format.table,
 }
 
 
@@ -108,11 +109,24 @@ def report(
 def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[Format, Path | None]:
     """(format, file or None for standard output); --json prints its document whatever else is written."""
     if format is None and output is not None and not (as_json and output.suffix not in _FORMATS):
-        format = _FORMATS.get(output.suffix.lower(), Format.table)
+        format = _format_of(output)
     format = format or (Format.json if as_json else Format.table)
     if format is Format.html and output is None:
         output = DEFAULT_PAGE
     return format, output
+
+
+def _format_of(output: Path) -> Format:
+    """By the end of the name. Raises ConfigError for one that means a format which is not written."""
+    from engine.errors import ConfigError
+
+    if output.suffix.lower() not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise ConfigError(
+            f"--output {output}: no report is written in the format {output.suffix or 'of a name without an end'}; "
+            f"expected a name that ends in {known}, or --format beside any name"
+        )
+    return _FORMATS[output.suffix.lower()]
 
 
 def _check_files(format: Format, output: Path | None, png: Path | None, force: bool) -> None:

@@ -108,7 +108,8 @@ def _records(request: Request) -> tuple[list[dict[str, Any]], Sweep | None]:
     since, statuses = parse_since(request.since, now), check_statuses(request.statuses)
     filters = Filters(request.exps, statuses, since, request.limit)
     if request.sweep is None:
-        runs = select_runs(request.runs_dir, request.names, latest=False)
+        compared = request.compare if request.compare is not None and request.by is None else ()
+        runs = select_runs(request.runs_dir, request.names or compared, latest=False)
         runs = keep_runs(runs, filters)
         if request.latest:
             runs = list({run.exp: run for run in runs}.values())

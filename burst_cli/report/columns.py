@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from burst_cli.evaluation_view import is_evaluation, weights_text
-from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds
+from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds, seconds_between
 from burst_cli.report.values import Record, is_above_peak, number, one_line, run_name, text
 from engine.config_schema import nearest
 from engine.errors import ConfigError
@@ -40,6 +40,11 @@ def _median(name: str, show: Show) -> Cell:
         return middle if middle == DASH or DASH in (low, high) or low == high else f"{middle} ({low}…{high})"
 
     return cell
+
+
+def _step_time(record: Record) -> str:
+    middle, low, high = (number(record, f"step_time_s{suffix}") for suffix in ("", "_p25", "_p75"))
+    return seconds(middle) if middle is None or low is None or low == high else seconds_between(middle, low, high or 0)
 
 
 def _share(name: str) -> Cell:
@@ -116,7 +121,7 @@ COLUMNS = (
         "median after warm-up, with quartiles",
         _median("tokens_per_s_per_device", count),
     ),
-    Column("step_time_s", "step time", "median of the slowest rank, with quartiles", _median("step_time_s", seconds)),
+    Column("step_time_s", "step time", "median of the slowest rank, with quartiles", _step_time),
     Column(
         "step_time_s_n", "n", "steps behind the medians", _number("step_time_s_n", lambda v: plain(v, 0)), default=True
     ),
@@ -198,15 +203,15 @@ EFFECTIVE_KEYS = (
 # What a terminal that is too narrow for all columns shows first; both conventions of MFU stay together.
 FIRST_KEYS = (
     "run",
-    "status",
-    "attention_preset",
-    "seq_len",
     "tokens_per_s_per_device",
     "mfu",
-    "peak_memory_bytes",
-    "ratio_tokens_per_s_per_device",
-    "memory_policy",
     "final_train_loss",
+    "ratio_tokens_per_s_per_device",
+    "peak_memory_bytes",
+    "attention_preset",
+    "seq_len",
+    "status",
+    "memory_policy",
     "mfu_full_attention",
     "ratio_peak_memory_bytes",
     "step_time_s",

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from burst_cli.completion import complete_run
+
 
 class Format(enum.StrEnum):
     """How a report is written."""
@@ -27,6 +29,7 @@ NamesArgument = Annotated[
     typer.Argument(
         metavar="[RUN|EXP]...",
         help="Experiments, run ids (or how they begin, or their last six digits) or run folders; none: every run.",
+        autocompletion=complete_run,
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.evaluation_view import evaluation_view, is_evaluation
-from burst_cli.report.columns import FIRST_KEYS, Column, notes_for
+from burst_cli.report.columns import FIRST_KEYS, Column, filled, notes_for
 from burst_cli.report.compare_text import comparison_rows, config_rows, sides_of, tests_of
 from burst_cli.report.model import Report
 from burst_cli.report.published import caveats_of
@@ -32,7 +32,8 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     for group in report.groups:
         if len(report.groups) > 1:
             yield Text(f"\n{group.title}", style="bold")
-        yield records_table(report.columns, group.records, width, may_choose=not report.are_columns_chosen)
+        columns = report.columns if report.are_columns_chosen else filled(report.columns, group.records)
+        yield records_table(columns, group.records, width, may_choose=not report.are_columns_chosen)
         yield from _evaluations(group.records)
     for note in notes_for(report.records):
         yield Text(note, style="dim")
@@ -89,11 +90,15 @@ def records_table(
     side_by_side = max(map(len, headings)) + _CELL_PADDING + 1 + sum(_column_width(row, width) for row in rows)
     if not may_choose or len(records) == 1 or side_by_side <= width:
         return _columns(headings, rows, width)
+    # Headings word below word, and runs by their last digits, which every verb takes for them.
+    if "run" in cells:
+        cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
+    words = {column.key: column.heading.split() for column in columns}
+    wide = {key: max(map(len, (*words[key], *cells[key]))) + _CELL_PADDING for key in words}
     kept = _most_important(columns, wide, width)
     left_out = [column.heading for column in columns if column not in kept]
-    table = _table(
-        [c.heading for c in kept], list(zip(*(cells[c.key] for c in kept), strict=True)), [c.number for c in kept]
-    )
+    rows = list(zip(*(cells[c.key] for c in kept), strict=True))
+    table = _table(["\n".join(words[c.key]) for c in kept], rows, [c.number for c in kept])
     return Lines(
         table, Text(f"Too narrow for: {', '.join(left_out)}. See --columns, --format html or md.", style="dim")
     )

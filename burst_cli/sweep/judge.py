@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from burst_cli.engine_memory import EnginePlanner
 from burst_cli.memory_check import check_memory
 from burst_cli.plan_candidates import flops_of, group_topology
-from burst_cli.sweep.estimate import Estimate, Measured, Work, estimate
+from burst_cli.sweep.estimate import ASSUMED_CORE_FLOPS, Estimate, Measured, Work, estimate
 from cluster.facts import NodeFacts
 from cluster.plan import choose_backend
 from engine.attention.auto import check_attention
@@ -69,6 +69,8 @@ class LaunchJudge:
             known = peak_flops(self.planner.capacity(config).device_name, train.compute_dtype)
         except ConfigError:
             return None
+        if known is None and config.cluster.backend == "gloo":
+            return ASSUMED_CORE_FLOPS * (config.cluster.threads_per_rank or 1)
         return known.flops_per_s if known is not None else None
 
 

@@ -29,6 +29,7 @@ def probe_settings(config: ClusterConfig) -> dict[str, str]:
     """What host.sh must know of the configuration: variables to export, quoted, before its sections."""
     settings = {
         "BURST_RUNTIME": config.container.runtime,
+        "BURST_PYTHON": config.python,
         "BURST_ENGINE": config.container.command,
         "BURST_IMAGE": config.container.image,
         "BURST_SHARED_FOLDER": config.shared_folder,

@@ -83,8 +83,8 @@ def _judge_packages(probe: NodeProbe, config: ClusterConfig, software: Software)
         text = f"Python {software.python} cannot list its packages"
         return [torch.unknown(text), nccl.unknown(text)]
     if "torch" not in software.packages:
-        remedy = "install burst into the Python that launches use"
-        return [torch.warn("python3 has no PyTorch", remedy), nccl.skip("python3 has no PyTorch")]
+        text = f"{config.python or 'python3'}, the Python of the ranks, has no PyTorch"
+        return [torch.warn(text, "install burst there, or name another by cluster.python"), nccl.skip(text)]
     version = software.packages["torch"]
     found = nccl.ok(software.nccl) if software.nccl else nccl.skip("not a package of its own")
     return [torch.ok(version), found]

@@ -9,6 +9,7 @@ remember               one line in the history
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import traceback
@@ -159,8 +160,8 @@ def check_nodes(
 
 
 def check_this_machine(config: ClusterConfig, options: CheckOptions | None = None) -> FleetReport:
-    """The report on this machine alone, without SSH."""
-    options = options or CheckOptions()
+    """The report on this machine alone, without SSH; a launch here takes this very Python for its ranks."""
+    config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
     begin = time.monotonic()
     question = _Question.of(config, options)
     probe = question.ask_this_machine()

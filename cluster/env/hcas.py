@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
@@ -18,10 +18,10 @@ _RATE_TOLERANCE_GBPS = 0.5
 def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
     """(a decision for every port, in the order of their numbers; warnings).
 
-    A port stays when its link is up, it is neither a virtual function nor a bond nor on the way to the default route
-    or a storage server, has the link layer with most bandwidth, and the rate of the fastest (or at least
-    cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a virtual machine, and
-    bonds where they are most of the network.
+    A port stays when its link is up, it is neither a virtual function nor a bond, nor on the way to the default route
+    or a storage server while ranks can do without it, has the link layer with most bandwidth, and the rate of the
+    fastest (or at least cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a
+    virtual machine, and bonds where they are most of the network.
     """
     sieve = _Sieve(sorted(facts.ports, key=port_order))
     sieve.drop(_link_trouble)
@@ -102,21 +102,31 @@ def _bandwidth(ports: Iterable[HcaPort]) -> float:
 
 
 def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterConfig) -> None:
-    """Drop ports that other traffic needs, as long as enough remain for the ranks."""
+    """Drop ports that other traffic needs, unless the ranks would lose by it, which is warned of.
+
+    They would when none of that rate remained, or when more GPUs than before had to share one.
+    """
     reasons = _carrier_reasons(facts)
-    carrying = [port for port in sieve.left if port.netdev in reasons]
-    spare = len(sieve.left) - len(carrying)
-    expected = config.expected.hcas or 0
-    # InfiniBand serves nothing but computing and storage, so the last one stays; Ethernet may be mere management.
-    if carrying and not spare and all(port.link_layer == INFINIBAND for port in carrying):
-        for port in carrying:
-            sieve.remark([port.name], f"{reasons[port.netdev or '']}, but the node has no other InfiniBand port")
-        return
-    if carrying and spare < expected <= spare + len(carrying):
-        for port in carrying:
-            sieve.remark([port.name], f"{reasons[port.netdev or '']}, but cluster.expected.hcas={expected} counts it")
-        return
-    sieve.drop(lambda port: reasons.get(port.netdev or ""))
+    layer = _leading_layer(sieve.left)
+    best = max((port.rate_gbps or 0.0 for port in sieve.left if port.link_layer == layer), default=0.0)
+    leading = [p for p in sieve.left if p.link_layer == layer and (p.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
+    carrying = [port for port in leading if port.netdev in reasons]
+    spare, gpus, expected = len(leading) - len(carrying), max(1, len(facts.gpus)), config.expected.hcas or 0
+    why = ""
+    is_expected = spare < expected <= len(leading)
+    if is_expected:
+        why = f"cluster.expected.hcas={expected} counts it"
+    elif not spare:
+        why = "the node has no other port as fast"
+    elif -(-gpus // spare) > -(-gpus // len(leading)):
+        why = f"without it {gpus} GPUs would share {spare} ports"
+    for port in carrying:
+        told = f"{reasons[port.netdev or '']}, but {why}"
+        sieve.remark([port.name], told)  # of one that is dropped nobody reads it
+        if why and not is_expected:
+            sieve.warnings.append(f"{port.name} is used for the ranks: {told}")
+    kept = {port.name for port in carrying if why}
+    sieve.drop(lambda port: None if port.name in kept else reasons.get(port.netdev or ""))
 
 
 def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
@@ -138,16 +148,20 @@ def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
 
 def _drop_other_layers(sieve: _Sieve) -> None:
     """Keep the link layer with most bandwidth: one fast Ethernet adapter must not outvote four InfiniBand ones."""
-    rates: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    for port in sieve.left:
-        rates[port.link_layer] += port.rate_gbps or 0.0
-        counts[port.link_layer] += 1
-    if not counts:
-        return
-    layer = max(counts, key=lambda name: (rates[name], counts[name], name == INFINIBAND))
-    most = f"most bandwidth of the node is {layer} ({counts[layer]} ports, {rates[layer]:g} Gbit/s)"
+    layer = _leading_layer(sieve.left)
+    ports = [port for port in sieve.left if port.link_layer == layer]
+    most = f"most bandwidth of the node is {layer} ({len(ports)} ports, {_bandwidth(ports):g} Gbit/s)"
     sieve.drop(lambda port: f"its link layer is {port.link_layer}; {most}" if port.link_layer != layer else None)
+
+
+def _leading_layer(ports: Sequence[HcaPort]) -> str | None:
+    """The link layer with most bandwidth; None without ports."""
+    counts = Counter(port.link_layer for port in ports)
+
+    def weight(layer: str) -> tuple[float, int, bool]:
+        return _bandwidth(port for port in ports if port.link_layer == layer), counts[layer], layer == INFINIBAND
+
+    return max(counts, key=weight, default=None)
 
 
 def _drop_slow(sieve: _Sieve, config: ClusterConfig) -> None:

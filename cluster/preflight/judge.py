@@ -11,7 +11,7 @@ from cluster.errors import ClusterError, SshError
 from cluster.image.node.boot import OLD_PYTHON
 from cluster.preflight.bundle import NoAnswerError
 from cluster.preflight.facts import DataFacts, RemoteFacts
-from cluster.preflight.survey import NEEDED_MODULES, Survey
+from cluster.preflight.survey import Survey, needed_modules
 from engine.config import RunConfig
 from engine.errors import BurstError
 
@@ -169,7 +169,7 @@ def _python(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
 
 def _modules(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     python = facts.python
-    missing = [] if python is None else [name for name in NEEDED_MODULES if python.modules.get(name) is None]
+    missing = [] if python is None else [name for name in needed_modules(config) if python.modules.get(name) is None]
     if python is not None and missing and python.version[:2] >= OLDEST_PYTHON:
         text = (
             f"{python.executable} has no {', '.join(missing)}; install it there, or set cluster.python to one that has"
@@ -273,9 +273,8 @@ def _differences(facts: Sequence[RemoteFacts], config: RunConfig) -> Iterator[No
     digits = 3 if config.data.format == "stdlib" else 2
     versions = {node: ".".join(map(str, python.version[:digits])) for node, python in pythons.items()}
     yield from _differing("python.differs", "Python", versions, "set cluster.python to the same one")
-    for name in NEEDED_MODULES[:1]:
-        versions = {node: found for node, python in pythons.items() if (found := python.modules.get(name))}
-        yield from _differing(f"{name}.differs", name, versions, "install the same version")
+    versions = {node: found for node, python in pythons.items() if (found := python.modules.get("torch"))}
+    yield from _differing("torch.differs", "torch", versions, "install the same version")
 
 
 def _differing(kind: str, what: str, values: Mapping[str, str], remedy: str) -> Iterator[NodeProblem]:

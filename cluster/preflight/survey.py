@@ -24,7 +24,6 @@ MODULES = (
     "cluster.preflight.node.talk",
     "cluster.preflight.node.survey",
 )
-NEEDED_MODULES = ("torch", "numpy", "yaml", "safetensors")
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
 _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 _PROBE_S = 60.0
@@ -58,7 +57,7 @@ class Question:
         return {
             "node": node,
             "python": cluster.python if is_bare else None,
-            "modules": list(NEEDED_MODULES) if is_bare else [],
+            "modules": list(needed_modules(self.config)) if is_bare else [],
             "root": cluster.node_folder,
             "code_root": self.code_root,
             "code_id": self.code_id,
@@ -67,6 +66,19 @@ class Question:
             "engine": list(self.engine),
             "image": cluster.container.image if self.engine else None,
         }
+
+
+def needed_modules(config: RunConfig) -> tuple[str, ...]:
+    """What ranks of this configuration import, torch first."""
+    data, is_tokenised = config.data, config.data.format == "shards"
+    conditions = {
+        "tokenizers": data.tokenizer != "bytes" and not is_tokenised,
+        "jinja2": data.messages_field is not None and not is_tokenised,
+        "pyarrow": data.format == "parquet",
+        "torchao": config.memory.moments_dtype == "int8",
+        "tensorboard": config.train.tensorboard,
+    }
+    return ("torch", "numpy", "yaml", "safetensors", *(name for name, is_needed in conditions.items() if is_needed))
 
 
 def _read_by_all(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

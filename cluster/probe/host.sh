@@ -164,9 +164,11 @@ END
 
 section host.software 15 <<'END'
 printf 'kernel %s\nruntime %s\n' "$(uname -r)" "${BURST_RUNTIME:-bare}"
-if command -v python3 >/dev/null 2>&1; then
+python=${BURST_PYTHON:-python3}
+case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
+if command -v "$python" >/dev/null 2>&1; then
     # The versions are in the packages' metadata: importing torch would take seconds.
-    python3 - <<'PYTHON' || echo 'failed python'
+    "$python" - <<'PYTHON' || echo 'failed python'
 import sys
 print("python %d.%d.%d" % sys.version_info[:3])
 try:

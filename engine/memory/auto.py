@@ -17,7 +17,7 @@ from engine.config import MemoryConfig, RunConfig, Store
 from engine.errors import ConfigError
 from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
-from engine.memory.fit import Predict, advise, fit_of, sequence_topology
+from engine.memory.fit import Predict, advise, fit_of, sequence_topology, too_large_model
 from engine.memory.host_layers import other_host_layers, with_fewest_on_host
 from engine.memory.overhead import plain_step_seconds
 from engine.simulate.machine import Machine
@@ -84,6 +84,8 @@ def settle_memory(
     missing = -best.fit.headroom_bytes / 1e9
     reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GB"
     advice = [f"{text}, under memory=auto" for text in advise(chosen, world, capacity, MARGIN)]
+    too_large = too_large_model(chosen, world, capacity)
+    advice += [] if too_large is None else [too_large]
     if capacity.host_bytes_per_node is None:
         advice.insert(
             0, "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"

@@ -112,10 +112,24 @@ def estimated_fit(config: RunConfig, world: Topology, capacity: Capacity, margin
 
 
 def advise(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> list[str]:
-    """Changes with which the closed form of `config` fits, one sentence each: ranks, tensor parallelism, length."""
-    found = [_more_ranks(config, world, capacity, margin), _more_tp(config, world, capacity, margin)]
-    found.append(_shorter_sequence(config, world, capacity, margin))
+    """Changes with which the closed form of `config` fits, one sentence each: ranks, tensor parallelism, 8-bit moments,
+    length."""
+    changes = (_more_ranks, _more_tp, _small_moments, _shorter_sequence)
+    found = [change(config, world, capacity, margin) for change in changes]
     return [text for text in found if text is not None]
+
+
+def too_large_model(config: RunConfig, world: Topology, capacity: Capacity) -> str | None:
+    """What to say where the model's own states leave no room for a single token."""
+    places = estimate_on(config, world).components
+    counted = places.values() if capacity.host_is_device else (places["device"],)
+    states = sum(sizes.get(name, 0) for sizes in counted for name in ("parameters", "gradients", "optimizer"))
+    if states <= capacity.device_bytes:
+        return None
+    return (
+        f"a smaller model: weights, gradients and optimizer states alone take {states / 2**30:.3g} GiB of a rank, "
+        "whatever train.seq_len is"
+    )
 
 
 def _more_ranks(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
@@ -124,10 +138,8 @@ def _more_ranks(config: RunConfig, world: Topology, capacity: Capacity, margin: 
     def fits(larger: Topology) -> bool:
         return estimated_fit(with_ranks(config, world, larger), larger, capacity, margin)
 
-    if capacity.host_is_device:
-        return None  # the ranks of one machine share its memory
     known = world
-    for larger in _larger(world):
+    for larger in _larger(world, more_per_node=not capacity.host_is_device):  # on CPUs they share the node's memory
         if fits(larger):
             enough = _fewest_nodes(known, larger, fits)
             where = f"{enough.size} ranks" + (f" ({enough.nodes} nodes of {enough.local_ranks})" * (enough.nodes > 1))
@@ -141,11 +153,12 @@ def _share(config: RunConfig, world: Topology, larger: Topology) -> str:
     return f"{-(-config.train.seq_len // ranks):,}"
 
 
-def _larger(world: Topology) -> Iterator[Topology]:
-    """Twice as many ranks, and again: up to eight in a node, then more nodes."""
+def _larger(world: Topology, *, more_per_node: bool) -> Iterator[Topology]:
+    """Twice as many ranks, and again: up to eight in a node where that helps, then more nodes."""
     local, nodes = world.local_ranks, world.nodes
     while 2 * local * nodes <= MOST_RANKS:
-        local, nodes = (2 * local, nodes) if nodes == 1 and 2 * local <= _NODE_RANKS else (local, 2 * nodes)
+        fills_node = more_per_node and nodes == 1 and 2 * local <= _NODE_RANKS
+        local, nodes = (2 * local, nodes) if fills_node else (local, 2 * nodes)
         yield Topology(nodes, local)
 
 
@@ -188,6 +201,14 @@ def _more_tp(config: RunConfig, world: Topology, capacity: Capacity, margin: flo
         if estimated_fit(changed, world, capacity, margin):
             return f"parallel.tp_size={size} parallel.cp_size=null would fit on the same ranks"
     return None
+
+
+def _small_moments(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
+    if config.memory.moments_dtype == "int8":
+        return None
+    changed = replace(config, memory=replace(config.memory, moments_dtype="int8"))
+    fits = estimated_fit(changed, world, capacity, margin)
+    return "memory.moments_dtype=int8 would fit on the same ranks" if fits else None
 
 
 def _shorter_sequence(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:

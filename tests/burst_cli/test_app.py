@@ -48,11 +48,19 @@ def test_no_verb_shows_the_help_and_is_a_usage_error(burst) -> None:
     assert "Usage: burst" in result.out
 
 
+@pytest.mark.parametrize("verb", ["env", "image", "hosts", "checkpoint", "data", "bench", "testbed"])
+def test_verb_with_parts_alone_shows_its_help(burst, verb: str) -> None:
+    result = burst(verb)
+    assert (result.code, result.err) == (2, "")
+    assert f"Usage: burst {verb} [OPTIONS] COMMAND" in result.out
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 def test_every_verb_explains_itself(burst, verb) -> None:
     result = burst(verb.name, "--help")
     assert result.code == 0
     assert f"Usage: burst {verb.name}" in result.out
+    assert "<bool>" not in result.out  # `--json true` would be refused
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])

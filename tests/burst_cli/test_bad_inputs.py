@@ -36,6 +36,8 @@ BAD_OVERRIDES = [
     ("train.steps=many", "train.steps: expected a whole number, got the text 'many'", ""),
     ("train.steps=1.5", "train.steps: expected a whole number, got the number 1.5", ""),
     ("train.steps=99999999999999999999", "train.steps: expected a whole number", ""),
+    ("train.seq_len=128KB", "train.seq_len: expected a whole number, got the text '128KB'", ""),
+    ("train.steps=1K", "train.steps: expected a whole number, got the text '1K'", ""),
     ("train.compile=1", "train.compile: expected true or false, got the number 1", ""),
     ("model.name=7", "model.name: expected text, got the number 7", "put it in quotes: \"model.name='7'\""),
     ("data.paths=corpus", "data.paths: expected a list", "put it in brackets: data.paths=[corpus]"),
@@ -77,7 +79,6 @@ BAD_ARGUMENTS = [
     ),
     (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst --help`."),
     (["config", "--groups", "exp=tiny"], "--groups lists what there is", "leave out exp=tiny"),
-    (["data"], "Missing command", "See `burst data --help`."),
 ]
 
 
@@ -129,7 +130,7 @@ def test_masks_and_methods_are_tried_before_ranks_start(
         (["memory.host_bytes=8000000", "memory.activation_checkpoint=auto"], ["more than the 1.91 MiB"]),
         (
             ["exp=llama7b_1m", "cluster.ranks_per_node=2", "cluster.backend=gloo", "memory.host_bytes=64000000000"],
-            ["more than the 29.8 GiB", "a smaller train.seq_len"],
+            ["more than the 29.8 GiB", "What helps: ", "a smaller model: weights, gradients and"],
         ),
     ],
 )
@@ -139,6 +140,19 @@ def test_run_that_cannot_fit_is_refused_before_anything_is_created(
     result = burst("launch", *([] if overrides[0].startswith("exp=") else ["exp=tiny"]), *overrides)
     assert_refused(result.code, result.err, *words)
     assert not (tmp_path / "runs").exists()
+
+
+ONE_CORE = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
+
+
+def test_steps_of_minutes_on_the_cpu_are_refused_and_a_shorter_sequence_is_named(burst, tmp_path: Path) -> None:
+    result = burst("launch", "exp=small", *ONE_CORE)
+    # 1.0e14 FLOPs by the counts of engine.flops; a core gives 24 GFLOP/s.
+    words = ("too slow: 1:10:26 h per step is expected on the CPU", "or train.seq_len=4096 (2:48 min per step)")
+    assert_refused(result.code, result.err, *words)
+    assert not (tmp_path / "runs").exists()
+    shorter = burst("launch", "exp=small", *ONE_CORE, "train.seq_len=4096", "--dry-run")
+    assert (shorter.code, "expected: 2:48 min per step, 46:32:56 for 1000 steps" in shorter.out) == (0, True)
 
 
 def test_forced_plan_warns_and_keeps_what_is_known(burst) -> None:

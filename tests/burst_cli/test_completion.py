@@ -100,6 +100,8 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),
         ("burst config --sea", ["--search-path"]),
         ("burst config no.such.key=", []),
+        ("burst plan --device h", ["h200", "h100-nvl", "h100", "h20"]),
+        ("burst plan --machine h", ["h100", "h200"]),
     ],
 )
 def test_candidates_are_the_same_in_every_shell(complete, shell: str, line: str, expected: list[str]) -> None:
@@ -219,7 +221,20 @@ def test_installed_for_zsh_it_is_found_and_asks_as_zsh(tmp_path: Path) -> None:
     assert 'env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _BURST_COMPLETE=complete_zsh burst' in script
 
 
-@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume"])
+def test_paths_are_offered_as_values_and_inside_lists(complete, tmp_path: Path) -> None:
+    for name in ("corpus/books", "corpus/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "corpus/notes.txt").write_text("")
+    start = f"data.paths=[{tmp_path}/a,{tmp_path}/corpus/"
+    assert complete("zsh", f"burst launch {start}") == [f"{start}books/", f"{start}notes.txt"]
+    assert complete("zsh", f"burst launch model.init_from={tmp_path}/co") == [f"model.init_from={tmp_path}/corpus/"]
+    assert complete("fish", f"burst launch data.tokenizer={tmp_path}/corpus/n") == [
+        f"data.tokenizer={tmp_path}/corpus/notes.txt"
+    ]
+    assert complete("zsh", "burst launch data.paths=[/no/such/folder/") == []
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume", "report"])
 def test_runs_are_offered_by_id_and_experiment(complete, tmp_path: Path, verb: str) -> None:
     for run_id in ("20260101-000000-aaaaaa", "20260202-000000-bbbbbb"):
         create_run(tmp_path / "runs" / "tiny" / run_id, {})

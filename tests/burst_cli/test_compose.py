@@ -54,7 +54,8 @@ def test_data_from_files_composes_once_the_files_are_named(name: str, tmp_path: 
 
 def test_every_file_has_a_description() -> None:
     described = {f"{group}/{name}": option.description for group in GROUPS for name, option in GROUPS[group].items()}
-    assert all(described.values()), described
+    cut = {name: text for name, text in described.items() if not text.endswith(".")}
+    assert not cut  # a whole sentence, also where the comment breaks its line
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,39 @@ def test_a_deleted_setting_has_its_default_again() -> None:
 
 def test_a_deleted_experiment_leaves_a_custom_one() -> None:
     assert compose(["~exp", "model=small"]).config.exp == "custom"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "notes"),
+    [
+        (["exp=tiny", "train.steps=3"], (3, 2), ["optimizer.warmup_steps is 3, not 10", "warmup_metric_steps is 2"]),
+        (["exp=small", "train.steps=1"], (1, 0), ["optimizer.warmup_steps is 1, not 50", "warmup_metric_steps is 0"]),
+        (["exp=tiny", "optimizer.warmup_steps=2", "train.steps=4"], (2, 3), []),
+        (["exp=tiny", "train.steps=20"], (10, 3), []),
+        (["exp=small", "train.steps=40"], (40, 3), ["optimizer.warmup_steps is 40, not 50"]),
+    ],
+)
+def test_few_steps_shorten_what_files_say_of_warm_up(overrides: list[str], steps: object, notes: list[str]) -> None:
+    composed = compose(overrides)
+    assert (composed.config.optimizer.warmup_steps, composed.config.train.warmup_metric_steps) == steps
+    assert len(composed.notes) == len(notes)
+    assert all(words in note for words, note in zip(notes, composed.notes, strict=True))
+    assert not notes or composed.sources["optimizer.warmup_steps"] == overrides[-1]
+
+
+def test_a_final_decay_is_shortened_after_the_warm_up(tmp_path: Path) -> None:
+    text = "# @package _global_\noptimizer: {schedule: wsd, warmup_steps: 10, decay_steps: 8}\n"
+    write(tmp_path / "exp", "wsd", text)
+    optimizer = compose(["exp=wsd", "train.steps=12"], [tmp_path]).config.optimizer
+    assert (optimizer.warmup_steps, optimizer.decay_steps) == (10, 2)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("128K", 131072), ("1M", 1048576), ("4096", 4096)])
+def test_tokens_are_counted_in_binary_thousands(text: str, tokens: int) -> None:
+    lists = (f"data.length_buckets=[100,{text}]", "data.length_weights=[0.5,0.25,0.25]")
+    config = compose([f"train.seq_len={text}", f"attention.window_tokens={text}", *lists]).config
+    assert (config.train.seq_len, config.attention.window_tokens) == (tokens, tokens)
+    assert config.data.length_buckets == (100, tokens)
 
 
 def test_a_later_override_wins() -> None:

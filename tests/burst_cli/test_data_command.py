@@ -144,11 +144,6 @@ def test_mistakes_are_one_message_and_an_exit_code(
     assert not list(tmp_path.glob("cache/data/*"))
 
 
-def test_data_alone_names_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data"]) == 2
-    assert "Missing command. See `burst data --help`." in capsys.readouterr().err
-
-
 def test_preparing_imports_no_torch(corpus: Path) -> None:
     code = (
         "import sys; from burst_cli.app import main; assert main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"

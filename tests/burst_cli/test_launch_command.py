@@ -259,8 +259,9 @@ def test_plain_never_redraws_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "exp=tiny", "--dry-run", "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert main(["launch", "exp=tiny", "train.steps=3", "--dry-run", "--runs-dir", str(tmp_path / "runs")]) == 0
     output = capsys.readouterr().out
+    assert "optimizer.warmup_steps is 3, not 10: the run has 3 steps" in output
     assert "torch.distributed.run" in output
     assert "OMP_NUM_THREADS=" in output
     assert "seq_len:" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,13 @@ def groups(runs_dir: Path, each: int) -> None:
             row = noisy(speed * (1 + 0.002 * index), index)
             name = f"tiny/20260101-0000{index:02}-{commit * 6}"
             make_run(runs_dir, name, steps=12, row=row, provenance=provenance)
+
+
+def test_runs_that_are_not_compared_are_not_shown(two_runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_runs, tmp_path / "three")
+    make_run(tmp_path / "three", "tiny/20260102-000000-cccccc")
+    found = build_report(Request(tmp_path / "three", compare=("aaaaaa", "bbbbbb")))
+    assert {record["run_id"][-6:] for record in found.records} == {"aaaaaa", "bbbbbb"}
 
 
 def test_two_commits_are_compared_over_their_runs(tmp_path: Path) -> None:

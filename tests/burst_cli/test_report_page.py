@@ -264,6 +264,15 @@ def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["r.docx", "r"])
+def test_name_that_means_no_format_is_refused_with_those_that_do(
+    methods_dir: Path, tmp_path: Path, name: str, capsys
+) -> None:
+    assert report(methods_dir, "--output", str(tmp_path / name)) == 2
+    assert "ends in .html, .htm, .md, .csv, .json, .tex, .txt, or --format" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("name", ["r.html", "r.md", "r.csv", "r.json", "r.tex", "r.txt"])
 def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind(
     methods_dir: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -300,13 +309,13 @@ def test_json_beside_a_page_is_one_document(
     assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("option", ["--output", "--png"])
+@pytest.mark.parametrize(("option", "end"), [("--output", "md"), ("--png", "png")])
 def test_places_that_cannot_be_written_are_refused_before_anything_is_read(
-    methods_dir: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+    methods_dir: Path, tmp_path: Path, option: str, end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "folder.png").mkdir()
-    assert report(methods_dir, option, str(tmp_path / "folder.png")) == 2
-    assert report(methods_dir, option, str(tmp_path / "absent" / "r.png")) == 2
+    (tmp_path / f"folder.{end}").mkdir()
+    assert report(methods_dir, option, str(tmp_path / f"folder.{end}")) == 2
+    assert report(methods_dir, option, str(tmp_path / "absent" / f"r.{end}")) == 2
     errors = capsys.readouterr().err
     assert "is a folder" in errors
     assert "does not exist" in errors

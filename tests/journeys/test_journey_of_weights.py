@@ -56,15 +56,15 @@ def test_text_becomes_a_model_for_transformers_although_a_node_dies(
     )
     prepared = asked(rig, "data", "prepare", *words)
     assert prepared["splits"]["train"]["tokens"] > 20 * 256
-    lost, newest = _lose_a_node(rig, words, (first, second))
+    run, newest = _lose_a_node(rig, words, (first, second))
     # What it says to whoever asks, and that the same nodes cannot go on.
-    told = rig.burst("status", lost.run_id)
+    told = rig.burst("status", run.run_id)
     assert told.returncode == 1
     assert second in told.stdout
-    refused = rig.burst("resume", lost.run_id, "--plain", timeout_s=END_S)
+    refused = rig.burst("resume", run.run_id, "--plain", timeout_s=END_S)
     assert refused.returncode == 1
     assert second in refused.stderr
-    run = _go_on_elsewhere(rig, words, lost, newest, (first, third))
+    _go_on_elsewhere(rig, run, newest, (first, third))
     evaluated = asked(rig, "eval", run.run_id)
     assert (evaluated["evaluated_run"], evaluated["evaluated_step"]) == (run.run_id, STEPS)
     assert evaluated["final_validation_loss"] == pytest.approx(run.read_metrics()[-1]["validation_loss"], rel=1e-5)
@@ -85,27 +85,22 @@ def _lose_a_node(rig: FaultRig, words: list[str], nodes: tuple[str, str]) -> tup
     assert f"FAILED tiny/{run.run_id}" in launched.said()
     assert nodes[1] in launched.said()
     (newest,) = re.findall(r"last checkpoint (\S+)", launched.said())
-    assert f"--hosts and train.checkpoint.resume_from={newest}" in launched.said()
+    assert f"`burst resume {run.run_id} --hosts NODES`" in launched.said()
     rig.wait_until_gone(run.run_id)
     return run, newest
 
 
-def _go_on_elsewhere(
-    rig: FaultRig, words: list[str], lost: RunFolder, newest: str, nodes: tuple[str, str]
-) -> RunFolder:
-    """The run that takes the checkpoint `newest` of `lost` to its last step."""
-    source = f"train.checkpoint.resume_from={newest}"
-    document = asked(rig, "launch", *words, source, "--hosts", ",".join(nodes), "--plain")
-    run = RunFolder(Path(document["path"]))
+def _go_on_elsewhere(rig: FaultRig, run: RunFolder, newest: str, nodes: tuple[str, str]) -> None:
+    """The run goes on from its checkpoint `newest` to its last step, as it would have."""
+    before = {row["step"]: row["loss"] for row in run.read_metrics()}
+    resumed = rig.burst("resume", run.run_id, "--hosts", ",".join(nodes), "--plain", timeout_s=END_S)
+    assert resumed.returncode == 0, resumed.stderr
     (restored,) = [event for event in run.read_events() if event["kind"] == "restored"]
     assert restored["step"] in (2 * EVERY, 3 * EVERY)
     assert newest.endswith(f"/step-{restored['step']:08d}")
-    assert [row["step"] for row in run.read_metrics()] == list(range(restored["step"] + 1, STEPS + 1))
-    before = {row["step"]: row["loss"] for row in lost.read_metrics()}
     again = {row["step"]: row["loss"] for row in run.read_metrics()}
-    shared = before.keys() & again.keys()
-    assert all(before[step].hex() == again[step].hex() for step in shared)
-    return run
+    assert list(again) == list(range(1, STEPS + 1))
+    assert all(before[step].hex() == again[step].hex() for step in before)
 
 
 def _transformers_has_our_logits(ranks: Pools, run: RunFolder, model: Path, checkpoints: Path) -> None:
@@ -116,7 +111,7 @@ def _transformers_has_our_logits(ranks: Pools, run: RunFolder, model: Path, chec
     assert tokenizer.decode(ids[0]) == PROMPT
     written = peer.generate(ids, max_new_tokens=8, do_sample=False)
     assert 0 < written.shape[1] - ids.shape[1] <= 8
-    assert peer.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
+    assert peer.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert tokenizer.decode(written[0]).startswith(PROMPT)
     (ours,) = ranks(1).run(own_logits, str(run.path / "config.yaml"), str(checkpoints), written)
     torch.testing.assert_close(ours, peer(input_ids=written).logits.detach(), **TOLERANCE)

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -140,6 +141,15 @@ def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> 
     assert parse_memory(probe).total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert parse_cpu(probe).cores == len(os.sched_getaffinity(0))
     assert parse_software(probe).kernel == os.uname().release
+
+
+def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
+    answer = "python 3.12.1\\npackage torch 9.9.9\\npackages read\\n"
+    write(tmp_path / "my venv/bin/python", f"#!/bin/sh\nprintf '{answer}'\n")
+    (tmp_path / "my venv/bin/python").chmod(0o700)
+    settings = probe_settings(replace(BARE, python="~/my venv/bin/python"))
+    software = parse_software(ask(tools, tmp_path, "software", settings=settings))
+    assert (software.python, software.packages) == ("3.12.1", {"torch": "9.9.9"})
 
 
 def test_limits_are_those_of_the_session(here: NodeProbe) -> None:

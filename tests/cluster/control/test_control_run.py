@@ -282,14 +282,15 @@ def test_node_that_stays_silent_is_lost_and_beats_the_errors_that_came_after(wor
 
 
 @pytest.mark.parametrize("lost_s", [2.0, None])  # None: the others' errors end the run before the silence is too long
-def test_lost_node_beats_what_the_others_say_of_it(world: World, lost_s: float | None) -> None:
+def test_lost_node_beats_what_the_others_say_and_is_named_as_for_the_launch(world: World, lost_s: float | None) -> None:
+    (world.run.path / "overrides.txt").write_text("exp=tiny\ncluster=lab\ncluster.ssh.user=me\ntrain.steps=3\n")
     world.at(5, lambda: go_silent(world, 1))
     world.at(8, lambda: world.links[0].rank_error(0, "exception", message="gloo timed out"))
     world.at(8, lambda: world.links[0].end(1))
     outcome = world.lead(timing=LaunchTiming(lost_s=lost_s))
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", "n2")
-    assert "burst check-nodes --hosts n2" in str(outcome.failure.advice)
+    assert "`burst check-nodes cluster=lab cluster.ssh.user=me --hosts n2`" in str(outcome.failure.advice)
 
 
 def test_short_silence_is_forgiven(world: World) -> None:

@@ -8,6 +8,7 @@ import pytest
 from env_topologies import interface, kept, node, port, reason
 
 from cluster.env.facts import StorageRoute
+from cluster.parse.fabric import GpuAddress
 from engine.config_cluster import ClusterConfig, ExpectedHardware
 
 GOOD = port("mlx5_0", netdev="ib0")
@@ -100,15 +101,27 @@ def test_a_bond_faster_than_the_only_infiniband_port_is_dropped_all_the_same() -
 def test_the_only_infiniband_port_stays_though_storage_uses_it() -> None:
     environment = node(GOOD, storage=(StorageRoute("/data", "10.9.0.5", "ib0"),))
     assert kept(environment) == ["mlx5_0"]
-    assert "no other InfiniBand port" in reason(environment, "mlx5_0")
+    assert "the node has no other port as fast" in reason(environment, "mlx5_0")
 
 
-def test_the_only_ethernet_port_goes_when_it_carries_the_default_route() -> None:
-    environment = node(port("mlx5_0", link_layer="Ethernet", netdev="eth0", rate_gbps=25.0))
-    assert kept(environment) == []
-    assert environment.value("NCCL_IB_DISABLE") == "1"
-    reasons = [one.reason for one in environment.variables if one.name == "NCCL_IB_DISABLE"]
-    assert "mlx5_0:1: its interface eth0 carries the default route" in reasons[0]
+@pytest.mark.parametrize("name", ["mlx5_0", "mlx5_bond_0"])
+def test_the_only_port_of_roce_stays_with_a_warning_though_it_carries_the_default_route(name: str) -> None:
+    ethernet = {"link_layer": "Ethernet", "netdev": "eth0", "is_bond": "bond" in name}
+    environment = node(port(name, rate_gbps=100.0, **ethernet), port("mlx5_9", link_layer="Ethernet", rate_gbps=25.0))
+    assert (kept(environment), environment.value("NCCL_IB_DISABLE")) == ([name], None)
+    (warning,) = [text for text in environment.warnings if "carries the default route" in text]
+    assert warning.endswith("but the node has no other port as fast")
+
+
+@pytest.mark.parametrize(("ports", "expected"), [(8, 8), (9, 8), (5, 4)])
+def test_a_port_of_storage_stays_only_where_gpus_would_have_to_share_more(ports: int, expected: int) -> None:
+    gpus = tuple(GpuAddress(index) for index in range(8))
+    names = [port(f"mlx5_{index}", netdev=f"ib{index}") for index in range(ports)]
+    environment = node(*names, gpus=gpus, storage=(StorageRoute("/home", "10.9.0.5", "ib0"),))
+    assert len(kept(environment)) == expected
+    told = [text for text in environment.warnings if "leads to the storage server" in text]
+    why = ["without it 8 GPUs would share 7 ports"] if expected == ports else []
+    assert [text.rpartition("but ")[2] for text in told] == why
 
 
 def test_the_expected_number_of_ports_brings_back_those_that_storage_shares() -> None:

@@ -28,6 +28,23 @@ def told(*found: RemoteFacts, config: RunConfig = BARE) -> list[str]:
     return [str(problem) for problem in find_problems(survey(*found), config)]
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "module"),
+    [
+        ("data", {"tokenizer": "bpe"}, "tokenizers"),
+        ("data", {"tokenizer": "bpe", "format": "shards"}, None),
+        ("data", {"format": "jsonl", "messages_field": "messages"}, "jinja2"),
+        ("data", {"format": "parquet"}, "pyarrow"),
+        ("memory", {"moments_dtype": "int8"}, "torchao"),
+        ("train", {"tensorboard": True}, "tensorboard"),
+    ],
+)
+def test_modules_that_only_some_runs_import_are_asked_for_by_those(section, changes, module) -> None:
+    config = run_config(**{section: changes})
+    problems = [text for text in told(*nodes(1, python=PYTHON), config=config) if " has no " in text]
+    assert [text.split(" has no ")[1].partition(";")[0] for text in problems] == ([module] if module else [])
+
+
 def test_healthy_nodes_have_no_problem() -> None:
     assert told(*nodes(4)) == []
     assert told(*nodes(4, gpus=8), config=NCCL) == []

@@ -238,6 +238,24 @@ def test_the_length_advised_fits_and_a_thirty_second_more_does_not() -> None:
     assert not fits(length + 2**22 // 32)
 
 
+def on_cpu(gib: int) -> list[str]:
+    """The advice for an 8B model and a short sequence on a machine without GPUs."""
+    host = Capacity("cpu", gib * 2**30, "MemTotal", gib * 2**30, "MemTotal", 1, host_is_device=True)
+    return advice_for(replace(seven_b(train={"seq_len": 1024}), model=EIGHT_B), Topology(1, 1), host)
+
+
+def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() -> None:
+    ranks, model = on_cpu(23)
+    # 16 bytes for each of 8.03 billion weights are 120 GiB; the last layer's gradients are not there yet at the peak.
+    assert model.startswith("a smaller model: weights, gradients and optimizer states alone take 118 GiB of a rank, ")
+    assert re.match(r"\d+ ranks \(\d+ nodes of 1\) instead of 1 would fit", ranks)
+
+
+def test_eight_bit_moments_are_advised_where_they_are_enough() -> None:
+    assert "memory.moments_dtype=int8 would fit on the same ranks, under memory=auto" in on_cpu(90)
+    assert not any("moments" in text for text in on_cpu(23))
+
+
 def test_advice_for_a_policy_that_does_not_fit_names_one_that_does() -> None:
     config = seven_b(memory={"activation_checkpoint": "none"}, train={"seq_len": 2**20})
     (text,) = advice_for(config, WORLD, capacity(80), H100)
