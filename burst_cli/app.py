@@ -74,10 +74,17 @@ class _VerbGroup(TyperGroup):
         loaded = typer.main.get_command(importlib.import_module(module).app)
         loaded.name = name
         _fill_help(loaded)
-        if getattr(loaded, "commands", None) and not rest:  # a verb with parts, alone: like `burst` alone
-            typer.echo(loaded.get_help(typer.Context(loaded, info_name=name, parent=ctx)))
-            raise typer.Exit(EXIT_USAGE)
         return name, loaded, rest
+
+
+class _Parts(TyperGroup):
+    """A verb with parts shows its help when it is typed alone, like `burst` itself."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            typer.echo(self.get_help(ctx))
+            raise typer.Exit(EXIT_USAGE)
+        return super().parse_args(ctx, args)
 
 
 def _fill_help(command: Any) -> None:
@@ -170,6 +177,7 @@ def _run(arguments: list[str]) -> int:
 def new_verb(**settings: Any) -> typer.Typer:
     """An empty Typer application with the settings that every verb shares; its module must call it `app`."""
     return typer.Typer(
+        cls=_Parts,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings=_HELP,

@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(END_S)]
 
 def commands() -> list[list[str]]:
     """The words after `burst` of what `make demo` runs."""
-    listed = subprocess.run(["make", "-n", "demo", "PY=python"], cwd=ROOT, check=True, capture_output=True, text=True)
+    words = ["make", "-n", "--no-print-directory", "demo", "PY=python"]
+    listed = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     return [shlex.split(line.removeprefix("python -m burst_cli ")) for line in listed.stdout.splitlines()]
 
 

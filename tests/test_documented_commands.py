@@ -127,6 +127,8 @@ def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
             break
         name, command, rest = command.resolve_command(context, rest)
         path.append(name)
+        if hasattr(command, "commands") and not rest:
+            break  # alone it shows its help
         context = command.make_context(name, rest, parent=context)
     return " ".join(path), context.params
 

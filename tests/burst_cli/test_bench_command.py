@@ -81,7 +81,7 @@ def test_loss_is_measured(burst: Burst) -> None:
         (("--presets", "ring,ring"), "--presets: got 'ring,ring'; expected different values"),
         (("--presets", "burst:circulates=q"), "no such setting"),
         (("--masks", "casual"), "did you mean causal"),
-        (("--seq-lens", "4K"), "--seq-lens: got '4K'; expected positive whole numbers"),
+        (("--seq-lens", "4Q"), "--seq-lens: got '4Q'; expected positive whole numbers"),
         (("--ranks", "4", "--nodes", "3"), "legal numbers of nodes: 1, 2, 4"),
         (("--plot", "picture.gif"), "must end in .svg or .png"),
         (("--rank-command", "run {gpu}", "--presets", "ring"), "legal in braces"),

@@ -60,7 +60,7 @@ def test_a_tokenizer_that_was_trained_for_the_run_goes_with_its_weights(burst, t
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
     assert tokenizer.decode(tokenizer("the quick fox")["input_ids"]) == "the quick fox"
     assert config["eos_token_id"] == GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
-    assert "bos_token_id" not in config
+    assert config["bos_token_id"] is None
 
 
 def test_beginning_and_end_are_those_of_the_tokenizer_itself(burst, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_files_beside_the_tokenizer_have_the_last_word(burst, tmp_path: Path, sp
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelled, "model_max_length": 9}))
     tokenizer, config = exported(burst, tmp_path)
     assert tokenizer.eos_token == "<|turn|>"
-    assert config["eos_token_id"] == tokenizer.eos_token_id
+    assert config["eos_token_id"] == [0, tokenizer.eos_token_id]  # the end of documents, and of a turn
 
 
 def test_without_a_tokenizer_nothing_is_made_up(burst, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "resume": (("mine",), 1),
     "checkpoint list": ((), 0),
     "checkpoint verify": ((), 0),
+    "checkpoint fetch": (("mine",), 0),
     "checkpoint prune": (("--dry-run",), 0),
     "checkpoint export": (("mine", "exported"), 0),
     "eval": (("exp=tiny", "train.checkpoint.resume_from=/some/where", "--dry-run", "--skip-checks"), 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from burst_cli.app import app
 from engine.checkpoint.commit import commit, hash_file, new_folder
 from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
-from engine.data import prepare
 from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
 from engine.runs import create_run
@@ -122,30 +120,6 @@ def test_an_exported_model_of_conversations_has_its_chat_template(run: Path, tmp
     assert done.exit_code == 0
     assert "the folder gets no chat template" in done.stderr
     assert not (tmp_path / "other" / "chat_template.jinja").exists()
-
-
-def test_a_tokenizer_that_was_trained_on_the_data_goes_out_with_the_weights(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    made = tmp_path / "prepared"
-    data = DataConfig(
-        format="text",
-        paths=(str(tmp_path / "corpus.txt"),),
-        tokenizer="bpe",
-        bpe_vocab_size=270,
-        validation_fraction=0.2,
-        prepared_dir=str(made),
-    )
-    prepared = prepare(data)
-    (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
-    assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).exit_code == 0
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
-    # Without it transformers would end at id 2, as the first Llama does.
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [prepared.eod_id]
-    shutil.rmtree(made)
-    done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
-    assert done.exit_code == 0
-    assert f"the folder gets no tokenizer: the data is not prepared: nothing at {made}" in done.stderr
-    assert not (tmp_path / "other" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(

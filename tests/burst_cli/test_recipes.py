@@ -25,7 +25,7 @@ from engine.runs import RunFolder, list_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_RANK = ("cluster.ranks_per_node=1", "cluster.backend=gloo", "attention=single", "data.tokenizer=bytes")
-QUICK = ("train.steps=1", "train.eval_batches=1", "train.warmup_metric_steps=0", "optimizer.warmup_steps=0")
+QUICK = ("train.steps=1", "train.eval_samples=1", "train.warmup_metric_steps=0", "optimizer.warmup_steps=0")
 TEXT = re.search(r"## From 1K to 8K on a laptop\n\n```sh\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
 
 
@@ -70,7 +70,8 @@ def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
 def test_the_second_half_stretches_the_model_of_the_first_to_its_own_length() -> None:
     first, second = (compose([f"exp={name}"], []).config for name in ("toy_1k", "toy_8k"))
     stretch = second.model.rope_scaling
-    assert replace(second.model, rope_scaling=first.model.rope_scaling) == first.model
+    assert replace(second.model, rope_scaling=first.model.rope_scaling, require_init_from=False) == first.model
+    assert second.model.require_init_from
     assert stretch.original_seq_len == first.train.seq_len
     assert second.train.seq_len == stretch.factor * first.train.seq_len
     assert replace(second.data, echo_tokens=first.data.echo_tokens) == first.data
@@ -83,7 +84,7 @@ def test_the_second_half_stretches_the_model_of_the_first_to_its_own_length() ->
 def test_the_recipe_runs_as_it_is_written(tmp_path: Path) -> None:
     """Few steps and less text; all else as typed."""
     assert TEXT is not None
-    less = {"launch": (*QUICK, "data.max_bytes=2000000"), "eval": ("train.eval_batches=1",), "checkpoint": ()}
+    less = {"launch": (*QUICK, "data.max_bytes=2000000"), "eval": ("train.eval_samples=1",), "checkpoint": ()}
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -90,10 +90,7 @@ def test_what_a_rank_measured_when_memory_ran_out_is_kept() -> None:
         (Failure("oom", "T", "m", memory={"where": "device"}), "memory.optimizer_store=host"),
         (Failure("oom", "T", "m"), "cluster.ranks_per_node"),
         (Failure("signal", "SIGKILL", "m", signal="SIGKILL"), "If `dmesg` shows"),
-        (
-            Failure("node_lost", "T", "m", host="n2", checkpoint="/s/step-00000008"),
-            "with --hosts and train.checkpoint.resume_from=/s/step-00000008",
-        ),
+        (Failure("node_lost", "T", "m", host="n2"), f"`burst resume {RUN.name} --hosts NODES`"),
     ],
 )
 def test_advice_names_the_settings_that_help(failure: Failure, words: str) -> None:

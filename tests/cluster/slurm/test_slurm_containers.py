@@ -56,7 +56,7 @@ def plan(bench: SlurmBench, mode: str):
     """The fake trainer in containers, with this machine's Python."""
     from engine.config_cluster import ContainerConfig
 
-    prefixes = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", str(KIT), str(bench.torchrun())}
+    prefixes = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", str(KIT)}
     mounts = tuple(sorted(path for path in prefixes if Path(path).exists()))
     container = ContainerConfig(runtime="docker", image=IMAGE, run_options=(), mounts=mounts)
     return bench.plan(mode, container=container, python=sys.executable)

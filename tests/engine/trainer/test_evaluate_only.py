@@ -120,7 +120,7 @@ def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
     trainer = Trainer(config, run, build_mesh(config.parallel, config.cluster), recorder, status)
     before = status.advances
     trainer.run()
-    return len(trainer.train_step.optimizer.state), status.advances - before > config.train.eval_batches
+    return len(trainer.train_step.optimizer.state), status.advances - before > config.train.eval_samples
 
 
 def test_no_memory_is_spent_on_an_optimizer(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:

@@ -217,7 +217,7 @@ def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
 
 def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(ranks: Pools, tmp_path: Path) -> None:
     config = tiny_config(
-        train={"steps": 7, "warmup_metric_steps": 2, "eval_batches": 1, "peak_flops_per_device": 1e12},
+        train={"steps": 7, "warmup_metric_steps": 2, "eval_samples": 1, "peak_flops_per_device": 1e12},
         model={"vocab_size": 320},
         data=small_corpus(tmp_path),
     )
