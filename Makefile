@@ -11,6 +11,7 @@
 
 VENV := .venv
 JOBS := 2
+TEST_JOBS := 3 # on two cores: tests of processes mostly wait
 ifneq ($(origin PY), command line)
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -34,7 +35,7 @@ demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, 
 	$(PY) -m burst_cli report tiny --latest
 
 test: $(READY)  ## Run every test that needs no special machine
-	$(PY) -m pytest --durations 15 -m "not thorough" -n $(JOBS) --dist loadfile tests
+	$(PY) -m pytest --durations 15 -m "not thorough" -n $(TEST_JOBS) --dist loadfile tests
 
 thorough: $(READY)  ## Run the variations that `make test` leaves out
 	$(PY) -m pytest --durations 15 -m thorough

@@ -262,6 +262,7 @@ def test_the_package_is_torch_free_until_a_name_is_used() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+@pytest.mark.thorough
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -137,6 +137,15 @@ def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough_for(
+    "4 ranks, two micro-steps",
+    "4 ranks, heads",
+    "4 ranks, ring",
+    "4 ranks, half of the sequence, contiguous",
+    "4 ranks, window and two sequences",
+    "4 ranks, two of them slicing matrices",
+    "bfloat16, tiles",
+)
 def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     world_size, config = CASES[name]
     found = ranks(world_size).run(measured_peaks, config)
@@ -145,6 +154,7 @@ def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     assert prediction.host_peak_bytes == pytest.approx(max(host for _, host in found), rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_summed_once_per_step_are_whole_until_then(ranks: Pools) -> None:
     """What rank 0 measures: 4 bytes for each of the parameters that three others would hold."""
     configs = [CASES[f"4 ranks, two micro-steps{end}"][1] for end in ("", " summed at once")]

@@ -107,6 +107,7 @@ def assert_bitwise_equal(found: Trained, expected: Trained) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.thorough_for("2 cp x 2 tp-untied", "2 dp x 2 cp-tied", "2 cp-untied", "2 cp-tied")
 def test_weights_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str, tied: bool) -> None:
     world_size, parallel = MESHES[mesh]
     base = tiny_config(
@@ -257,6 +258,7 @@ def test_int8_moments_are_the_same_bits_wherever_and_whenever_they_are_updated(r
         assert_bitwise_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_int8_moments_train_as_fp32_ones_in_a_quarter_of_their_memory(ranks: Pools) -> None:
     base = tiny_config(
         model=WIDE_MODEL,

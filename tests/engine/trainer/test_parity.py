@@ -185,7 +185,15 @@ def one_rank(ranks: Pools) -> Any:
     return facts
 
 
+# Rows that others stand for: attention of every preset is compared over gloo, too, and slicing with each other axis.
+ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
+         "causal striped on 2", "2 shards, weights stay gathered", "2 tp, nothing recomputed", "2 tp, plain loss",
+         "2 tp, small chunks of the loss", "4 tp", "2 cp x 2 tp", "2 dp x 2 tp, tied", "2 replicas of 2 cp",
+         "2 replicas x 2 tp", "2 micro-steps")  # fmt: skip
+
+
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.thorough_for(*ALIKE)
 def test_ranks_train_as_one(ranks: Pools, one_rank: Any, name: str) -> None:
     row, expected = TABLE[name], one_rank(name)
     labels = 4 * 30 - 29 - 3 if row.same is None or row.same.get("attention") != MIXED else 30 - 3
@@ -200,6 +208,10 @@ def test_ranks_train_as_one(ranks: Pools, one_rank: Any, name: str) -> None:
             assert difference <= row.gradient_tolerance * gradient.abs().max().item(), f"{parameter}: {difference}"
             moved = (found.trained[parameter] - expected.trained[parameter]).abs().max().item()
             assert moved <= WEIGHT_TOLERANCE, f"{parameter}: {moved}"
+
+
+def test_rows_left_to_thorough_runs_are_in_the_table() -> None:
+    assert set(ALIKE) < set(TABLE)
 
 
 def test_rows_that_should_differ_do(one_rank: Any) -> None:
