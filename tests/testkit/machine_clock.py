@@ -16,17 +16,21 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 NAP_S = 0.01
 COUNTED_S = 0.1  # of one nap, however long it took
 _START_S = 60.0
+_STARTING = threading.Lock()
 
 
 def machine_time() -> float:
     """Seconds since some moment, as time.monotonic(), but for stretches in which the machine stood still."""
-    return float(struct.unpack("d", _counter()[:8])[0])
+    with _STARTING:  # threads that ask at once share one counting process
+        shared = _counter()
+    return float(struct.unpack("d", shared[:8])[0])
 
 
 @functools.cache

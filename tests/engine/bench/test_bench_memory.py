@@ -82,6 +82,7 @@ def test_a_run_says_what_and_where_it_measured(document: dict[str, Any]) -> None
     assert tuple(document["settings"]["policies"]) == POLICIES
 
 
+@pytest.mark.thorough
 def test_a_run_has_a_row_of_every_policy(document: dict[str, Any]) -> None:
     assert tuple(row["policy"] for row in document["results"]) == POLICIES
     for row in document["results"]:
@@ -91,11 +92,13 @@ def test_a_run_has_a_row_of_every_policy(document: dict[str, Any]) -> None:
         assert len(row["losses"]) == 2
 
 
+@pytest.mark.thorough
 def test_attention_of_the_forward_pass_is_counted_exactly(document: dict[str, Any]) -> None:
     for row in document["results"]:
         assert row["attention"]["forward_share"] == 1.0
 
 
+@pytest.mark.thorough
 def test_attention_is_computed_again_as_far_as_the_policy_says(document: dict[str, Any]) -> None:
     half = LENGTH // 2
     wanted = dict.fromkeys(POLICIES, 0.0) | {
@@ -106,6 +109,7 @@ def test_attention_is_computed_again_as_far_as_the_policy_says(document: dict[st
     assert shares == pytest.approx(wanted)
 
 
+@pytest.mark.thorough
 def test_policies_keep_the_bytes_they_promise(document: dict[str, Any]) -> None:
     """Tiny layers keep little, so single numbers beside them (the sum of the loss and such) weigh more than 1%."""
     for row in document["results"]:
@@ -113,6 +117,7 @@ def test_policies_keep_the_bytes_they_promise(document: dict[str, Any]) -> None:
             assert row["kept_bytes"] == pytest.approx(row["promised_bytes"], abs=64)
 
 
+@pytest.mark.thorough
 def test_policies_train_alike(document: dict[str, Any]) -> None:
     assert loss_spread(document["results"]) < 1e-3
     first, second = document["results"][0]["losses"]

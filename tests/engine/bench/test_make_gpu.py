@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.alone]  # one session, which all tests of this module 
 MEASURED = {"label", "status", "error"}
 
 
-def run_script(folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, seconds: int, *only: str) -> subprocess.CompletedProcess[str]:
     """scripts/gpu.sh on a machine without the packages of LACKING."""
     (folder / "sitecustomize.py").write_text(LEAN_MACHINE)
     environment = os.environ | {
@@ -56,7 +56,7 @@ def run_script(folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
     }
     command = ["sh", "scripts/gpu.sh", sys.executable, "--device", "cpu", "--size", "small"]
     return subprocess.run(
-        [*command, "--output-dir", str(folder)],
+        [*command, "--output-dir", str(folder), *only],
         cwd=ROOT,
         env=environment,
         text=True,
@@ -80,6 +80,17 @@ def rows_of(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [row for row in part["rows"] if row["status"] == "measured"]
 
 
+def test_gpu_tests_are_collected_and_a_part_is_measured_without_the_packages_of_a_development_environment(
+    tmp_path: Path,
+) -> None:
+    done = run_script(tmp_path, 240, "--only", "tiles")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d+ skipped, \d+ deselected", done.stdout), done.stdout
+    (results,) = tmp_path.glob("gpu_*.json")
+    assert [part["name"] for part in json.loads(results.read_text())["parts"]] == ["tiles"]
+
+
+@pytest.mark.thorough
 def test_the_whole_command_runs_without_the_packages_of_a_development_environment(session: Any) -> None:
     done, document, _ = session
     assert done.returncode == 0, done.stdout
@@ -89,12 +100,14 @@ def test_the_whole_command_runs_without_the_packages_of_a_development_environmen
     assert [part["name"] for part in document["parts"]] == PARTS
 
 
+@pytest.mark.thorough
 def test_every_file_with_gpu_tests_was_collected(session: Any) -> None:
     marked = {path.name for path in (ROOT / "tests/engine").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     marked -= {Path(__file__).name}
     assert marked == set(re.findall(r"SKIPPED .*?/(test_\w+\.py)", session[0].stdout))
 
 
+@pytest.mark.thorough
 def test_every_part_was_really_executed(session: Any) -> None:
     document = session[1]
     for name in ("tiles", "blocked", "loss", "parity", "steps"):
@@ -111,6 +124,7 @@ def test_every_part_was_really_executed(session: Any) -> None:
     assert all(row["losses"][-1] < row["losses"][1] for row in rows_of(document, "steps"))
 
 
+@pytest.mark.thorough
 def test_kernels_of_other_devices_are_rows_with_their_reason(session: Any) -> None:
     (tiles,) = [part for part in session[1]["parts"] if part["name"] == "tiles"]
     missing = {row["label"]: row["error"] for row in tiles["rows"] if row["status"] == "not available"}
@@ -118,6 +132,7 @@ def test_kernels_of_other_devices_are_rows_with_their_reason(session: Any) -> No
     assert "- not available: aten_cudnn: " in session[2]
 
 
+@pytest.mark.thorough
 def test_results_in_blocks_are_as_exact_as_those_of_one_kernel(session: Any) -> None:
     rings = [row for row in rows_of(session[1], "blocked") if row["kind"] == "whole ring"]
     for row in rings:
@@ -126,16 +141,19 @@ def test_results_in_blocks_are_as_exact_as_those_of_one_kernel(session: Any) -> 
             assert 0 < row[f"blocked_{name}_error"] <= 2 * row[f"whole_{name}_error"] < 2**-6
 
 
+@pytest.mark.thorough
 def test_presets_on_two_ranks_train_as_one_rank(session: Any) -> None:
     for row in rows_of(session[1], "parity"):
         assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5  # float32, sums in another order
 
 
+@pytest.mark.thorough
 def test_the_peak_of_a_step_is_the_predicted_one(session: Any) -> None:
     ratios = [row["measured_over_predicted"] for row in rows_of(session[1], "steps")]
     assert [ratio for ratio in ratios if ratio is not None] == [pytest.approx(1.0, abs=0.05)]
 
 
+@pytest.mark.thorough
 def test_no_figure_above_the_peak_passes(session: Any) -> None:
     document = session[1]
     for part in document["parts"]:
@@ -144,6 +162,7 @@ def test_no_figure_above_the_peak_passes(session: Any) -> None:
             assert (max(shares, default=0.0) > 1) == (row["status"] == "above peak"), row
 
 
+@pytest.mark.thorough
 def test_the_page_has_a_table_per_part_and_all_goals(session: Any) -> None:
     _, document, page = session
     for part in document["parts"]:
