@@ -48,15 +48,20 @@ def test_who_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) 
     assert order == [f"{name} {what}" for name in ("first", "alone", "late") for what in ("begins", "ends")]
 
 
-@pytest.mark.parametrize(("seconds", "mark", "passes"), [(0.0, "", True), (1.2, "", False), (1.2, "thorough", True)])
-def test_a_test_over_its_limit_is_named_unless_it_is_thorough(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, seconds: float, mark: str, passes: bool
+@pytest.mark.parametrize(
+    ("seconds", "mark", "is_named", "code"),
+    [(0.0, "", False, 0), (0.9, "", True, 0), (1.8, "", True, 1), (1.8, "thorough", False, 0)],
+)
+def test_a_test_over_its_limit_is_named_and_far_over_it_fails_the_session_unless_it_is_thorough(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, seconds: float, mark: str, is_named: bool, code: int
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
-    pytester.makeconftest("from testkit import pace\npace.TEST_S = 0.1\npytest_plugins = ('testkit.pace',)\n")
+    pytester.makeconftest(
+        "from testkit import pace\npace.TEST_S, pace.REFERENCE_S = 0.4, 1.0\npytest_plugins = ('testkit.pace',)\n"
+    )
     pytester.makeini("[pytest]\nmarkers = thorough\n")
     decorator = f"@pytest.mark.{mark}" if mark else ""
     pytester.makepyfile(NAP.format(decorator=decorator, seconds=seconds))
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    assert result.ret == 0, result.outlines
-    assert any("too slow" in line for line in result.outlines) is not passes
+    assert result.ret == code, result.outlines
+    assert any("too slow" in line for line in result.outlines) is is_named

@@ -1,4 +1,5 @@
-"""A pytest plugin: names tests over ten seconds and files over thirty that are not marked `thorough`.
+"""A pytest plugin: names tests over ten seconds and files over thirty that are not marked `thorough`, and fails the
+session over those that take three times as long.
 
 Machines that others share may be several times slower for hours. How much slower is measured during the session, by a
 small piece of work and by the time that the machine was kept waiting (`steal` of /proc/stat), and widens the limits.
@@ -17,6 +18,7 @@ TEST_S = 10.0
 FILE_S = 30.0
 REFERENCE_S = 1.9e-3  # of the piece of work, on the machine that the limits are meant for: AMD EPYC, 2 cores, 2026
 LOOK_EVERY_S = 5.0
+FAILS_AT = 3.0  # times the limit: who shares a machine is slowed down in ways that are not all measured
 _WORK = range(100_000)
 
 
@@ -44,15 +46,19 @@ class Pace:
         share = min(stolen / total, 0.9) if total else 0.0
         return max(1.0, statistics.median(self._looks or [0.0]) / REFERENCE_S) / (1.0 - share)
 
-    def too_slow(self) -> list[str]:
-        """A line for every test and file over its limit."""
-        slowness = self.slowness()
+    def too_slow(self, times: float = 1.0) -> list[str]:
+        """A line for every test and file over so many times its limit."""
+        slowness = times * self.slowness()
         return [
             f"{what}: {seconds:.1f} s of {limit * slowness:.0f} s"
             for counted, limit in ((self.tests, TEST_S), (self.files, FILE_S))
             for what, seconds in counted.most_common()
             if seconds > limit * slowness
         ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and self.too_slow(FAILS_AT):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:
