@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -172,17 +173,24 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def mutants_of(path: str, source: str) -> dict[int, list[Mutant]]:
-    """Every mutant of a file that is still Python, by line."""
+    """Every change of a file, by line."""
     found: dict[int, list[Mutant]] = defaultdict(list)
-    changes = Changes(source)
+    changes, lines = Changes(source), source.splitlines()
     for begin, end, text in changes.found:
         line = changes.source[:begin].count(b"\n") + 1
-        changed = (changes.source[:begin] + text.encode() + changes.source[end:]).decode()
-        before, shown = changes.source[begin:end].decode(), source.splitlines()[line - 1].strip()
-        with contextlib.suppress(SyntaxError):
-            if ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)):
-                found[line].append(Mutant(path, line, begin, end, text, before, shown))
+        before = changes.source[begin:end].decode()
+        found[line].append(Mutant(path, line, begin, end, text, before, lines[line - 1].strip()))
     return found
+
+
+def is_python(mutant: Mutant) -> bool:
+    """Whether the changed file is still Python, and another program."""
+    source = (ROOT / mutant.path).read_bytes()
+    changed = source[: mutant.begin] + mutant.text.encode() + source[mutant.end :]
+    try:
+        return ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False
 
 
 def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
@@ -191,13 +199,17 @@ def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     lines: list[list[Mutant]] = []
     equivalent = {(row["path"], row["line"], row["before"], row["text"]) for row in _equivalents()}
     for path in sorted(str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
-        if only and not any(path.startswith(prefix) for prefix in only):
-            continue
-        for mutants in mutants_of(path, (ROOT / path).read_text()).values():
-            told = [m for m in mutants if (m.path, m.source_line, m.before, m.text) not in equivalent]
-            if told:
-                lines.append(told)
-    return [rng.choice(line) for line in rng.sample(lines, min(count, len(lines)))]
+        if not only or any(path.startswith(prefix) for prefix in only):
+            lines += mutants_of(path, (ROOT / path).read_text()).values()
+    rng.shuffle(lines)
+    drawn: list[Mutant] = []
+    for mutants in lines:
+        rng.shuffle(mutants)
+        told = (m for m in mutants if (m.path, m.source_line, m.before, m.text) not in equivalent and is_python(m))
+        drawn += list(itertools.islice(told, 1))
+        if len(drawn) == count:
+            break
+    return drawn
 
 
 def _equivalents() -> list[dict[str, str]]:
