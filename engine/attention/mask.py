@@ -172,7 +172,7 @@ class Mask:
     def bands(self, q: Segment, kv: Segment) -> list[Band]:
         """Normalised bands between two segments, in rows of the segments; empty when nothing is visible."""
         bands: list[Band] = []
-        for piece in self.piece_index.within(q.start, q.last + 1):
+        for piece in self.piece_index.within([(q.start, q.last + 1)])[0]:
             bands += piece_bands(piece, q, kv, (0, 0))
         return bands
 
@@ -299,8 +299,10 @@ class Visibility:
         """Bands of the queries of one rank, by the rank of the keys; costs as much as there are bands."""
         found: defaultdict[int, list[Band]] = defaultdict(list)
         whole: set[tuple[int, int]] = set()
-        for q_offset, q in _with_offsets(self.layout.segments[q_rank]):
-            for piece in self.mask.piece_index.within(q.start, q.last + 1):
+        segments = self.layout.segments[q_rank]
+        seen = self.mask.piece_index.within([(q.start, q.last + 1) for q in segments])
+        for (q_offset, q), pieces in zip(_with_offsets(segments), seen, strict=True):
+            for piece in pieces:
                 document = self._whole_document(piece) if self._keys.ascends[q_rank] else None
                 if document:
                     whole.add(document)

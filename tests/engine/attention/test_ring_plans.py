@@ -6,6 +6,7 @@ That the plans are right for any shape is shown by test_planners.py and test_met
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -19,7 +20,7 @@ from engine.attention.methods import PlanPair
 from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
-from engine.attention.planners.rows import NeededRows, bands_between, halves, needed_of
+from engine.attention.planners.rows import bands_between, halves, needed_of, needed_rows
 from engine.attention.topology import Topology
 from engine.errors import PlanError
 
@@ -280,15 +281,20 @@ def test_the_own_tile_is_halved_by_work() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(masks(), st.sampled_from(LAYOUTS), st.integers(1, 7), st.integers(0, 4))
-def test_needed_rows_are_those_of_the_bands(mask: Mask, name: Literal["zigzag"], size: int, padding: int) -> None:
-    visibility = Visibility(mask, build_layout(name, mask.seq_len + padding, size))
-    keys, queries = NeededRows(visibility, "kv"), NeededRows(visibility, "q")
-    for home in range(size):
-        assert keys.of(home) == [needed_of(visibility.bands(rank, home), "kv") for rank in range(size)]
-        assert queries.of(home) == [needed_of(visibility.bands(home, rank), "q") for rank in range(size)]
-        for rank in range(size):
-            assert bands_between(visibility, home, rank, ()) == visibility.bands(home, rank)
+@given(masks(), st.sampled_from((*LAYOUTS, "balanced")), st.integers(1, 7), st.integers(0, 4), st.data())
+def test_needed_rows_are_those_of_the_bands_that_were_asked_for(
+    mask: Mask, name: Literal["zigzag"], size: int, padding: int, data: st.DataObject
+) -> None:
+    visibility = Visibility(mask, build_layout(name, mask.seq_len + padding, size, masks=(mask,)))
+    blocks, readers = (data.draw(st.sets(st.integers(0, size - 1))) for _ in range(2))
+    keys, queries = (needed_rows(visibility, operand, blocks=blocks, readers=readers) for operand in ("kv", "q"))
+    for home, rank in product(range(size), repeat=2):
+        as_keys, as_queries = visibility.bands(rank, home), visibility.bands(home, rank)
+        asked = home in blocks or rank in readers
+        for table, expected in ((keys, needed_of(as_keys, "kv")), (queries, needed_of(as_queries, "q"))):
+            assert table.exists[home, rank] == (asked and expected is not None)
+            assert not table.exists[home, rank] or table.rows(home, rank) == expected
+        assert bands_between(visibility, home, rank, ()) == as_queries
 
 
 class ListeningVisibility(Visibility):
