@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -277,14 +277,22 @@ class Visibility:
     def __init__(self, mask: Mask, layout: Layout) -> None:
         self.mask = mask
         self.layout = layout
-        self._keys = _KeyIndex(layout)
+        self._keys = _KeyIndex(layout, range(layout.size))
+        self._keys_of: dict[int, _KeyIndex] = {}
         self._rows: dict[int, dict[int, tuple[Band, ...]]] = {}
 
     def bands(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
         """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once."""
         if q_rank not in self._rows:
-            self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in self._row(q_rank).items()}
+            found = self._row(q_rank, self._keys)
+            self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
         return self._rows[q_rank].get(kv_rank, ())
+
+    def bands_of_pair(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
+        """As `bands`, which works out all that a rank's queries see; cheaper where only one pair is asked for."""
+        if kv_rank not in self._keys_of:
+            self._keys_of[kv_rank] = _KeyIndex(self.layout, (kv_rank,))
+        return tuple(_joined(self._row(q_rank, self._keys_of[kv_rank])[kv_rank]))
 
     def query_rows(self, rank: int) -> int:
         """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
@@ -295,7 +303,7 @@ class Visibility:
         """Visible pairs between two blocks."""
         return sum(band.area() for band in self.bands(q_rank, kv_rank))
 
-    def _row(self, q_rank: int) -> dict[int, list[Band]]:
+    def _row(self, q_rank: int, keys: _KeyIndex) -> defaultdict[int, list[Band]]:
         """Bands of the queries of one rank, by the rank of the keys; costs as much as there are bands."""
         found: defaultdict[int, list[Band]] = defaultdict(list)
         whole: set[tuple[int, int]] = set()
@@ -303,10 +311,10 @@ class Visibility:
         seen = self.mask.piece_index.within([(q.start, q.last + 1) for q in segments])
         for (q_offset, q), pieces in zip(_with_offsets(segments), seen, strict=True):
             for piece in pieces:
-                document = self._whole_document(piece) if self._keys.ascends[q_rank] else None
+                document = self._whole_document(piece) if keys.ascends.get(q_rank) else None
                 if document:
                     whole.add(document)
-                for rank, k_offset, kv in self._keys.within(piece.k_low, piece.k_high):
+                for rank, k_offset, kv in keys.within(piece.k_low, piece.k_high):
                     if rank != q_rank or document is None:
                         found[rank] += piece_bands(piece, q, kv, (q_offset, k_offset))
         found[q_rank] += [band for low, high in sorted(whole) for band in self._own_square(q_rank, low, high)]
@@ -341,20 +349,18 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]
 
 
 class _KeyIndex:
-    """Where keys lie: the segments of all ranks that meet a range of positions."""
+    """Where keys of some ranks lie: the segments that meet a range of positions."""
 
-    def __init__(self, layout: Layout) -> None:
-        entries = [
-            (rank, offset, segment)
-            for rank, segments in enumerate(layout.segments)
-            for offset, segment in _with_offsets(segments)
-        ]
+    def __init__(self, layout: Layout, ranks: Collection[int]) -> None:
+        self._segments = {rank: list(_with_offsets(layout.segments[rank])) for rank in ranks}
+        entries = [(rank, offset, segment) for rank in ranks for offset, segment in self._segments[rank]]
         self._dense = sorted((e for e in entries if e[2].stride == 1), key=lambda e: e[2].start)
         self._starts = [segment.start for _, _, segment in self._dense]
         self._strided = [e for e in entries if e[2].stride != 1]
-        self._segments = [list(_with_offsets(segments)) for segments in layout.segments]
-        self._first = [[segment.start for segment in segments] for segments in layout.segments]
-        self.ascends = [all(a.last < b.start for a, b in itertools.pairwise(s)) for s in layout.segments]
+        self._first = {rank: [segment.start for segment in layout.segments[rank]] for rank in ranks}
+        self.ascends = {
+            rank: all(a.last < b.start for a, b in itertools.pairwise(layout.segments[rank])) for rank in ranks
+        }
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, int, Segment]]:
         """(rank, local row at which the segment begins, segment) for every segment that may meet [low, high)."""

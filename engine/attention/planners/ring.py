@@ -40,7 +40,7 @@ import numpy as np
 from engine.attention.allocate import Lane, PlanBuilder, Rows, Value
 from engine.attention.mask import Band, Visibility
 from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
-from engine.attention.planners.rows import Flags, Integers, RowTable, bands_between, halves, hull, needed_rows
+from engine.attention.planners.rows import Flags, Integers, RowTable, halves, hull, needed_rows
 from engine.errors import PlanError
 
 Circulates = Literal["kv", "q"]
@@ -180,7 +180,7 @@ class _Place(NamedTuple):
     """Where a block is at one step of its way around the ring; each rank is visited once."""
 
     cycle: int
-    index: int  # inner step
+    inner_step: int
 
 
 _START = _Place(0, 0)
@@ -319,7 +319,7 @@ class _Circulation:
             self._send_last(journey)
         for place in received:
             step, source = self.step[place], int(self.source[journey.home, *place])
-            if place.index:
+            if place.inner_step:
                 before, when = _Place(place.cycle, source), (step - 1, step - 1, Channel.PAYLOAD_INNER)
             else:
                 before = _Place(source, 0)
@@ -363,7 +363,8 @@ class _Circulation:
             travelling = self._sum(journey, place)
             self.builder.op(step, "pre", rank, LocalOp("init", travelling.view()))
         pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
-        now: Sequence[Band] = bands_between(self.visibility, *pair, self.kept)
+        bands = self.visibility.bands if pair[0] in self.kept else self.visibility.bands_of_pair
+        now: Sequence[Band] = bands(*pair)
         if rank == journey.home and self.tail:
             now, last = halves(now)
             for band in last:
@@ -421,7 +422,7 @@ class _Circulation:
                 self._send_home(post, tail, target)
             else:
                 wait = max(post, min(post + self.ring.inner - 1, deadline))
-                arrivals[int(self.rank[journey.home, home_cycle, place.index])].append((post, wait, tail))
+                arrivals[int(self.rank[journey.home, home_cycle, place.inner_step])].append((post, wait, tail))
         for relay, tails in arrivals.items():
             self._gather(relay, tails, target)
 

@@ -41,15 +41,6 @@ def needed_of(bands: Iterable[Band], operand: Operand) -> Rows | None:
     return hull(Rows(band.q_start, band.q_stop) for band in bands)
 
 
-def bands_between(visibility: Visibility, q_rank: int, kv_rank: int, planned: Collection[int]) -> tuple[Band, ...]:
-    """As `visibility.bands`, which works out all that a rank's queries see; if not planned for, one pair."""
-    if q_rank in planned:
-        return visibility.bands(q_rank, kv_rank)
-    layout = visibility.layout
-    pair = tuple(layout.segments[rank] for rank in dict.fromkeys((q_rank, kv_rank)))
-    return Visibility(visibility.mask, Layout(layout.name, layout.seq_len, pair)).bands(0, len(pair) - 1)
-
-
 class RowTable(NamedTuple):
     """Ranges [start, stop) of rows, one per entry of two arrays of any shape; an empty one starts at NOWHERE and stops
     at 0, so that minimum and maximum are the hull.

@@ -20,7 +20,7 @@ from engine.attention.methods import PlanPair
 from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
-from engine.attention.planners.rows import bands_between, halves, needed_of, needed_rows
+from engine.attention.planners.rows import halves, needed_of, needed_rows
 from engine.attention.topology import Topology
 from engine.errors import PlanError
 
@@ -294,7 +294,7 @@ def test_needed_rows_are_those_of_the_bands_that_were_asked_for(
         for table, expected in ((keys, needed_of(as_keys, "kv")), (queries, needed_of(as_queries, "q"))):
             assert table.exists[home, rank] == (asked and expected is not None)
             assert not table.exists[home, rank] or table.rows(home, rank) == expected
-        assert bands_between(visibility, home, rank, ()) == as_queries
+        assert visibility.bands_of_pair(home, rank) == as_queries
 
 
 class ListeningVisibility(Visibility):
