@@ -278,21 +278,22 @@ class Visibility:
         self.mask = mask
         self.layout = layout
         self._keys = _KeyIndex(layout, range(layout.size))
-        self._keys_of: dict[int, _KeyIndex] = {}
+        self._keys_of: dict[int, tuple[_KeyIndex, PieceIndex]] = {}  # with the pieces that have such keys
         self._rows: dict[int, dict[int, tuple[Band, ...]]] = {}
 
     def bands(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
         """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once."""
         if q_rank not in self._rows:
-            found = self._row(q_rank, self._keys)
+            found = self._row(q_rank, self._keys, self.mask.piece_index)
             self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
         return self._rows[q_rank].get(kv_rank, ())
 
     def bands_of_pair(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
         """As `bands`, which works out all that a rank's queries see; cheaper where only one pair is asked for."""
         if kv_rank not in self._keys_of:
-            self._keys_of[kv_rank] = _KeyIndex(self.layout, (kv_rank,))
-        return tuple(_joined(self._row(q_rank, self._keys_of[kv_rank])[kv_rank]))
+            keys = _KeyIndex(self.layout, (kv_rank,))
+            self._keys_of[kv_rank] = keys, PieceIndex(keys.met_by(self.mask.pieces))
+        return tuple(_joined(self._row(q_rank, *self._keys_of[kv_rank])[kv_rank]))
 
     def query_rows(self, rank: int) -> int:
         """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
@@ -303,12 +304,12 @@ class Visibility:
         """Visible pairs between two blocks."""
         return sum(band.area() for band in self.bands(q_rank, kv_rank))
 
-    def _row(self, q_rank: int, keys: _KeyIndex) -> defaultdict[int, list[Band]]:
+    def _row(self, q_rank: int, keys: _KeyIndex, piece_index: PieceIndex) -> defaultdict[int, list[Band]]:
         """Bands of the queries of one rank, by the rank of the keys; costs as much as there are bands."""
         found: defaultdict[int, list[Band]] = defaultdict(list)
         whole: set[tuple[int, int]] = set()
         segments = self.layout.segments[q_rank]
-        seen = self.mask.piece_index.within([(q.start, q.last + 1) for q in segments])
+        seen = piece_index.within([(q.start, q.last + 1) for q in segments])
         for (q_offset, q), pieces in zip(_with_offsets(segments), seen, strict=True):
             for piece in pieces:
                 document = self._whole_document(piece) if keys.ascends.get(q_rank) else None
@@ -367,6 +368,14 @@ class _KeyIndex:
         first = max(0, bisect_right(self._starts, low) - 1)
         yield from itertools.islice(self._dense, first, bisect_left(self._starts, high))
         yield from self._strided
+
+    def met_by(self, pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pieces [n, 6] that may have some of the keys."""
+        if self._strided:
+            return pieces
+        stops = [segment.last + 1 for _, _, segment in self._dense]
+        first, last = np.searchsorted(stops, pieces[:, 2], "right"), np.searchsorted(self._starts, pieces[:, 3])
+        return pieces[first < last]
 
     def rows_before(self, rank: int, position: int) -> int:
         """Local rows of a rank (whose rows ascend) that lie before a position."""

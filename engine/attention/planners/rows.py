@@ -7,7 +7,6 @@ table is computed at once here, where bands pair by pair would take seconds for 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -88,7 +87,7 @@ def needed_rows(
     queries ("q"): the hull of the bands between them, or whole blocks if these are asked for. All else is empty.
     """
     layout = visibility.layout
-    everybody = range(layout.size)
+    everybody, segments = range(layout.size), _Segments.of(layout)
     table = RowTable(np.full((layout.size,) * 2, NOWHERE), np.zeros((layout.size,) * 2, dtype=np.int64))
     for own, others in ((blocks, everybody), (set(everybody) - set(blocks), readers)):
         if whole_blocks:
@@ -97,16 +96,15 @@ def needed_rows(
             pair = np.ix_(which[counts > 0], read)
             table.start[pair], table.stop[pair] = 0, counts[counts > 0][:, None]
             continue
-        for ours, theirs, start, stop in _shared(
-            _Segments.of(layout, own), _Segments.of(layout, others), visibility.mask.pieces, operand
-        ):
+        pair_of_segments = segments.of_ranks(own), segments.of_ranks(others)
+        for ours, theirs, start, stop in _shared(*pair_of_segments, visibility.mask.pieces, operand):
             np.minimum.at(table.start, (ours.owner, theirs.owner), ours.offset + start)
             np.maximum.at(table.stop, (ours.owner, theirs.owner), ours.offset + stop)
     return table
 
 
 class _Segments(NamedTuple):
-    """Segments of some ranks in ascending order of their first position, one array entry each."""
+    """Segments in ascending order of their first position, one array entry each."""
 
     start: Integers
     stride: Integers
@@ -115,15 +113,18 @@ class _Segments(NamedTuple):
     offset: Integers  # row of the rank's block at which it begins
 
     @classmethod
-    def of(cls, layout: Layout, ranks: Iterable[int]) -> _Segments:
-        entries = [
-            (segment.start, segment.stride, segment.count, rank, offset)
-            for rank in ranks
-            for segment, offset in zip(
-                layout.segments[rank], accumulate((s.count for s in layout.segments[rank]), initial=0), strict=False
-            )
-        ]
+    def of(cls, layout: Layout) -> _Segments:
+        entries = []
+        for rank, segments in enumerate(layout.segments):
+            offset = 0
+            for segment in segments:
+                entries.append((segment.start, segment.stride, segment.count, rank, offset))
+                offset += segment.count
         return cls(*np.array(sorted(entries), dtype=np.int64).reshape(-1, 5).T)
+
+    def of_ranks(self, ranks: Collection[int]) -> _Segments:
+        """Those of some ranks."""
+        return self.taken(np.flatnonzero(np.isin(self.owner, list(ranks))))
 
     def taken(self, index: Integers) -> _Segments:
         """Some of the segments."""

@@ -14,12 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planners import masks
 
+from engine.attention.allocate import PlanBuilder
 from engine.attention.layout import Layout, build_layout
 from engine.attention.mask import Mask, Visibility
 from engine.attention.methods import PlanPair
 from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
+from engine.attention.planners.ring import (
+    Ring,
+    circulate,
+    pinned_operands,
+    plan_backward,
+    plan_forward,
+    preferred_direction,
+)
 from engine.attention.planners.rows import halves, needed_of, needed_rows
 from engine.attention.topology import Topology
 from engine.errors import PlanError
@@ -318,3 +326,28 @@ def test_a_rank_that_plans_alone_does_not_look_at_what_others_see(ring: Ring) ->
     for circulates in ("kv", "q") if ring.backward_order == "same" else ("kv",):
         plan_backward(visibility, ring, circulates, only=(5,))  # type: ignore[arg-type]
     assert visibility.asked == {5}
+
+
+class CountingBuilder(PlanBuilder):
+    """Counts the values that it is asked for: every message and every sum makes some."""
+
+    asked = 0
+
+    def value(self, *args, **kwargs):
+        self.asked += 1
+        return super().value(*args, **kwargs)
+
+
+@pytest.mark.parametrize("inner", [1, 4, None], ids=["between nodes", "nodes of 4", "one ring"])
+@pytest.mark.parametrize(("direction", "circulates"), [("forward", "kv"), ("backward", "kv"), ("backward", "q")])
+def test_planning_one_rank_grows_at_most_linearly_with_the_ranks(
+    inner: int | None, direction: Literal["forward", "backward"], circulates: Literal["kv", "q"]
+) -> None:
+    asked = []
+    for size in (16, 32, 64):
+        visibility = zigzag(4 * size, size)
+        ring = Ring(inner or size, size // (inner or size), own_gradient_travels=True)
+        builder = CountingBuilder(direction, size, (5,))
+        circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder))
+        asked.append(builder.asked)
+    assert asked[2] - asked[1] <= 2.1 * (asked[1] - asked[0]), asked
