@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -172,7 +172,7 @@ class Mask:
     def bands(self, q: Segment, kv: Segment) -> list[Band]:
         """Normalised bands between two segments, in rows of the segments; empty when nothing is visible."""
         bands: list[Band] = []
-        for piece in self.piece_index.within(q.start, q.last + 1):
+        for piece in self.piece_index.within([(q.start, q.last + 1)])[0]:
             bands += piece_bands(piece, q, kv, (0, 0))
         return bands
 
@@ -277,14 +277,23 @@ class Visibility:
     def __init__(self, mask: Mask, layout: Layout) -> None:
         self.mask = mask
         self.layout = layout
-        self._keys = _KeyIndex(layout)
+        self._keys = _KeyIndex(layout, range(layout.size))
+        self._keys_of: dict[int, tuple[_KeyIndex, PieceIndex]] = {}  # with the pieces that have such keys
         self._rows: dict[int, dict[int, tuple[Band, ...]]] = {}
 
     def bands(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
         """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once."""
         if q_rank not in self._rows:
-            self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in self._row(q_rank).items()}
+            found = self._row(q_rank, self._keys, self.mask.piece_index)
+            self._rows[q_rank] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
         return self._rows[q_rank].get(kv_rank, ())
+
+    def bands_of_pair(self, q_rank: int, kv_rank: int) -> tuple[Band, ...]:
+        """As `bands`, which works out all that a rank's queries see; cheaper where only one pair is asked for."""
+        if kv_rank not in self._keys_of:
+            keys = _KeyIndex(self.layout, (kv_rank,))
+            self._keys_of[kv_rank] = keys, PieceIndex(keys.met_by(self.mask.pieces))
+        return tuple(_joined(self._row(q_rank, *self._keys_of[kv_rank])[kv_rank]))
 
     def query_rows(self, rank: int) -> int:
         """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
@@ -295,16 +304,18 @@ class Visibility:
         """Visible pairs between two blocks."""
         return sum(band.area() for band in self.bands(q_rank, kv_rank))
 
-    def _row(self, q_rank: int) -> dict[int, list[Band]]:
+    def _row(self, q_rank: int, keys: _KeyIndex, piece_index: PieceIndex) -> defaultdict[int, list[Band]]:
         """Bands of the queries of one rank, by the rank of the keys; costs as much as there are bands."""
         found: defaultdict[int, list[Band]] = defaultdict(list)
         whole: set[tuple[int, int]] = set()
-        for q_offset, q in _with_offsets(self.layout.segments[q_rank]):
-            for piece in self.mask.piece_index.within(q.start, q.last + 1):
-                document = self._whole_document(piece) if self._keys.ascends[q_rank] else None
+        segments = self.layout.segments[q_rank]
+        seen = piece_index.within([(q.start, q.last + 1) for q in segments])
+        for (q_offset, q), pieces in zip(_with_offsets(segments), seen, strict=True):
+            for piece in pieces:
+                document = self._whole_document(piece) if keys.ascends.get(q_rank) else None
                 if document:
                     whole.add(document)
-                for rank, k_offset, kv in self._keys.within(piece.k_low, piece.k_high):
+                for rank, k_offset, kv in keys.within(piece.k_low, piece.k_high):
                     if rank != q_rank or document is None:
                         found[rank] += piece_bands(piece, q, kv, (q_offset, k_offset))
         found[q_rank] += [band for low, high in sorted(whole) for band in self._own_square(q_rank, low, high)]
@@ -339,26 +350,32 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]
 
 
 class _KeyIndex:
-    """Where keys lie: the segments of all ranks that meet a range of positions."""
+    """Where keys of some ranks lie: the segments that meet a range of positions."""
 
-    def __init__(self, layout: Layout) -> None:
-        entries = [
-            (rank, offset, segment)
-            for rank, segments in enumerate(layout.segments)
-            for offset, segment in _with_offsets(segments)
-        ]
+    def __init__(self, layout: Layout, ranks: Collection[int]) -> None:
+        self._segments = {rank: list(_with_offsets(layout.segments[rank])) for rank in ranks}
+        entries = [(rank, offset, segment) for rank in ranks for offset, segment in self._segments[rank]]
         self._dense = sorted((e for e in entries if e[2].stride == 1), key=lambda e: e[2].start)
         self._starts = [segment.start for _, _, segment in self._dense]
         self._strided = [e for e in entries if e[2].stride != 1]
-        self._segments = [list(_with_offsets(segments)) for segments in layout.segments]
-        self._first = [[segment.start for segment in segments] for segments in layout.segments]
-        self.ascends = [all(a.last < b.start for a, b in itertools.pairwise(s)) for s in layout.segments]
+        self._first = {rank: [segment.start for segment in layout.segments[rank]] for rank in ranks}
+        self.ascends = {
+            rank: all(a.last < b.start for a, b in itertools.pairwise(layout.segments[rank])) for rank in ranks
+        }
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, int, Segment]]:
         """(rank, local row at which the segment begins, segment) for every segment that may meet [low, high)."""
         first = max(0, bisect_right(self._starts, low) - 1)
         yield from itertools.islice(self._dense, first, bisect_left(self._starts, high))
         yield from self._strided
+
+    def met_by(self, pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pieces [n, 6] that may have some of the keys."""
+        if self._strided:
+            return pieces
+        stops = [segment.last + 1 for _, _, segment in self._dense]
+        first, last = np.searchsorted(stops, pieces[:, 2], "right"), np.searchsorted(self._starts, pieces[:, 3])
+        return pieces[first < last]
 
     def rows_before(self, rank: int, position: int) -> int:
         """Local rows of a rank (whose rows ascend) that lie before a position."""

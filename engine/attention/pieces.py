@@ -7,7 +7,7 @@ have 10^5 of them; all functions here are pure and vectorised over that table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -156,12 +156,18 @@ def _within_blocks(table: Table, blocks: BlockList) -> Table:
 
 def trimmed(table: Table) -> Table:
     """The same visibility with ranges cut to queries and keys that see something; pieces without any dropped."""
+    cut, sees = _trimmed(table)
+    kept: Table = cut[sees]
+    return kept
+
+
+def _trimmed(table: Table) -> tuple[Table, npt.NDArray[np.bool_]]:
+    """(every piece cut to what sees something, which ones do)."""
     q_low, q_high, k_low, k_high, low, high = table.T
     q_first, q_stop = np.maximum(q_low, k_low + low), np.minimum(q_high, k_high + high)
     k_first, k_stop = np.maximum(k_low, q_first - high), np.minimum(k_high, q_stop - low)
-    keep = (q_low < q_high) & (k_low < k_high) & (q_first < q_stop)
-    kept: Table = np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1)[keep]
-    return kept
+    sees = (q_low < q_high) & (k_low < k_high) & (q_first < q_stop)
+    return np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1), sees
 
 
 def with_queries_before(table: Table, position: int) -> Table:
@@ -179,14 +185,20 @@ class PieceIndex:
         self._q_low = np.ascontiguousarray(table[:, 0])
         self._highest = np.maximum.accumulate(table[:, 1]) if len(table) else table[:, 1]
 
-    def within(self, q_low: int, q_high: int) -> list[Piece]:
-        """Pieces cut to queries [q_low, q_high) and to the keys that these see."""
-        first = int(np.searchsorted(self._highest, q_low, "right"))
-        stop = int(np.searchsorted(self._q_low, q_high, "left"))
-        cut = self._table[first:stop].copy()
-        cut[:, 0] = np.maximum(cut[:, 0], q_low)
-        cut[:, 1] = np.minimum(cut[:, 1], q_high)
-        return [Piece(*row) for row in trimmed(cut).tolist()]
+    def within(self, ranges: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        """For every range of positions the pieces cut to queries in it and to the keys that these see."""
+        low, high = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+        first = np.searchsorted(self._highest, low, "right")
+        count = np.maximum(0, np.searchsorted(self._q_low, high, "left") - first)
+        which = np.repeat(np.arange(len(count)), count)
+        cut = self._table[np.arange(len(which)) - (np.cumsum(count) - count - first)[which]]
+        cut[:, 0] = np.maximum(cut[:, 0], low[which])
+        cut[:, 1] = np.minimum(cut[:, 1], high[which])
+        cut, sees = _trimmed(cut)
+        found: list[list[Piece]] = [[] for _ in ranges]
+        for index, row in zip(which[sees].tolist(), cut[sees].tolist(), strict=True):
+            found[index].append(Piece(*row))
+        return found
 
 
 def pairs_before(table: Table, positions: Table) -> Table:

@@ -26,7 +26,7 @@ from engine.attention.allocate import Lane, PlanBuilder, Rows, Value
 from engine.attention.mask import Visibility
 from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
 from engine.attention.planners.ring import Operands, Ring, initialise_sums, pinned_operands
-from engine.attention.planners.rows import NeededRows
+from engine.attention.planners.rows import needed_rows
 
 
 def plan_gather_forward(visibility: Visibility, ring: Ring, only: Collection[int] | None = None) -> AttentionPlan:
@@ -71,7 +71,9 @@ class _Gathering:
         self.builder = builder
         self.operands = operands
         self.backward = builder.direction == "backward"
-        self.needed = NeededRows(visibility, "kv")
+        self.needed = needed_rows(
+            visibility, "kv", blocks=builder.ranks, readers=builder.ranks, whole_blocks=ring.whole_blocks
+        )
 
     def emit(self) -> None:
         """Emit every tile with what it reads and leaves; messages of one step in the order of their readers' tiles."""
@@ -84,22 +86,14 @@ class _Gathering:
     def _visits(self) -> Iterator[_Visit]:
         """Visits that touch planned ranks, by step."""
         ring, kept = self.ring, frozenset(self.builder.ranks)
-        needed = {home: self._needed(home) for home in range(ring.size)}
         for step in range(ring.size):
             cycle, index = divmod(step, ring.inner)
             homes = kept | {ring.visitor(rank, -cycle, -index) for rank in kept}
             for home in sorted(homes):
                 reader = ring.visitor(home, cycle, index)
-                rows = needed[home][reader]
-                if rows is not None:
+                rows = self.needed.rows(home, reader)
+                if rows.start < rows.stop:
                     yield _Visit(step, reader, home, rows)
-
-    def _needed(self, home: int) -> list[Rows | None]:
-        """By reader: rows of the block of `home` that it is sent."""
-        rows = self.visibility.layout.rows(home)
-        if self.ring.whole_blocks:
-            return [Rows(0, rows) if rows else None] * self.ring.size
-        return self.needed.of(home)
 
     def _receive(self, visit: _Visit) -> Value:
         """The block at its reader."""

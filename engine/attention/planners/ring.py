@@ -31,18 +31,20 @@ Sun et al. 2024 (BurstAttention: circulating Q in backward); the reversed order 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from engine.attention.allocate import Lane, PlanBuilder, Rows, Value
 from engine.attention.mask import Band, Visibility
 from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
-from engine.attention.planners.rows import NeededRows, bands_between, halves, hull
+from engine.attention.planners.rows import Flags, Integers, RowTable, halves, hull, needed_rows
 from engine.errors import PlanError
 
 Circulates = Literal["kv", "q"]
+Number = TypeVar("Number", int, Integers)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Ring:
         """Whether forward leaves its last block for backward; a ring of one rank holds its own only."""
         return self.backward_order == "reversed" and self.size > 1
 
-    def visitor(self, home: int, cycle: int, index: int) -> int:
-        """Rank that works on the block of `home` at inner step `index` of `cycle`."""
+    def visitor(self, home: Number, cycle: Number, index: Number) -> Number:
+        """Rank that works on the block of `home` at inner step `index` of `cycle`; numbers or arrays of them."""
         node, local = divmod(home, self.inner)
         node = (node + self.direction * cycle) % self.outer
         return node * self.inner + (local + self.direction * index) % self.inner
@@ -174,30 +176,29 @@ def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder) ->
     return Operands(pinned(Kind.Q), pinned(Kind.KV), sums, [], kv_last)
 
 
-class _Visit(NamedTuple):
-    """One block at one rank at one step; `rows` of the block are needed there."""
+class _Place(NamedTuple):
+    """Where a block is at one step of its way around the ring; each rank is visited once."""
 
     cycle: int
     inner_step: int
-    rank: int
-    step: int
-    rows: Rows | None
-    is_home: bool
+
+
+_START = _Place(0, 0)
 
 
 @dataclass(frozen=True)
 class _Journey:
-    """One block's way around the ring, and the values it makes on planned ranks, by step."""
+    """One block's way around the ring, and the values it makes on planned ranks."""
 
     home: int
-    visits: list[_Visit]
-    held: dict[int, Value] = field(default_factory=dict)  # the block
-    summed: dict[int, Rows] = field(default_factory=dict)  # rows of the gradient sum of each visit that adds to one
-    sums: dict[int, Value] = field(default_factory=dict)
+    held: dict[_Place, Value] = field(default_factory=dict)  # the block
+    sums: dict[_Place, Value] = field(default_factory=dict)
 
 
 class _Circulation:
-    """Emits one pass; all methods write into the builder. What touches no planned rank is skipped."""
+    """Emits one pass; all methods write into the builder. What touches no planned rank is skipped: arrays over all
+    visits [home, cycle, inner step] say what does, and only that is emitted one by one.
+    """
 
     def __init__(
         self,
@@ -225,147 +226,160 @@ class _Circulation:
         self.gradient_kind = Kind.DKV if circulates == "kv" else Kind.DQ
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}
         self.wire_kind = narrow[self.gradient_kind] if ring.narrow_gradients else self.gradient_kind
-        self.needed = NeededRows(visibility, circulates)
-        # All queries take part in the backward pass that starts from the last block, even if only some do now.
-        whole = Visibility(visibility.mask.all_queries(), visibility.layout)
-        self.needed_last = NeededRows(whole, circulates)
         # If only some ask, few rows travel the whole way, and the last block better comes by itself.
         self.shortcut = ring.keeps_last and not self.backward and visibility.mask.query_stop is not None
-        self.order = self._order()
-        self.first_step = {cycle: step for step, (cycle, index) in enumerate(self.order) if index == 0}
+        self.step = self._steps()
+        self.rank = self._ranks()
+        self.planned = np.isin(self.rank, builder.ranks)
+        self.at_planned_node = np.repeat(
+            np.isin(range(ring.size), builder.ranks).reshape(ring.outer, -1).any(axis=1), ring.inner
+        )
+        self.needed = self._needed()
+        self._find_messages()
+        self._find_gradients()
 
     def emit(self) -> None:
         """Emit every block's journey."""
         initialise_sums(self.builder, self.operands)
+        messages, tiles = _by_home(self.received), _by_home(self.needed.exists & self.planned)
+        sums, ends = _by_home(self.chained), _by_home(self.ends)
         for home in range(self.ring.size):
-            journey = _Journey(home, self._visits(home))
-            self._send_payload(journey)
-            self._compute(journey)
+            journey = _Journey(home)
+            self._send_payload(journey, messages[home])
+            for place in tiles[home]:
+                self._compute(journey, place)
             if self.backward:
-                self._return_gradients(journey)
+                for place in sums[home]:
+                    self._pass_sum_on(journey, place)
+                self._return_gradients(journey, ends[home])
         if isinstance(self.builder, Lane):  # the same for all members, whatever they have to do
             self.builder.reach(self.ring.size - 1 + 2 * self.backward)
 
-    def _order(self) -> list[tuple[int, int]]:
-        """(cycle, inner step) of every step: the own node first, but for what is kept for the tail."""
+    def _steps(self) -> dict[_Place, int]:
+        """The step of every (cycle, inner step): the own node first, but for what is kept for the tail."""
         inner, late = self.ring.inner, max(0, self.tail - 1)
-        remote = [(cycle, index) for cycle in range(1, self.ring.outer) for index in range(inner)]
-        own = [(0, index) for index in range(inner)]
-        return [*own[: inner - late], *remote, *own[inner - late :]]
+        remote = [_Place(cycle, index) for cycle in range(1, self.ring.outer) for index in range(inner)]
+        own = [_Place(0, index) for index in range(inner)]
+        return {place: step for step, place in enumerate([*own[: inner - late], *remote, *own[inner - late :]])}
 
-    def _rank(self, home: int, cycle: int, index: int) -> int:
-        """Rank at which a block is: backward may go back from where forward ended."""
+    def _ranks(self) -> Integers:
+        """Rank at which each block is: backward may go back from where forward ended."""
+        homes, cycles, indices = np.ogrid[: self.ring.size, : self.ring.outer, : self.ring.inner]
         if self.reversed:
-            return self.ring.visitor(home, -1 - cycle, -1 - index)
-        return self.ring.visitor(home, cycle, index)
+            cycles, indices = -1 - cycles, -1 - indices
+        return self.ring.visitor(homes, cycles, indices)
 
-    def _visits(self, home: int) -> list[_Visit]:
-        needed = self._needed(home, self.needed)
-        nodes = [self._rank(home, cycle, 0) // self.ring.inner * self.ring.inner for cycle in range(self.ring.outer)]
-        places = [self._rank(home, 0, index) % self.ring.inner for index in range(self.ring.inner)]
-        visits = []
-        for step, (cycle, index) in enumerate(self.order):
-            rank = nodes[cycle] + places[index]
-            visits.append(_Visit(cycle, index, rank, step, needed[rank], rank == home))
+    def _needed(self) -> RowTable:
+        """Rows of the block that are sent to each visit, as far as planned ranks take part: visits at their nodes, and
+        all visits of the blocks that they start, take between nodes, hold last or gather the gradients of.
+        """
+        homes = np.arange(self.ring.size)
+        whole_way = self.at_planned_node | self.planned[:, :, 0].any(axis=1) | self.planned[:, -1].any(axis=1)
+        blocks, readers = np.flatnonzero(whole_way).tolist(), np.flatnonzero(self.at_planned_node).tolist()
+
+        def table(visibility: Visibility) -> RowTable:
+            whole = self.ring.whole_blocks
+            return needed_rows(visibility, self.circulates, blocks=blocks, readers=readers, whole_blocks=whole)
+
+        by_rank = table(self.visibility)
+        index = homes[:, None, None], self.rank
+        needed = RowTable(by_rank.start[index], by_rank.stop[index])
         if self.ring.keeps_last and not self.backward:
-            visits[-1] = visits[-1]._replace(rows=hull(self._needed(home, self.needed_last)))
-        return visits
-
-    def _needed(self, home: int, needed: NeededRows) -> list[Rows | None]:
-        """By rank: rows of the block of `home` that are sent there."""
-        if self.ring.whole_blocks:
-            rows = self.visibility.layout.rows(home)
-            return [Rows(0, rows) if rows else None] * self.ring.size
-        return needed.of(home)
+            # All queries take part in the backward pass that starts from the last block, even if only some do now.
+            everybody = Visibility(self.visibility.mask.all_queries(), self.visibility.layout)
+            last = (table(everybody) if self.shortcut else by_rank).hull(axis=1)
+            needed.start[:, -1, -1], needed.stop[:, -1, -1] = last
+        return needed
 
     # ---- payload ------------------------------------------------------------------------------------------------
 
-    def _send_payload(self, journey: _Journey) -> None:
-        """Messages that bring the block to all who need it."""
-        start = entry = journey.visits[0]
-        journey.held[start.step] = self.payload[start.rank]
-        passed_on = journey.visits[1:]
-        if self.shortcut:
-            *passed_on, last = passed_on
-            self._send_last(journey, start, last)
-        cycles = _by_cycle(visit for visit in passed_on if visit.rows)
-        later = _from_here_on([hull(visit.rows for visit in readers) for readers in cycles.values()])
-        for (cycle, readers), rows in zip(cycles.items(), later, strict=True):
-            if cycle > entry.cycle:
-                before, entry = entry, journey.visits[self.first_step[cycle]]
-                wait = entry.step - 1
-                post = self.first_step[cycle - 1]
-                self._pass_on(journey, (post, wait, Channel.PAYLOAD_OUTER), before, entry, rows)
-            inside = [visit for visit in readers if visit.inner_step > 0]
-            if self.kept.isdisjoint(visit.rank for visit in (entry, *inside)):
-                continue
-            before = entry
-            for reader, rows in zip(inside, _from_here_on([visit.rows for visit in inside]), strict=True):
-                step = reader.step - 1
-                self._pass_on(journey, (step, step, Channel.PAYLOAD_INNER), before, reader, rows)
-                before = reader
+    def _find_messages(self) -> None:
+        """Which visits receive the block, with which rows and from which visit of the same cycle (the first visit of a
+        cycle: from that of which cycle).
+        """
+        passed_on = np.ones(self.rank.shape, dtype=np.bool_)
+        passed_on[:, 0, 0] = False
+        passed_on[:, -1, -1] &= not self.shortcut
+        readers = self.needed.where(passed_on)
+        self.carried = readers.from_here_on(axis=2)
+        cycles = RowTable(self.carried.start[:, :, 0], self.carried.stop[:, :, 0])
+        receives = readers.exists
+        receives[:, 1:, 0] = cycles.exists[:, 1:]
+        self.source = _before(receives, axis=2, otherwise=0)
+        source_is_planned = np.take_along_axis(self.planned, self.source, axis=2)
+        self.source[:, :, 0] = _before(cycles.exists, axis=1, otherwise=0)
+        source_is_planned[:, :, 0] = np.take_along_axis(self.planned[:, :, 0], self.source[:, :, 0], axis=1)
+        self.carried.start[:, :, 0], self.carried.stop[:, :, 0] = cycles.from_here_on(axis=1)
+        self.received = receives & (self.planned | source_is_planned)
 
-    def _send_last(self, journey: _Journey, start: _Visit, last: _Visit) -> None:
+    def _send_payload(self, journey: _Journey, received: list[_Place]) -> None:
+        """Messages that bring the block to all who need it."""
+        journey.held[_START] = self.payload[int(self.rank[journey.home, 0, 0])]
+        if self.shortcut:
+            self._send_last(journey)
+        for place in received:
+            step, source = self.step[place], int(self.source[journey.home, *place])
+            if place.inner_step:
+                before, when = _Place(place.cycle, source), (step - 1, step - 1, Channel.PAYLOAD_INNER)
+            else:
+                before = _Place(source, 0)
+                when = (self.step[_Place(place.cycle - 1, 0)], step - 1, Channel.PAYLOAD_OUTER)
+            self._pass_on(journey, when, before, place, self.carried.rows(journey.home, *place))
+
+    def _send_last(self, journey: _Journey) -> None:
         """The message that brings the block straight to who keeps it, hidden behind the tiles of the last cycle."""
-        if last.rows is None:
+        place = _Place(self.ring.outer - 1, self.ring.inner - 1)
+        rows = self.needed.rows(journey.home, *place)
+        if rows.start >= rows.stop:
             return
-        if last.rank // self.ring.inner == start.rank // self.ring.inner:
-            when = (last.step - 1, last.step - 1, Channel.PAYLOAD_INNER)
+        wait = self.step[place] - 1
+        if place.cycle == 0:
+            when = (wait, wait, Channel.PAYLOAD_INNER)
         else:
-            when = (min(self.first_step[last.cycle], last.step - 1), last.step - 1, Channel.PAYLOAD_OUTER)
-        self._pass_on(journey, when, start, last, last.rows)
+            when = (min(self.step[_Place(place.cycle, 0)], wait), wait, Channel.PAYLOAD_OUTER)
+        self._pass_on(journey, when, _START, place, rows)
 
     def _pass_on(
-        self, journey: _Journey, when: tuple[int, int, Channel], before: _Visit, after: _Visit, rows: Rows
+        self, journey: _Journey, when: tuple[int, int, Channel], before: _Place, after: _Place, rows: Rows
     ) -> None:
         """Send rows of the block from one visit to another."""
-        if before.rank not in self.kept and after.rank not in self.kept:
-            return
-        kind = self.payload[before.rank].kind
-        if before.step not in journey.held:  # on a rank that is not planned
+        sender, receiver = (int(self.rank[journey.home, *place]) for place in (before, after))
+        kind = self.payload[sender].kind
+        if before not in journey.held:  # on a rank that is not planned
             whole = Rows(0, self.visibility.layout.rows(journey.home))
-            journey.held[before.step] = self.builder.value(before.rank, kind, whole)
-        stays = self.ring.keeps_last and not self.backward and after.step == self.ring.size - 1
-        arrived = self.operands.kv_last[after.rank] if stays else self.builder.value(after.rank, kind, rows)
-        self.builder.message(*when, journey.held[before.step], arrived, rows)
-        journey.held[after.step] = arrived
+            journey.held[before] = self.builder.value(sender, kind, whole)
+        stays = self.ring.keeps_last and not self.backward and self.step[after] == self.ring.size - 1
+        arrived = self.operands.kv_last[receiver] if stays else self.builder.value(receiver, kind, rows)
+        self.builder.message(*when, journey.held[before], arrived, rows)
+        journey.held[after] = arrived
 
     # ---- tiles --------------------------------------------------------------------------------------------------
 
-    def _compute(self, journey: _Journey) -> None:
-        """Tiles of all visits, and in backward the gradient sums that they add to."""
-        gathered: dict[int, Rows] = {}  # by cycle
-        for visit in journey.visits:
-            if visit.rows is None:
-                continue
-            stays = visit.is_home and (self.reversed or not self.ring.own_gradient_travels)
-            if self.backward and not stays:
-                gathered[visit.cycle] = journey.summed[visit.step] = visit.rows.hull(gathered.get(visit.cycle))
-            if visit.rank in self.kept:
-                self._compute_visit(journey, visit)
-
-    def _compute_visit(self, journey: _Journey, visit: _Visit) -> None:
+    def _compute(self, journey: _Journey, place: _Place) -> None:
+        """Tiles of a visit, and in backward the gradient sum that they add to."""
+        step, rank = self.step[place], int(self.rank[journey.home, *place])
         travelling = None
-        if visit.step in journey.summed:
-            travelling = self._sum(journey, visit)
-            self.builder.op(visit.step, "pre", visit.rank, LocalOp("init", travelling.view()))
-        pair = (visit.rank, journey.home) if self.circulates == "kv" else (journey.home, visit.rank)
-        now: Sequence[Band] = bands_between(self.visibility, *pair, self.kept)
-        if visit.is_home and self.tail:
+        if self.adds[journey.home, *place]:
+            travelling = self._sum(journey, place)
+            self.builder.op(step, "pre", rank, LocalOp("init", travelling.view()))
+        pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
+        bands = self.visibility.bands if pair[0] in self.kept else self.visibility.bands_of_pair
+        now: Sequence[Band] = bands(*pair)
+        if rank == journey.home and self.tail:
             now, last = halves(now)
             for band in last:
-                self._tile(visit._replace(step=self.ring.size), band, journey.held[visit.step], None)
+                self._tile(self.ring.size, rank, band, journey.held[place], None)
         for band in now:
-            self._tile(visit, band, journey.held[visit.step], travelling)
+            self._tile(step, rank, band, journey.held[place], travelling)
 
-    def _sum(self, journey: _Journey, visit: _Visit) -> Value:
+    def _sum(self, journey: _Journey, place: _Place) -> Value:
         """The gradient sum that a visit adds to."""
-        if visit.step not in journey.sums:
-            journey.sums[visit.step] = self.builder.value(visit.rank, self.gradient_kind, journey.summed[visit.step])
-        return journey.sums[visit.step]
+        if place not in journey.sums:
+            rank, rows = int(self.rank[journey.home, *place]), self.summed.rows(journey.home, *place)
+            journey.sums[place] = self.builder.value(rank, self.gradient_kind, rows)
+        return journey.sums[place]
 
-    def _tile(self, visit: _Visit, band: Band, payload: Value, travelling: Value | None) -> None:
-        rank = visit.rank
+    def _tile(self, step: int, rank: int, band: Band, payload: Value, travelling: Value | None) -> None:
         q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
         if self.circulates == "kv":
             q, kv, sums = self.query[rank], payload, self.sums[rank]
@@ -380,36 +394,43 @@ class _Circulation:
             band.low,
             band.high,
         )
-        self.builder.tile(visit.step, rank, tile)
+        self.builder.tile(step, rank, tile)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def _return_gradients(self, journey: _Journey) -> None:
+    def _find_gradients(self) -> None:
+        """Which visits add to a gradient sum that travels, which rows it then has, and where each cycle's ends."""
+        own_stays = self.reversed or not self.ring.own_gradient_travels
+        at_home = self.rank == np.arange(self.ring.size)[:, None, None]
+        self.adds = self.needed.exists & ~(at_home & own_stays) & self.backward
+        self.summed = self.needed.where(self.adds).up_to_here(axis=2)
+        self.added_before = _before(self.adds, axis=2, otherwise=-1)
+        passes = np.take_along_axis(self.planned, self.added_before, axis=2)
+        self.chained = self.adds & (self.added_before >= 0) & (self.planned | passes)
+        is_last = self.adds & (np.cumsum(self.adds, axis=2) == self.adds.sum(axis=2, keepdims=True))
+        self.ends = is_last & (self.planned | self.at_planned_node[:, None, None])
+
+    def _return_gradients(self, journey: _Journey, ends: list[_Place]) -> None:
+        """The sums of all cycles come home: straight inside the node, over a relay from others."""
         target = (self.kv_sums if self.circulates == "kv" else self.sums)[journey.home]
         home_cycle = self.ring.outer - 1 if self.reversed else 0
         deadline = self.ring.size - (self.tail > 1)
         arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
-        for cycle, chain in _by_cycle(v for v in journey.visits if v.step in journey.summed).items():
-            self._sum_along(journey, chain)
-            last = chain[-1]
-            post = last.step + 1
-            tail = self._sum(journey, last)
-            if cycle == home_cycle:
+        for place in ends:
+            post, tail = self.step[place] + 1, self._sum(journey, place)
+            if place.cycle == home_cycle:
                 self._send_home(post, tail, target)
             else:
                 wait = max(post, min(post + self.ring.inner - 1, deadline))
-                arrivals[self._rank(journey.home, home_cycle, last.inner_step)].append((post, wait, tail))
+                arrivals[int(self.rank[journey.home, home_cycle, place.inner_step])].append((post, wait, tail))
         for relay, tails in arrivals.items():
             self._gather(relay, tails, target)
 
-    def _sum_along(self, journey: _Journey, chain: list[_Visit]) -> None:
-        """Add each visit's sum to the next one's, one step late so that the hop hides behind the tile."""
-        for before, after in pairwise(chain):
-            if before.rank in self.kept or after.rank in self.kept:
-                source, target = self._sum(journey, before), self._sum(journey, after)
-                self._add(
-                    after.step, target, self._hop(after.step, after.step, Channel.GRADIENT_INNER, source, after.rank)
-                )
+    def _pass_sum_on(self, journey: _Journey, place: _Place) -> None:
+        """Add the sum of the visit before to this one's, one step late so that the hop hides behind the tile."""
+        before = _Place(place.cycle, int(self.added_before[journey.home, *place]))
+        source, target, step = self._sum(journey, before), self._sum(journey, place), self.step[place]
+        self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, source, target.rank))
 
     def _gather(self, relay: int, tails: list[tuple[int, int, Value]], target: Value) -> None:
         """Bring the sums of far cycles to the home node's rank `relay`, then home."""
@@ -450,18 +471,19 @@ class _Circulation:
         self.builder.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
 
 
-def _by_cycle(visits: Iterable[_Visit]) -> dict[int, list[_Visit]]:
-    """Visits of every cycle that has some, in order."""
-    cycles: defaultdict[int, list[_Visit]] = defaultdict(list)
-    for visit in visits:
-        cycles[visit.cycle].append(visit)
-    return dict(sorted(cycles.items()))
+def _before(chosen: Flags, axis: int, otherwise: int) -> Integers:
+    """For every entry the index of the last chosen one before it along an axis."""
+    shape = [1] * chosen.ndim
+    shape[axis] = -1
+    index = np.where(chosen, np.arange(chosen.shape[axis]).reshape(shape), otherwise)
+    before = np.roll(np.maximum.accumulate(index, axis), 1, axis)
+    before.swapaxes(0, axis)[0] = otherwise
+    return before
 
 
-def _from_here_on(rows: list[Rows | None]) -> Iterator[Rows]:
-    """For every entry the hull of it and all behind it; the last one is not None."""
-    needed: list[Rows] = []
-    for item in reversed(rows):
-        assert item is not None
-        needed.append(item.hull(needed[-1] if needed else None))
-    return reversed(needed)
+def _by_home(chosen: Flags) -> list[list[_Place]]:
+    """The chosen visits of every block, in order."""
+    places: list[list[_Place]] = [[] for _ in chosen]
+    for home, cycle, index in np.argwhere(chosen).tolist():
+        places[home].append(_Place(cycle, index))
+    return places

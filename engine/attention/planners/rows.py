@@ -1,24 +1,28 @@
 """Which rows of a block other ranks need, and how to halve a block's own work. Plain integers and numpy.
 
-A rank that plans for itself alone must know how far every block travels, hence what every pair of ranks shares: whole
-columns of that table are computed at once here, where bands pair by pair would take seconds for hundreds of ranks.
+A rank that plans for itself alone must know how far every block travels, hence what every pair of ranks shares: that
+table is computed at once here, where bands pair by pair would take seconds for hundreds of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.attention.allocate import Rows
-from engine.attention.layout import Layout, Segment
+from engine.attention.layout import Layout
 from engine.attention.mask import Band, Visibility, normalise
 from engine.errors import PlanError
 
 Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Operand = Literal["kv", "q"]
+
+NOWHERE = 1 << 40  # a row that no block has
+LARGEST_BATCH = 1 << 20  # pairs of segments that are looked at together: some hundred MB
 
 
 def hull(rows: Iterable[Rows | None]) -> Rows | None:
@@ -36,108 +40,164 @@ def needed_of(bands: Iterable[Band], operand: Operand) -> Rows | None:
     return hull(Rows(band.q_start, band.q_stop) for band in bands)
 
 
-def bands_between(visibility: Visibility, q_rank: int, kv_rank: int, planned: Collection[int]) -> tuple[Band, ...]:
-    """As `visibility.bands`, which works out all that a rank's queries see; if not planned for, one pair."""
-    if q_rank in planned:
-        return visibility.bands(q_rank, kv_rank)
+class RowTable(NamedTuple):
+    """Ranges [start, stop) of rows, one per entry of two arrays of any shape; an empty one starts at NOWHERE and stops
+    at 0, so that minimum and maximum are the hull.
+    """
+
+    start: Integers
+    stop: Integers
+
+    @property
+    def exists(self) -> Flags:
+        """Which ranges have rows."""
+        return self.start < self.stop
+
+    def rows(self, *index: int) -> Rows:
+        """One of the ranges."""
+        return Rows(int(self.start[index]), int(self.stop[index]))
+
+    def where(self, chosen: Flags) -> RowTable:
+        """The chosen ranges; the others are empty."""
+        return RowTable(np.where(chosen, self.start, NOWHERE), np.where(chosen, self.stop, 0))
+
+    def hull(self, axis: int) -> RowTable:
+        """Hull of all ranges along an axis."""
+        return RowTable(self.start.min(axis), self.stop.max(axis))
+
+    def up_to_here(self, axis: int) -> RowTable:
+        """For every range the hull of it and all before it along an axis."""
+        return RowTable(np.minimum.accumulate(self.start, axis), np.maximum.accumulate(self.stop, axis))
+
+    def from_here_on(self, axis: int) -> RowTable:
+        """For every range the hull of it and all behind it along an axis."""
+        turned = RowTable(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
+        return RowTable(np.flip(turned.start, axis), np.flip(turned.stop, axis))
+
+
+def needed_rows(
+    visibility: Visibility,
+    operand: Operand,
+    *,
+    blocks: Collection[int],
+    readers: Collection[int],
+    whole_blocks: bool = False,
+) -> RowTable:
+    """Rows [block, rank] that every rank needs of `blocks` and that `readers` need of every block, as keys ("kv") or as
+    queries ("q"): the hull of the bands between them, or whole blocks if these are asked for. All else is empty.
+    """
     layout = visibility.layout
-    pair = tuple(layout.segments[rank] for rank in dict.fromkeys((q_rank, kv_rank)))
-    return Visibility(visibility.mask, Layout(layout.name, layout.seq_len, pair)).bands(0, len(pair) - 1)
+    everybody, segments = range(layout.size), _Segments.of(layout)
+    table = RowTable(np.full((layout.size,) * 2, NOWHERE), np.zeros((layout.size,) * 2, dtype=np.int64))
+    for own, others in ((blocks, everybody), (set(everybody) - set(blocks), readers)):
+        if whole_blocks:
+            which, read = (np.array(list(ranks), dtype=np.int64) for ranks in (own, others))
+            counts = np.array(layout.row_counts, dtype=np.int64)[which]
+            pair = np.ix_(which[counts > 0], read)
+            table.start[pair], table.stop[pair] = 0, counts[counts > 0][:, None]
+            continue
+        pair_of_segments = segments.of_ranks(own), segments.of_ranks(others)
+        for ours, theirs, start, stop in _shared(*pair_of_segments, visibility.mask.pieces, operand):
+            np.minimum.at(table.start, (ours.owner, theirs.owner), ours.offset + start)
+            np.maximum.at(table.stop, (ours.owner, theirs.owner), ours.offset + stop)
+    return table
 
 
-class _Table(NamedTuple):
-    """Segments of all ranks in ascending order of their first position, one array entry each."""
+class _Segments(NamedTuple):
+    """Segments in ascending order of their first position, one array entry each."""
 
     start: Integers
     stride: Integers
     length: Integers
     owner: Integers  # rank
+    offset: Integers  # row of the rank's block at which it begins
 
-    def taken(self, index: Integers) -> _Table:
+    @classmethod
+    def of(cls, layout: Layout) -> _Segments:
+        entries = []
+        for rank, segments in enumerate(layout.segments):
+            offset = 0
+            for segment in segments:
+                entries.append((segment.start, segment.stride, segment.count, rank, offset))
+                offset += segment.count
+        return cls(*np.array(sorted(entries), dtype=np.int64).reshape(-1, 5).T)
+
+    def of_ranks(self, ranks: Collection[int]) -> _Segments:
+        """Those of some ranks."""
+        return self.taken(np.flatnonzero(np.isin(self.owner, list(ranks))))
+
+    def taken(self, index: Integers) -> _Segments:
         """Some of the segments."""
-        return _Table(*(column[index] for column in self))
+        return _Segments(*(column[index] for column in self))
 
     def rows_between(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
         """As Segment.rows_between, entry by entry."""
         first = np.maximum(0, -((self.start - low) // self.stride))
         return first, np.minimum(self.length, -((self.start - high) // self.stride))
 
+    def meeting(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
+        """Of the segments that may share a position with each range: the first, and how many."""
+        if bool((self.stride != 1).any()):
+            return np.zeros(len(low), dtype=np.int64), np.full(len(low), len(self.start))
+        first = np.maximum(0, np.searchsorted(self.start, low, side="right") - 1)
+        return first, np.maximum(0, np.searchsorted(self.start, high, side="left") - first)
 
-class NeededRows:
-    """Rows of a block that every rank needs, as keys ("kv") or as queries ("q"): the hull of the bands between them."""
 
-    def __init__(self, visibility: Visibility, operand: Operand) -> None:
-        self._visibility = visibility
-        self._operand: Operand = operand
-        layout = visibility.layout
-        entries = sorted((s.start, s.stride, s.count, rank) for rank, own in enumerate(layout.segments) for s in own)
-        self._segments = _Table(*np.array(entries, dtype=np.int64).reshape(-1, 4).T)
-        self._is_dense = bool((self._segments.stride == 1).all())
-
-    def of(self, home: int) -> list[Rows | None]:
-        """By rank: what it needs of the block of `home`."""
-        layout = self._visibility.layout
-        first, last = np.full(layout.size, layout.seq_len), np.zeros(layout.size, dtype=np.int64)
-        offset = 0
-        for segment in layout.segments[home]:
-            self._widen(segment, offset, first, last)
-            offset += segment.count
-        return [Rows(a, b) if a < b else None for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-
-    def _widen(self, own: Segment, offset: int, first: Integers, last: Integers) -> None:
-        """Widen [first, last) of every rank by its needs of one segment of the block, which lies at row `offset`."""
-        pieces = self._visibility.mask.pieces
-        own_bounds, other_bounds = ((2, 3), (0, 1)) if self._operand == "kv" else ((0, 1), (2, 3))
-        pieces = pieces[(pieces[:, own_bounds[0]] <= own.last) & (pieces[:, own_bounds[1]] > own.start)]
-        which, met = self._met(pieces[:, other_bounds[0]], pieces[:, other_bounds[1]])
-        pieces, others = pieces[which], self._segments.taken(met)
-        ours = _Table(*(np.full(len(met), x) for x in (own.start, own.stride, own.count, 0)))
-        mine = ours.rows_between(pieces[:, own_bounds[0]], pieces[:, own_bounds[1]])
-        theirs = others.rows_between(pieces[:, other_bounds[0]], pieces[:, other_bounds[1]])
-        shared = (mine[0] < mine[1]) & (theirs[0] < theirs[1])
-        start, stop = self._visible(pieces[:, 4:], (ours, mine), (others, theirs))
+def _shared(
+    own: _Segments, others: _Segments, pieces: Integers, operand: Operand
+) -> Iterator[tuple[_Segments, _Segments, Integers, Integers]]:
+    """(own, others, start, stop): rows [start, stop) of each own segment that the other one's owner needs of it."""
+    keys_are_own = operand == "kv"
+    bounds, (low, high) = ((2, 3), (0, 1)) if keys_are_own else ((0, 1), (2, 3))
+    which, met = _listed(*own.meeting(*pieces[:, bounds].T))
+    own, pieces = own.taken(met), pieces[which]
+    # A segment sees, or is seen from, no further than the band reaches from its ends.
+    before, behind = (pieces[:, 4], pieces[:, 5]) if keys_are_own else (-pieces[:, 5], -pieces[:, 4])
+    pieces[:, low] = np.maximum(pieces[:, low], own.start + before)
+    pieces[:, high] = np.minimum(pieces[:, high], own.start + own.stride * (own.length - 1) + behind + 1)
+    first, count = others.meeting(pieces[:, low], pieces[:, high])
+    batch = np.where(count > 0, np.cumsum(count) // LARGEST_BATCH, -1)
+    for number in range(int(batch.max(initial=-1)) + 1):
+        part = np.flatnonzero(batch == number)
+        which, met = _listed(first[part], count[part])
+        ours, theirs, rules = own.taken(part[which]), others.taken(met), pieces[part[which]]
+        mine, other_rows = ours.rows_between(*rules[:, bounds].T), theirs.rows_between(rules[:, low], rules[:, high])
+        shared = (mine[0] < mine[1]) & (other_rows[0] < other_rows[1])
+        start, stop = _visible(rules[:, 4:], (ours, mine), (theirs, other_rows), keys_are_own=keys_are_own)
         seen = np.flatnonzero(shared & (start < stop))
-        begin = mine[0] + offset
-        np.minimum.at(first, others.owner[seen], (start + begin)[seen])
-        np.maximum.at(last, others.owner[seen], (stop + begin)[seen])
+        yield ours.taken(seen), theirs.taken(seen), (mine[0] + start)[seen], (mine[0] + stop)[seen]
 
-    def _met(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
-        """(index of the range, index of the segment) of every pair that may share a position."""
-        total = len(self._segments.start)
-        if self._is_dense:
-            begin = np.maximum(0, np.searchsorted(self._segments.start, low, side="right") - 1)
-            end = np.searchsorted(self._segments.start, high, side="left")
-        else:
-            begin, end = np.zeros(len(low), dtype=np.int64), np.full(len(low), total)
-        counts = np.maximum(0, end - begin)
-        before = np.cumsum(counts) - counts
-        which = np.repeat(np.arange(len(low)), counts)
-        return which, np.arange(len(which)) - before[which] + begin[which]
 
-    def _visible(
-        self,
-        limits: Integers,
-        own: tuple[_Table, tuple[Integers, Integers]],
-        other: tuple[_Table, tuple[Integers, Integers]],
-    ) -> tuple[Integers, Integers]:
-        """Of every pair of progressions, the own rows [start, stop) that share a visible pair with the other's.
+def _listed(first: Integers, count: Integers) -> tuple[Integers, Integers]:
+    """(i, n) for every n of first[i], first[i] + 1, ... (count[i] of them)."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - (np.cumsum(count) - count - first)[which]
 
-        Between progressions of one stride a piece of the mask is a band low <= i - j <= high; what a band leaves of
-        either side is a range.
-        """
-        keys_are_own = self._operand == "kv"
-        (q, q_rows), (k, k_rows) = (other, own) if keys_are_own else (own, other)
-        queries, keys = q_rows[1] - q_rows[0], k_rows[1] - k_rows[0]
-        if bool(((queries > 1) & (keys > 1) & (q.stride != k.stride)).any()):
-            raise PlanError("needed rows: segments of different strides have no common band; use one layout for both")
-        stride = np.where(queries > 1, q.stride, k.stride)
-        base = (q.start + q.stride * q_rows[0]) - (k.start + k.stride * k_rows[0])
-        low, high = -((base - limits[:, 0]) // stride), (limits[:, 1] - base) // stride
-        if keys_are_own:
-            start, stop = np.maximum(0, -high), np.minimum(keys, queries - low)
-        else:
-            start, stop = np.maximum(0, low), np.minimum(queries, high + keys)
-        return start, np.where(low <= high, stop, start)
+
+def _visible(
+    limits: Integers,
+    own: tuple[_Segments, tuple[Integers, Integers]],
+    other: tuple[_Segments, tuple[Integers, Integers]],
+    *,
+    keys_are_own: bool,
+) -> tuple[Integers, Integers]:
+    """Of every pair of progressions, the own rows [start, stop) that share a visible pair with the other's.
+
+    Between progressions of one stride a piece of the mask is a band low <= i - j <= high; what a band leaves of
+    either side is a range.
+    """
+    (q, q_rows), (k, k_rows) = (other, own) if keys_are_own else (own, other)
+    queries, keys = q_rows[1] - q_rows[0], k_rows[1] - k_rows[0]
+    if bool(((queries > 1) & (keys > 1) & (q.stride != k.stride)).any()):
+        raise PlanError("needed rows: segments of different strides have no common band; use one layout for both")
+    stride = np.where(queries > 1, q.stride, k.stride)
+    base = (q.start + q.stride * q_rows[0]) - (k.start + k.stride * k_rows[0])
+    low, high = -((base - limits[:, 0]) // stride), (limits[:, 1] - base) // stride
+    if keys_are_own:
+        start, stop = np.maximum(0, -high), np.minimum(keys, queries - low)
+    else:
+        start, stop = np.maximum(0, low), np.minimum(queries, high + keys)
+    return start, np.where(low <= high, stop, start)
 
 
 def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:

@@ -6,6 +6,7 @@ That the plans are right for any shape is shown by test_planners.py and test_met
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -13,13 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planners import masks
 
+from engine.attention.allocate import PlanBuilder
 from engine.attention.layout import Layout, build_layout
 from engine.attention.mask import Mask, Visibility
 from engine.attention.methods import PlanPair
 from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward, preferred_direction
-from engine.attention.planners.rows import NeededRows, bands_between, halves, needed_of
+from engine.attention.planners.ring import (
+    Ring,
+    circulate,
+    pinned_operands,
+    plan_backward,
+    plan_forward,
+    preferred_direction,
+)
+from engine.attention.planners.rows import halves, needed_of, needed_rows
 from engine.attention.topology import Topology
 from engine.errors import PlanError
 
@@ -280,15 +289,20 @@ def test_the_own_tile_is_halved_by_work() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(masks(), st.sampled_from(LAYOUTS), st.integers(1, 7), st.integers(0, 4))
-def test_needed_rows_are_those_of_the_bands(mask: Mask, name: Literal["zigzag"], size: int, padding: int) -> None:
-    visibility = Visibility(mask, build_layout(name, mask.seq_len + padding, size))
-    keys, queries = NeededRows(visibility, "kv"), NeededRows(visibility, "q")
-    for home in range(size):
-        assert keys.of(home) == [needed_of(visibility.bands(rank, home), "kv") for rank in range(size)]
-        assert queries.of(home) == [needed_of(visibility.bands(home, rank), "q") for rank in range(size)]
-        for rank in range(size):
-            assert bands_between(visibility, home, rank, ()) == visibility.bands(home, rank)
+@given(masks(), st.sampled_from((*LAYOUTS, "balanced")), st.integers(1, 7), st.integers(0, 4), st.data())
+def test_needed_rows_are_those_of_the_bands_that_were_asked_for(
+    mask: Mask, name: Literal["zigzag"], size: int, padding: int, data: st.DataObject
+) -> None:
+    visibility = Visibility(mask, build_layout(name, mask.seq_len + padding, size, masks=(mask,)))
+    blocks, readers = (data.draw(st.sets(st.integers(0, size - 1))) for _ in range(2))
+    keys, queries = (needed_rows(visibility, operand, blocks=blocks, readers=readers) for operand in ("kv", "q"))
+    for home, rank in product(range(size), repeat=2):
+        as_keys, as_queries = visibility.bands(rank, home), visibility.bands(home, rank)
+        asked = home in blocks or rank in readers
+        for table, expected in ((keys, needed_of(as_keys, "kv")), (queries, needed_of(as_queries, "q"))):
+            assert table.exists[home, rank] == (asked and expected is not None)
+            assert not table.exists[home, rank] or table.rows(home, rank) == expected
+        assert visibility.bands_of_pair(home, rank) == as_queries
 
 
 class ListeningVisibility(Visibility):
@@ -312,3 +326,28 @@ def test_a_rank_that_plans_alone_does_not_look_at_what_others_see(ring: Ring) ->
     for circulates in ("kv", "q") if ring.backward_order == "same" else ("kv",):
         plan_backward(visibility, ring, circulates, only=(5,))  # type: ignore[arg-type]
     assert visibility.asked == {5}
+
+
+class CountingBuilder(PlanBuilder):
+    """Counts the values that it is asked for: every message and every sum makes some."""
+
+    asked = 0
+
+    def value(self, *args, **kwargs):
+        self.asked += 1
+        return super().value(*args, **kwargs)
+
+
+@pytest.mark.parametrize("inner", [1, 4, None], ids=["between nodes", "nodes of 4", "one ring"])
+@pytest.mark.parametrize(("direction", "circulates"), [("forward", "kv"), ("backward", "kv"), ("backward", "q")])
+def test_planning_one_rank_grows_at_most_linearly_with_the_ranks(
+    inner: int | None, direction: Literal["forward", "backward"], circulates: Literal["kv", "q"]
+) -> None:
+    asked = []
+    for size in (16, 32, 64):
+        visibility = zigzag(4 * size, size)
+        ring = Ring(inner or size, size // (inner or size), own_gradient_travels=True)
+        builder = CountingBuilder(direction, size, (5,))
+        circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder))
+        asked.append(builder.asked)
+    assert asked[2] - asked[1] <= 2.1 * (asked[1] - asked[0]), asked
