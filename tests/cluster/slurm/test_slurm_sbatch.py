@@ -158,9 +158,9 @@ def config(**cluster) -> RunConfig:
     return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
 
 
-def plan_of(environment: dict[str, str] | None = None, **cluster):
+def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 0, **cluster):
     facts = NodeFacts("head", 8, 0, python="/opt/venv/bin/python", cwd="/w", python_path="/src")
-    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {})
+    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
@@ -175,6 +175,30 @@ def test_the_plan_says_how_many_ranks_before_there_are_nodes():
 def test_without_gpus_the_plan_is_for_the_cpu_and_nccl_takes_the_users_word():
     assert plan_of(num_nodes=2).backend.name == "gloo"
     assert plan_of(num_nodes=2, ranks_per_node=4, backend="nccl").world_size == 8
+
+
+def test_on_a_partition_with_gpus_the_plan_is_for_them():
+    plan = plan_of(num_nodes=2, partition_gpus=8)
+
+    assert (plan.backend.name, plan.world_size) == ("nccl", 16)
+    assert directives(dict(plan.files)["job.sbatch"]).count("--gpus-per-node=8") == 1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "backend", "local_ranks"),
+    [
+        ({"backend": "gloo"}, "gloo", 1),
+        ({"slurm": SlurmConfig(gpus_per_node=0)}, "gloo", 1),
+        ({"ranks_per_node": 16}, "gloo", 16),
+        ({"backend": "nccl", "ranks_per_node": 4}, "nccl", 4),
+        ({"slurm": SlurmConfig(options=("--gres=gpu:2",))}, "gloo", 1),
+    ],
+)
+def test_who_says_otherwise_gets_no_gpus_of_the_partition(cluster, backend, local_ranks):
+    plan = plan_of(partition_gpus=8, **cluster)
+
+    assert (plan.backend.name, plan.backend.local_ranks) == (backend, local_ranks)
+    assert not [line for line in directives(dict(plan.files)["job.sbatch"]) if "gpus" in line]
 
 
 def test_named_nodes_are_asked_for_by_name():
