@@ -27,7 +27,6 @@ from cluster.plan import (
     with_files,
 )
 from cluster.plan_container import (
-    CACHE_VARIABLE,
     ContainerRun,
     at_home,
     fixed_part,
@@ -35,6 +34,7 @@ from cluster.plan_container import (
     read_mounts,
     state_mounts,
     text_files,
+    user_variables,
 )
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
@@ -111,6 +111,7 @@ class NodeOnSite:
     address: str
     facts: NodeEnvironmentFacts | None = None
     owner: str = "0:0"
+    groups: tuple[int, ...] = ()
     home: str = "/"
     user: str = "root"
     has_infiniband_devices: bool = False
@@ -167,11 +168,7 @@ class NodeBuilder:
             ours = {variable.name for variable in variables}
             variables += [variable for variable in planned.variables if variable.name not in ours]
         if cluster.container.runtime != "bare":
-            variables += [
-                EnvironmentVariable("HOME", site.home, "the image knows no home of this user"),
-                EnvironmentVariable("USER", site.user, "the image knows no name of this user"),
-                EnvironmentVariable(CACHE_VARIABLE, self._cache(site), "prepared data stay on the node"),
-            ]
+            variables += user_variables(site.home, site.user, self._cache(site))
         return with_settings(variables, cluster.environment)
 
     def _threads(self, site: NodeOnSite) -> Threads:
@@ -188,6 +185,7 @@ class NodeBuilder:
             node=site.name,
             config=self.config.cluster.container,
             owner=site.owner,
+            groups=site.groups,
             folder=bare.folder,
             env_file=f"{bare.folder}/{bare.env_file}",
             mounts=self._mounts(site),
