@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,12 +131,8 @@ def time_notes(
 
 def _prepare_here(request: LaunchRequest, composed: Composed, run_path: Path, launcher: str) -> PreparedLaunch:
     """A launch on this machine, or through the Slurm that it submits to."""
-    if launcher == "slurm" and not request.dry_run:
-        from cluster.slurm.client import SlurmClient
-
-        SlurmClient().ping()
     facts = _local_facts(composed.config)
-    build = _builder(launcher)
+    build = build_launch_plan if launcher == "local" else _slurm_builder(composed.config, dry_run=request.dry_run)
     memory = settle_memory(request, build(composed.config, facts, run_path).config)
     plan = with_memory(build(with_policy(composed.config, memory), facts, run_path), memory)
     if request.force:
@@ -143,12 +141,21 @@ def _prepare_here(request: LaunchRequest, composed: Composed, run_path: Path, la
     return PreparedLaunch(plan, memory, composed.overrides, notes=notes)
 
 
-def _builder(launcher: str) -> Callable[[RunConfig, NodeFacts, Path], LaunchPlan]:
-    if launcher == "local":
-        return build_launch_plan
-    from cluster.slurm.plan import build_slurm_plan
+def _slurm_builder(config: RunConfig, *, dry_run: bool) -> Callable[[RunConfig, NodeFacts, Path], LaunchPlan]:
+    """With the GPUs of Slurm's partition where they count. Raises SlurmError; a rehearsal does without Slurm."""
+    from cluster.slurm.client import SlurmClient, SlurmError
+    from cluster.slurm.plan import asks_partition, build_slurm_plan
 
-    return build_slurm_plan
+    client, gpus = SlurmClient(), 0
+    try:
+        if asks_partition(config, os.environ):
+            gpus = client.partition_gpus(config.cluster.slurm.partition)
+        elif not dry_run:
+            client.ping()
+    except SlurmError:
+        if not dry_run:
+            raise
+    return partial(build_slurm_plan, partition_gpus=gpus)
 
 
 def _local_facts(config: RunConfig) -> NodeFacts:

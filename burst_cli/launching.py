@@ -19,6 +19,7 @@ from burst_cli.failure_block import failure_block
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.live import open_view
+from burst_cli.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.next_attempt import lead_attempts
 from burst_cli.plan_view import launch_notes, show_plan
 from burst_cli.run_progress import RunProgress
@@ -148,11 +149,15 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_jso
     record = run_record(run)
     if outcome.failure is not None:
         console.print(failure_block(run, outcome.failure), soft_wrap=True)
+    fallbacks = socket_fallbacks(run)
+    if text := fallback_text(fallbacks):
+        console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
     for leftover in outcome.leftover:
         console.print(Text(f"warning: may still run: {clean(str(leftover))}", style="yellow"), soft_wrap=True)
     with render.reader_may_leave():  # the exit code tells how the run ended, not whether somebody read of it
         if as_json:
-            render.emit_json({**record, "exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]})
+            ended = {"exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]}
+            render.emit_json({**record, **ended, "socket_fallback": fallback_rows(fallbacks)})
         elif outcome.failure is None:
             style = "green" if outcome.status == "completed" else "yellow"
             render.stdout().print(Text.assemble((outcome.status, style), f" {name} in {duration(elapsed_s)}"))

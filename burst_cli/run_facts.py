@@ -28,11 +28,12 @@ _TAIL_BYTES = 256 * 1024  # of metrics.jsonl: many rows, whatever the length of 
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """One node of the plan and the ranks it has."""
+    """One node of the plan and the ranks it has. rdma_ports: whether NCCL is told which InfiniBand or RoCE to use."""
 
     name: str
     first_rank: int
     local_ranks: int
+    rdma_ports: bool = False
 
     @property
     def ranks(self) -> range:
@@ -151,10 +152,12 @@ def ranks_text(count: int) -> str:
 
 def _planned(entry: Mapping[str, Any]) -> PlannedNode:
     name = entry.get("name", entry.get("hostname"))
+    environment = _mapping(entry.get("environment"))
     return PlannedNode(
         one_line(name, 100) if isinstance(name, str) else "?",
         _whole(entry.get("first_rank")) or 0,
         _whole(entry.get("local_ranks")) or 0,
+        "NCCL_IB_HCA" in environment and environment.get("NCCL_IB_DISABLE", "0") == "0",
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.fleet_rows import FleetHints, NodeRow, node_rows
+from burst_cli.nccl_network import fallback_rows, socket_fallbacks
 from burst_cli.run_facts import read_nodes, seconds_between, word
 from burst_cli.run_progress import RunProgress
 from burst_cli.run_watch import RunState
@@ -19,13 +20,17 @@ _FIGURES = ("loss", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memo
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run as it is now. next_steps: (command, what it does) that a person may want to type."""
+    """One run as it is now. next_steps: (command, what it does) that a person may want to type.
+
+    fallbacks: nodes on which NCCL took sockets in place of planned RDMA ports, with its own words.
+    """
 
     run: RunFolder
     seen: RunState
     progress: RunProgress
     statuses: tuple[NodeStatus, ...]
     rows: tuple[NodeRow, ...]
+    fallbacks: Mapping[str, str]
 
     @property
     def goes_on(self) -> bool:
@@ -81,7 +86,7 @@ def gather_status(run: RunFolder, seen: RunState) -> RunStatus:
     statuses = merge_statuses(read_nodes(run, progress.facts), seen.nodes)
     hints = FleetHints(progress.straggler)
     rows = node_rows(statuses, progress.facts, hints, is_over=seen.is_final)
-    return RunStatus(run, seen, progress, tuple(statuses), tuple(rows))
+    return RunStatus(run, seen, progress, tuple(statuses), tuple(rows), socket_fallbacks(run))
 
 
 def attached_progress(run: RunFolder, seen: RunState) -> RunProgress:
@@ -135,6 +140,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "silence_s": None if seen.is_final else progress.silence_s,
         "straggler_rank": progress.straggler,
         "warnings": progress.warnings[-20:],
+        "socket_fallback": fallback_rows(status.fallbacks),
         "nodes": [_node(one, row) for one, row in zip(status.statuses, status.rows, strict=True)],
         "failure": document.get("failure"),
         "leftover": status.leftover,

@@ -9,6 +9,7 @@ from rich.text import Text
 from burst_cli.figures import clean, duration
 from burst_cli.fleet_view import fleet_view
 from burst_cli.live_screen import NARROW, figure_lines, hang_text, heading
+from burst_cli.nccl_network import fallback_text
 from burst_cli.run_facts import number
 from burst_cli.run_list import STATE_STYLES
 from burst_cli.run_status import RunStatus, is_detached
@@ -105,6 +106,8 @@ def _troubles(status: RunStatus) -> list[RenderableType]:
         lines.append(Text.assemble(("unknown: ", "bold magenta"), clean(status.seen.problem)))
     hang = None if status.seen.is_final or status.seen.is_lost else hang_text(status.progress)
     lines += [Text(hang, style="yellow")] if hang else []
+    fallback = fallback_text(status.fallbacks)
+    lines += [Text.assemble(("warning: ", "yellow"), fallback)] if fallback else []
     warnings = status.progress.warnings
     lines += [Text.assemble(("warning: ", "yellow"), clean(text)) for text in warnings[-_WARNINGS:]]
     if len(warnings) > _WARNINGS:

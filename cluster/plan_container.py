@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from cluster.env.facts import EnvironmentVariable
 from cluster.image.local import engine_words
 from engine.config import DataConfig, RunConfig
 from engine.config_cluster import ContainerConfig
@@ -23,7 +24,10 @@ GPUS = ("--gpus=all",)
 
 @dataclass(frozen=True)
 class ContainerRun:
-    """One container. mounts: (path, is writable), at the same path inside. owner: `UID:GID` of the ranks."""
+    """One container. mounts: (path, is writable), at the same path inside. owner: `UID:GID` of the ranks.
+
+    groups: numbers of the other groups of the user, which `--user` drops: what lets the ranks into shared data.
+    """
 
     run_id: str
     node: str
@@ -32,6 +36,7 @@ class ContainerRun:
     folder: str
     env_file: str
     mounts: tuple[tuple[str, bool], ...]
+    groups: tuple[int, ...] = ()
     has_gpus: bool = False
     has_infiniband: bool = False
 
@@ -46,6 +51,7 @@ class ContainerRun:
         options = [
             *("run", "--rm", "--init", "--name", self.name, "--label", f"{RUN_LABEL}={self.run_id}"),
             *("--network=host", "--user", self.owner, "--workdir", self.folder, "--env-file", self.env_file),
+            *self._group_options(),
             *self._machine_options(),
         ]
         for path, is_writable in self.mounts:
@@ -54,12 +60,28 @@ class ContainerRun:
         command = (*engine_words(self.config.command), *options, "--entrypoint", program, self.config.image or "")
         return (*command, *arguments)
 
+    def _group_options(self) -> list[str]:
+        """Unless the configuration names groups itself, such as podman's keep-groups, which allows no others."""
+        if any(option.startswith("--group-add") for option in self.config.run_options or ()):
+            return []
+        return [f"--group-add={group}" for group in self.groups if group != int(self.owner.partition(":")[2])]
+
     def _machine_options(self) -> tuple[str, ...]:
         """What the ranks may use of the machine, unless the configuration says it."""
         if self.config.run_options is not None:
             return self.config.run_options
         gpus = GPUS if self.has_gpus else ()
         return (*SHARED_MEMORY, *LOCKED_MEMORY, *STACK, *gpus, *(INFINIBAND if self.has_infiniband else ()))
+
+
+def user_variables(home: str, user: str, cache: str) -> list[EnvironmentVariable]:
+    """For a user whom the image does not know. Of its home the engine makes what lies above mounts, as root."""
+    return [
+        EnvironmentVariable("HOME", home, "the image knows no home of this user"),
+        EnvironmentVariable("USER", user, "the image knows no name of this user"),
+        EnvironmentVariable(CACHE_VARIABLE, cache, "prepared data stay on the node"),
+        EnvironmentVariable("TRITON_CACHE_DIR", f"{cache}/triton", "the home is root's in there; this folder is not"),
+    ]
 
 
 def read_mounts(settings: Sequence[str]) -> tuple[tuple[str, bool], ...]:

@@ -14,13 +14,13 @@ from cluster.errors import ClusterError
 from cluster.facts import NodeFacts
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, NodePlan, choose_backend, environment_file, with_files
 from cluster.plan_container import (
-    CACHE_VARIABLE,
     ContainerRun,
     at_home,
     fixed_part,
     merge_mounts,
     read_mounts,
     state_mounts,
+    user_variables,
 )
 from cluster.plan_script import ScriptNode, ScriptRequest, ssh_script
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
@@ -159,16 +159,8 @@ class _Builder:
             ours = {variable.name for variable in variables}
             variables += [variable for variable in planned.variables if variable.name not in ours]
         if cluster.container.runtime != "bare":
-            variables += self._inside_variables(facts)
+            variables += user_variables(facts.home, facts.user, _cache(facts))
         return with_settings(variables, cluster.environment)
-
-    def _inside_variables(self, facts: RemoteFacts) -> list[EnvironmentVariable]:
-        """For a user whom the image does not know."""
-        return [
-            EnvironmentVariable("HOME", facts.home, "the image knows no home of this user"),
-            EnvironmentVariable("USER", facts.user, "the image knows no name of this user"),
-            EnvironmentVariable(CACHE_VARIABLE, _cache(facts), "prepared data stay on the node"),
-        ]
 
     def _code(self, facts: RemoteFacts) -> str:
         return f"{facts.code_root}/{self.fleet.code_id}"
@@ -179,6 +171,7 @@ class _Builder:
             node=facts.node,
             config=self.config.cluster.container,
             owner=f"{facts.uid}:{facts.gid}",
+            groups=facts.groups,
             folder=bare.folder,
             env_file=f"{bare.folder}/{bare.env_file}",
             mounts=self._mounts(facts, bare.folder),

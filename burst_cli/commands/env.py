@@ -1,4 +1,4 @@
-"""`burst env`: the NCCL, UCX and gloo environment of every node, with the reason for each choice."""
+"""`burst env`: the NCCL and gloo environment of every node, with the reason for each choice."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def check(
     """Compare the plan with what is set on the nodes, or with NCCL's log.
 
     Looked at are a login, nccl.conf and running ranks. Named are variables that
-    differ, and NCCL_, UCX_ and GLOO_ variables that the plan does not know;
+    differ, and NCCL_ and GLOO_ variables that the plan does not know;
     nothing else of an environment leaves a node.
     With --nccl-log: which adapters and which network NCCL says it took.
 

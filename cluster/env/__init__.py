@@ -1,1 +1,1 @@
-"""The NCCL, UCX and gloo environment of every node, planned from what the node has, each choice with its reason."""
+"""The NCCL and gloo environment of every node, planned from what the node has, each choice with its reason."""

@@ -19,7 +19,7 @@ from cluster.remote_text import one_line
 LIVE_GROUP = "env_live"
 LIVE_SECTIONS = (f"{LIVE_GROUP}.session", f"{LIVE_GROUP}.files", f"{LIVE_GROUP}.processes")
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
-_OURS = re.compile(r"(NCCL|UCX|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
+_OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
 _RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
 # NCCL_CONF_FILE and the file that it names are where the others come from; they decide nothing themselves.
 _HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
@@ -116,7 +116,7 @@ def _matters(name: str, source: LiveSource) -> bool:
     """Whether a variable that the plan does not set decides on the network: TORCH_ and OMP_ ones have other users."""
     if name in _HARMLESS or (source.is_process and name in _OF_A_RUN):
         return False
-    return name.startswith(("NCCL_", "UCX_", "GLOO_"))
+    return name.startswith(("NCCL_", "GLOO_"))
 
 
 def _settings(lines: Iterable[str]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ _LINE = re.compile(r"(?<![A-Za-z0-9_.:-])([A-Za-z0-9_][A-Za-z0-9_.-]*):\d+:\d+ \
 # A plugin has a name of its own: NET/IBext_v10.
 _USING = re.compile(r"NET/IB\w* : Using")
 _NO_DEVICE = re.compile(r"NET/IB\w* : No device found")
+_SOCKETS = re.compile(r"NET/Socket : Using")
 _PORT = re.compile(r"\[\d+\]([A-Za-z0-9_.-]+:\d+)/(?:IB|RoCE|uIB|uRoCE)")
 _INTERFACE = re.compile(r"(?:Bootstrap : Using|Bootstrap: Using) (?:\[\d+\])?([^\s:]+):")
 _CHANNEL = re.compile(r"\bvia (NET/\S+)")
@@ -39,6 +40,20 @@ class _Seen:
     interfaces: set[str] = field(default_factory=set)
     channels: Counter[str] = field(default_factory=Counter)
     evidence: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sockets(self) -> str | None:
+        """The line by which sockets carry what goes between nodes; None without one."""
+        if self.channels["NET/Socket"]:
+            return self.evidence["NET/Socket"]
+        if self.networks:
+            return self.evidence["network"] if any(network.lower() == "socket" for network in self.networks) else None
+        return self.evidence.get("sockets")
+
+
+def sockets_line(text: str) -> str | None:
+    """The line of a node's log by which NCCL took sockets for what goes between nodes; None without one."""
+    return next((line for one in _read(text).values() if (line := one.sockets)), None)
 
 
 def check_nccl_log(text: str, environments: Mapping[str, NodeEnvironment]) -> list[Finding]:
@@ -76,9 +91,13 @@ def _read(text: str) -> dict[str, _Seen]:
         elif _NO_DEVICE.match(words):
             one.names_ports = True
             one.evidence.setdefault("ports", one_line(line))
+        elif _SOCKETS.match(words):
+            one.evidence.setdefault("sockets", one_line(line))
         elif words.startswith("Using network "):
-            one.networks.add(words.removeprefix("Using network ").strip())
-            one.evidence.setdefault("network", one_line(line))
+            network = words.removeprefix("Using network ").strip()
+            one.networks.add(network)
+            if network.lower() == "socket" or "network" not in one.evidence:
+                one.evidence["network"] = one_line(line)
         elif channel := _CHANNEL.search(words):
             one.channels[_channel_kind(channel[1])] += 1
             one.evidence.setdefault(_channel_kind(channel[1]), one_line(line))
@@ -126,23 +145,22 @@ def _judge_ports(node: str, planned: set[str], seen: _Seen) -> Iterable[Finding]
 def _judge_network(node: str, planned: set[str], seen: _Seen) -> Iterable[Finding]:
     check = f"{_CHECK}.network"
     sockets = seen.channels["NET/Socket"]
-    uses_sockets = sockets or any(network.lower() == "socket" for network in seen.networks)
-    if planned and uses_sockets:
+    if planned and seen.sockets:
         how = f"{sockets} channels go over NET/Socket" if sockets else "NCCL uses network Socket"
-        evidence = seen.evidence.get("NET/Socket") or seen.evidence.get("network", "")
-        yield Finding(check, node, Verdict.FAIL, how, "NET/IB", "the planned ports are not used", evidence=evidence)
+        remedy = "the planned ports are not used"
+        yield Finding(check, node, Verdict.FAIL, how, "NET/IB", remedy, evidence=seen.sockets)
     direct, staged = seen.channels["NET/IB GDRDMA"], seen.channels["NET/IB"]
     if planned and staged:
         observed = f"{staged} of {staged + direct} channels over NET/IB without GPUDirect RDMA"
         remedy = "load nvidia_peermem or use the open kernel modules; see `burst check-nodes --only ib`"
         yield Finding(check, node, Verdict.WARN, observed, "GDRDMA", remedy, evidence=seen.evidence["NET/IB"])
-    if planned and not uses_sockets and direct and not staged:
+    if planned and not seen.sockets and direct and not staged:
         yield Finding(check, node, Verdict.OK, f"all {direct} channels over NET/IB with GPUDirect RDMA")
     for network in sorted(seen.networks):
         if network.lower() != "socket" and not network.startswith("IB"):
             observed = f"NCCL uses network {network}, a plugin that is not compared"
             yield Finding(check, node, Verdict.UNKNOWN, observed, evidence=seen.evidence["network"])
-    if not planned and uses_sockets:
+    if not planned and seen.sockets:
         yield Finding(check, node, Verdict.OK, "sockets, as planned")
 
 

@@ -107,7 +107,6 @@ def _hca_choices(hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]) -> lis
         EnvironmentVariable(
             "NCCL_IB_HCA", f"={names}", f"{count}; `=`: these names exactly (without it mlx5_1 also takes mlx5_10)"
         ),
-        EnvironmentVariable("UCX_NET_DEVICES", names, "the same ports for what talks by UCX"),
     ]
 
 
@@ -186,9 +185,7 @@ def _debug_choices(log_dir: str, nccl: bool) -> list[_Choice]:
     if not nccl:
         return recorder
     return [
-        EnvironmentVariable(
-            "NCCL_DEBUG", "INFO", "NCCL says which network it uses; `burst env check --nccl-log` compares"
-        ),
+        EnvironmentVariable("NCCL_DEBUG", "INFO", "NCCL says which network it uses; `burst status` compares"),
         EnvironmentVariable("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than start-up and network"),
         EnvironmentVariable(
             "NCCL_DEBUG_FILE", f"{log_dir}/nccl.%h.%p.log", "beside the ranks' output, one file per process"

@@ -72,6 +72,7 @@ class RemoteFacts:
     gid: int
     root: str
     code_root: str
+    groups: tuple[int, ...] = ()
     python: PythonFacts | None = None
     gpus: tuple[GpuFacts, ...] = ()
     gpu_processes: tuple[ProcessFacts, ...] = ()
@@ -124,6 +125,7 @@ def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
             gid=_whole(answer["gid"]),
             root=_path(answer["root"]),
             code_root=_path(answer["code_root"]),
+            groups=tuple(_whole(one) for one in _items(answer, "groups")),
             python=_python(answer.get("python")),
             gpus=tuple(GpuFacts(_text(one["name"]), _whole(one["memory_mib"])) for one in _items(answer, "gpus")),
             gpu_processes=tuple(_gpu_process(one) for one in _items(answer, "gpu_processes")),

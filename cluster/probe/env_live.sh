@@ -1,9 +1,9 @@
-# What is set on the node now. Only names of the families NCCL, UCX, GLOO and TORCH leave it: an environment holds secrets.
+# What is set on the node now. Only names of the families NCCL, GLOO and TORCH leave it: an environment holds secrets.
 
 section env_live.session 10 <<'END'
 awk 'BEGIN {
     for (name in ENVIRON) {
-        if (name !~ /^((NCCL|UCX|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)$/) continue
+        if (name !~ /^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)$/) continue
         value = substr(ENVIRON[name], 1, 4096)
         gsub(/\n/, "\\n", value)
         printf "set\t%s=%s\n", name, value
@@ -20,7 +20,7 @@ for file in "$root/etc/nccl.conf" "${NCCL_CONF_FILE:-$HOME/.nccl.conf}"; do
         *) name=$file ;;
     esac
     printf 'file\t%s\n' "$name"
-    lines=$(grep -E '^[[:space:]]*((NCCL|UCX|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)[[:space:]]*=' "$file")
+    lines=$(grep -E '^[[:space:]]*((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)[[:space:]]*=' "$file")
     [ $? -le 1 ] || printf 'unreadable\n'
     printf '%s\n' "$lines" | head -n 200 | cut -c -4096 | sed -n "s/^[[:space:]]*\([^[:space:]]\)/set$(printf '\t')\1/p"
 done
@@ -37,7 +37,7 @@ printf '%s\n' "$found" | head -n 2048 | while read -r path; do
     [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$here" ] || continue
     printf 'process\t%s\n' "${process#/proc/}"
     tr '\n\000' ' \n' <"$path" 2>/dev/null |
-        grep -E '^((NCCL|UCX|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS|BURST_RUN_ID|RANK)=' |
+        grep -E '^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS|BURST_RUN_ID|RANK)=' |
         cut -c -4096 | sed "s/^/set$(printf '\t')/"
 done
 exit 0

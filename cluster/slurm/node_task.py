@@ -118,6 +118,7 @@ def look_around(plan: LaunchPlan, place: Place) -> NodeOnSite:
         facts=facts,
         address=node_address(place, facts),
         owner=owner,
+        groups=tuple(sorted(os.getgroups())),
         home=str(home),
         user=user,
         has_infiniband_devices=Path("/dev/infiniband").is_dir(),

@@ -27,7 +27,6 @@ from cluster.plan import (
     with_files,
 )
 from cluster.plan_container import (
-    CACHE_VARIABLE,
     ContainerRun,
     at_home,
     fixed_part,
@@ -35,6 +34,7 @@ from cluster.plan_container import (
     read_mounts,
     state_mounts,
     text_files,
+    user_variables,
 )
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
@@ -55,14 +55,16 @@ def build_slurm_plan(
     *,
     module: str = TRAINER_MODULE,
     environment: Mapping[str, str] | None = None,
+    partition_gpus: int = 0,
 ) -> LaunchPlan:
     """The plan to run `config` on nodes that Slurm will choose, in the run folder `run_path`, which they see, too.
 
     facts: of this machine, whose Python and folders the nodes share. environment: of this process; where it shows an
-    allocation, its nodes are used. Raises ConfigError when a setting cannot be given to Slurm.
+    allocation, its nodes are used. partition_gpus: of a node of the partition, where the settings name none. Raises
+    ConfigError when a setting cannot be given to Slurm.
     """
     check_slurm_settings(config.cluster)
-    resolved, backend = _resolve(config, facts, os.environ if environment is None else environment)
+    resolved, backend = _resolve(config, os.environ if environment is None else environment, partition_gpus)
     cluster = resolved.cluster
     num_nodes = cluster.num_nodes or 1
     is_bare = cluster.container.runtime == "bare"
@@ -109,6 +111,7 @@ class NodeOnSite:
     address: str
     facts: NodeEnvironmentFacts | None = None
     owner: str = "0:0"
+    groups: tuple[int, ...] = ()
     home: str = "/"
     user: str = "root"
     has_infiniband_devices: bool = False
@@ -165,11 +168,7 @@ class NodeBuilder:
             ours = {variable.name for variable in variables}
             variables += [variable for variable in planned.variables if variable.name not in ours]
         if cluster.container.runtime != "bare":
-            variables += [
-                EnvironmentVariable("HOME", site.home, "the image knows no home of this user"),
-                EnvironmentVariable("USER", site.user, "the image knows no name of this user"),
-                EnvironmentVariable(CACHE_VARIABLE, self._cache(site), "prepared data stay on the node"),
-            ]
+            variables += user_variables(site.home, site.user, self._cache(site))
         return with_settings(variables, cluster.environment)
 
     def _threads(self, site: NodeOnSite) -> Threads:
@@ -186,6 +185,7 @@ class NodeBuilder:
             node=site.name,
             config=self.config.cluster.container,
             owner=site.owner,
+            groups=site.groups,
             folder=bare.folder,
             env_file=f"{bare.folder}/{bare.env_file}",
             mounts=self._mounts(site),
@@ -227,7 +227,16 @@ def cache_folder(config: RunConfig, site: NodeOnSite) -> str:
     return f"{at_home(root, site.home)}/cache"
 
 
-def _resolve(config: RunConfig, facts: NodeFacts, environment: Mapping[str, str]) -> tuple[RunConfig, Backend]:
+def asks_partition(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Whether Slurm must tell the GPUs of a node: the settings do not say how many, and no allocation is there."""
+    cluster = config.cluster
+    is_told = cluster.slurm.gpus_per_node is not None or (cluster.backend == "nccl" and cluster.ranks_per_node)
+    options = tuple(option.removeprefix("--").partition("=")[0] for option in cluster.slurm.options)
+    asks_itself = any(name.startswith(("gpus", "gres")) for name in options)
+    return cluster.backend != "gloo" and not is_told and not asks_itself and slurm_nodes(environment) is None
+
+
+def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: int) -> tuple[RunConfig, Backend]:
     """(the configuration with all that is known before there are nodes, the backend)."""
     cluster, slurm = config.cluster, config.cluster.slurm
     granted = slurm_nodes(environment)
@@ -240,7 +249,8 @@ def _resolve(config: RunConfig, facts: NodeFacts, environment: Mapping[str, str]
     if granted is not None and num_nodes > len(granted.names):
         raise ConfigError(f"cluster.num_nodes={num_nodes}, but this allocation of Slurm has {len(granted.names)} nodes")
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
-    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else asked_gpus
+    found_gpus = partition_gpus if asks_partition(config, environment) else 0
+    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else found_gpus or asked_gpus
     backend = choose_backend(config, NodeFacts("a node of Slurm", slurm.cpus_per_node or 1, gpus))
     resolved = replace(
         cluster,
@@ -248,5 +258,6 @@ def _resolve(config: RunConfig, facts: NodeFacts, environment: Mapping[str, str]
         num_nodes=num_nodes,
         backend=backend.name,  # type: ignore[arg-type]
         ranks_per_node=backend.local_ranks,
+        slurm=replace(slurm, gpus_per_node=found_gpus) if found_gpus and backend.name == "nccl" else slurm,
     )
     return replace(config, cluster=resolved), backend

@@ -50,6 +50,14 @@ def write_log(run: RunFolder, node: str, rank: int, text: str | bytes) -> Path:
     return path
 
 
+def plan_adapters(run: RunFolder, **changes: str) -> None:
+    """Let the plan of every node name RDMA ports for NCCL."""
+    document = json.loads((run.path / "launch.json").read_text())
+    for entry in document["nodes"]:
+        entry["environment"] = {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1", **changes}
+    replace_json(run.path / "launch.json", document)
+
+
 def write_node(run: RunFolder, node: str, **files: Mapping[str, Any]) -> None:
     """Files of nodes/<node>/: supervisor, health, outcome."""
     folder = run.path / "nodes" / node

@@ -52,6 +52,7 @@ def survey(question: Dict[str, Any]) -> Dict[str, Any]:
         "user": _user(),
         "uid": os.getuid(),
         "gid": os.getgid(),
+        "groups": sorted(os.getgroups()),
         "root": root,
         "code_root": code_root,
         "has_infiniband_devices": os.path.isdir("/dev/infiniband"),

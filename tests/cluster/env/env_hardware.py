@@ -33,7 +33,7 @@ def furnish(
     monkeypatch.setenv("BURST_PROBE_ROOT", str(folder / "root"))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(folder / "home"))
-    for name in [name for name in os.environ if name.startswith(("NCCL_", "UCX_", "GLOO_", "TORCH_", "OMP_"))]:
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_", "OMP_"))]:
         monkeypatch.delenv(name)
     return folder / "root"
 

@@ -45,7 +45,7 @@ def burst_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     """`burst_env("show", "--json")`, with no configuration of the person who runs the tests."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("COLUMNS", "200")
-    for name in [name for name in os.environ if name.startswith(("NCCL_", "UCX_", "GLOO_", "TORCH_", "SLURM_"))]:
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_", "SLURM_"))]:
         monkeypatch.delenv(name)
 
     def run(*argv: str) -> Result:
@@ -178,7 +178,7 @@ def test_write_makes_a_private_file_per_node(sisters: tuple[Testbed, Path], on_s
     assert list(files) == list(sisters[0].node_names)
     for path, numbers in zip(map(Path, files.values()), GOOD, strict=True):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert sourced(path, "UCX_NET_DEVICES") == ",".join(f"mlx5_{number}:1" for number in numbers.split())
+        assert sourced(path, "NCCL_IB_HCA") == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
 
 
 def test_text_of_several_nodes_needs_a_choice(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:

@@ -53,10 +53,10 @@ def test_nothing_set_is_as_planned(root: Path) -> None:
 def test_what_a_login_inherits_is_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth0")
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "tcp")
     assert compare_live(PLAN, live().values()) == (
         Difference(SESSION, "NCCL_IB_HCA", DifferenceKind.DIFFERS, "=mlx5_0:1,mlx5_3:1", "mlx5"),
-        Difference(SESSION, "UCX_TLS", DifferenceKind.UNKNOWN, None, "tcp"),
+        Difference(SESSION, "NCCL_NET_PLUGIN", DifferenceKind.UNKNOWN, None, "tcp"),
     )
 
 

@@ -163,6 +163,19 @@ def test_options_of_the_configuration_take_the_place_of_those_for_the_machine() 
     assert not {"--gpus=all", "--ipc=host", "--ulimit"} & set(argv)
 
 
+def test_ranks_in_a_container_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write() -> None:
+    one = dataclasses.replace(nodes(1)[0], groups=(27, 100, 5001))
+    found = build_ssh_plan(run_config(cluster=DOCKER), Fleet((one,), CODE), RUN)
+    argv = found.nodes[0].argv
+    assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=27", "--group-add=5001"]
+    kernels = Path(environment(found)["TRITON_CACHE_DIR"])
+    volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
+    assert f"{kernels.parent}:{kernels.parent}" in volumes
+    kept = {"container": {**DOCKER["container"], "run_options": ["--group-add=keep-groups"]}}
+    argv = build_ssh_plan(run_config(cluster=kept), Fleet((one,), CODE), RUN).nodes[0].argv
+    assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=keep-groups"]
+
+
 def test_containers_see_data_and_mounts_under_their_own_names() -> None:
     data = (DataFacts("/data/*.txt", 1, 2, "d"), DataFacts("/corpus/a.txt", 1, 2, "d"))
     settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}

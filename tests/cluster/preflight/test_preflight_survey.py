@@ -68,8 +68,11 @@ def facts(answer: dict[str, Any]) -> RemoteFacts:
 
 
 def test_a_machine_tells_who_and_what_it_is(ask: Ask, tmp_path: Path) -> None:
-    found = facts(ask(python=sys.executable))
+    answer = ask(python=sys.executable)
+    found = facts(answer)
     assert (found.hostname, found.home, found.uid) == (socket.gethostname(), str(tmp_path), os.getuid())
+    assert answer["groups"] == sorted(os.getgroups())
+    assert facts({**answer, "groups": [4, 20]}).groups == (4, 20)
     assert (found.root, found.code_root) == (f"{tmp_path}/.burst", f"{tmp_path}/.burst/code")
     assert found.python is not None
     assert found.python.version == sys.version_info[:3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testkit.machine_clock import machine_time
 
-from cluster.slurm.client import SlurmClient, SlurmError, client_environment
+from cluster.slurm.client import SlurmClient, SlurmError, client_environment, gres_gpus
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.states import JobStatus, describe_end, parse_job
@@ -246,3 +246,41 @@ def test_a_job_that_cannot_see_the_run_folder_is_told_what_it_needs(tmp_path, st
     record = JobRecord("abc", "batch", "5", ended=status)
 
     assert "all nodes share" in SlurmJob(RunFolder(tmp_path), record).describe_end()
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu:8", 8),
+        ("gpu", 1),
+        ("gpu:h100", 1),
+        ("gpu:h100:8(S:0-1)", 8),
+        ("nic:2,gpu:a100:4(S:0),gpu:h100:4(S:1)", 8),
+        ("gpu:1g.10gb:7", 7),
+        ("nic:2", 0),
+        ("shard:32,gpu:2", 2),
+        ("mygpu:3", 0),
+    ],
+)
+def test_gpus_are_read_from_slurms_resources(gres, gpus):
+    assert gres_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("partition", "gpus"), [(None, 0), ("gpu", 4), ("big", 8), ("cpu,big", 8), ("gpu,big", 4), ("nosuch", 0)]
+)
+def test_a_partition_has_the_gpus_of_its_smallest_node_that_has_any(fake, partition, gpus):
+    client = fake(
+        "sinfo", "printf '%s\\n' 'cpu* (null)' 'gpu gpu:h100:8(S:0-1)' 'gpu gpu:a100:4' 'gpu (null)' 'big gpu:8'"
+    )
+
+    assert client.partition_gpus(partition) == gpus
+
+
+def test_without_a_partition_the_default_counts_or_that_of_the_environment(fake):
+    client = fake("sinfo", "printf '%s\\n' 'gpu* gpu:8' 'small gpu:2'")
+
+    assert client.partition_gpus() == 8
+    assert SlurmClient({**client.environment, "SBATCH_PARTITION": "small"}).partition_gpus() == 2

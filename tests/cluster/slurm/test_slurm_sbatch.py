@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.facts import NodeFacts
-from cluster.slurm.plan import build_slurm_plan
+from cluster.plan import Backend
+from cluster.plan_torchrun import Rendezvous
+from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
 from engine.config import DataConfig, RunConfig
 from engine.config_cluster import ClusterConfig, ContainerConfig, SlurmConfig
@@ -158,9 +160,9 @@ def config(**cluster) -> RunConfig:
     return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
 
 
-def plan_of(environment: dict[str, str] | None = None, **cluster):
+def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 0, **cluster):
     facts = NodeFacts("head", 8, 0, python="/opt/venv/bin/python", cwd="/w", python_path="/src")
-    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {})
+    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
@@ -175,6 +177,30 @@ def test_the_plan_says_how_many_ranks_before_there_are_nodes():
 def test_without_gpus_the_plan_is_for_the_cpu_and_nccl_takes_the_users_word():
     assert plan_of(num_nodes=2).backend.name == "gloo"
     assert plan_of(num_nodes=2, ranks_per_node=4, backend="nccl").world_size == 8
+
+
+def test_on_a_partition_with_gpus_the_plan_is_for_them():
+    plan = plan_of(num_nodes=2, partition_gpus=8)
+
+    assert (plan.backend.name, plan.world_size) == ("nccl", 16)
+    assert directives(dict(plan.files)["job.sbatch"]).count("--gpus-per-node=8") == 1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "backend", "local_ranks"),
+    [
+        ({"backend": "gloo"}, "gloo", 1),
+        ({"slurm": SlurmConfig(gpus_per_node=0)}, "gloo", 1),
+        ({"ranks_per_node": 16}, "gloo", 16),
+        ({"backend": "nccl", "ranks_per_node": 4}, "nccl", 4),
+        ({"slurm": SlurmConfig(options=("--gres=gpu:2",))}, "gloo", 1),
+    ],
+)
+def test_who_says_otherwise_gets_no_gpus_of_the_partition(cluster, backend, local_ranks):
+    plan = plan_of(partition_gpus=8, **cluster)
+
+    assert (plan.backend.name, plan.backend.local_ranks) == (backend, local_ranks)
+    assert not [line for line in directives(dict(plan.files)["job.sbatch"]) if "gpus" in line]
 
 
 def test_named_nodes_are_asked_for_by_name():
@@ -198,3 +224,15 @@ def test_the_plan_in_containers_mounts_the_run_folder_and_the_code():
 
     assert {"--init", f"{RUN}:{RUN}", "/src:/src:ro", "/data/x.txt:/data/x.txt:ro"} <= set(argv)
     assert argv[argv.index("--entrypoint") + 1] == "python3"
+
+
+def test_ranks_in_containers_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write():
+    container = ContainerConfig(runtime="docker", image="burst:cpu", run_options=())
+    settings, backend = config(num_nodes=1, container=container), Backend("gloo", "", 1, 1)
+    builder = NodeBuilder(settings, backend, RUN, RankCommand("/w", "python3", None, "engine.train"))
+    site = NodeOnSite("n1", "10.0.0.1", owner="1000:100", groups=(27, 100), home="/home/me", user="me")
+    node = builder.node(0, 1, site, Rendezvous("10.0.0.1", 1))
+
+    assert [word for word in node.argv if word.startswith("--group-add")] == ["--group-add=27"]
+    assert "/home/me/.burst/cache:/home/me/.burst/cache" in node.argv
+    assert {one.name: one.value for one in node.environment}["TRITON_CACHE_DIR"] == "/home/me/.burst/cache/triton"

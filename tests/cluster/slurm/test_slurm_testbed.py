@@ -15,6 +15,7 @@ from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import next_name
 
 from burst_cli.testbed_view import status_table
+from cluster.slurm.client import SlurmClient
 from cluster.testbed.build import build_plan
 from cluster.testbed.folder import folder_of
 from cluster.testbed.machine import missing_requirements
@@ -123,3 +124,9 @@ def _wait(ready, timeout_s: float = 20.0) -> None:
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_sinfo_tells_the_gpus_of_the_partition(make_testbed):
+    own = make_testbed(nodes=1, slurm=True, hardware="h100x8")
+
+    assert SlurmClient({**os.environ, "SLURM_CONF": str(own.folder.slurm_conf)}).partition_gpus() == 8

@@ -1,0 +1,30 @@
+"""What is kept free for NCCL: its communicators at the sizes that were published, whoever needs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.attention.presets import AttentionMethod
+from engine.config import ParallelConfig
+from engine.memory.reserve import nccl_bytes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "heads", "expected"),
+    [
+        pytest.param(1, 1, 1, 512 * MIB, id="one rank"),
+        pytest.param(2, 1, 1, 2 * 544 * MIB, id="two ranks: the world and the shards"),
+        pytest.param(8, 1, 1, 2 * 688 * MIB, id="eight ranks"),
+        pytest.param(2, 2, 1, 4 * 544 * MIB, id="a ring of two: payload and gradients besides"),
+        pytest.param(8, 1, 8, 2 * 688 * MIB + 3_300_000_000, id="all-to-all on a node"),
+        pytest.param(16, 1, 16, 2 * 688 * MIB + 3_300_000_000, id="all-to-all over two nodes"),
+        pytest.param(2, 1, 2, 3 * 544 * MIB, id="all-to-all of two is no less than any group of two"),
+        pytest.param(8, 4, 2, 4 * 688 * MIB + 544 * MIB, id="rings of four beside all-to-all of two"),
+    ],
+)
+def test_communicators_take_what_was_measured(world: int, ring: int, heads: int, expected: int) -> None:
+    method = AttentionMethod("burst", "zigzag", ring, 1, "kv", "float32", "", head_parallel_size=heads)
+    parallel = ParallelConfig(dp_shard_size=world // (ring * heads))
+    assert nccl_bytes(parallel, method, world) == expected
