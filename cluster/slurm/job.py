@@ -89,11 +89,11 @@ class SlurmJob:
             return f"Slurm job {self.job_id}: a node does not see the run folder: {_SHARED}"
         if status.exit_code == TIME_IS_UP:
             return (
-                f"Slurm job {self.job_id} came near its time limit ({status.time_limit}), so its ranks saved and stopped: "
-                "`burst resume` goes on from there, and with cluster.max_restarts the job does so by itself"
+                f"Slurm job {self.job_id} came near its time limit ({status.time_limit}), so its ranks saved and "
+                "stopped: `burst resume` goes on from there, and with cluster.max_restarts the job does so by itself"
             )
         if status.exit_code == NO_RESTARTS_LEFT:
-            return f"Slurm job {self.job_id} was restarted cluster.max_restarts times in a row without a further checkpoint"
+            return f"Slurm job {self.job_id} has used up cluster.max_restarts in a row without a further checkpoint"
         text = describe_end(self.job_id, status, self._lost)
         return text if status.state != "FAILED" or not (said := self.last_words()) else f"{text}: {said}"
 

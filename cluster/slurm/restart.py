@@ -1,7 +1,7 @@
 """python -m cluster.slurm.restart RUN TOKEN WORD, in the batch file of a job that may save or restart.
 
-stop: the time limit is near, so the supervisors are asked for the end. requeue: they have ended: the next attempt is begun
-in the run folder, and Slurm told to run the job again. begin: Slurm did so by itself, after it lost a node.
+stop: the time limit is near, so the supervisors are asked for the end. requeue: they have ended: the next attempt is
+begun in the run folder, and Slurm told to run the job again. begin: Slurm did so by itself, after it lost a node.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,12 +70,14 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
 
 def wait_and_save(run: RunFolder, rank: int) -> None:
     """As the trainer ends when it is asked to stop."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        time.sleep(FOREVER_S)
-    finally:
-        if rank == 0:
-            run.append_event("checkpoint", step=STEPS)
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked.wait(FOREVER_S)
+    if rank == 0:
+        run.append_event("checkpoint", step=STEPS)
+    while not any(event["kind"] == "checkpoint" for event in run.read_events()):
+        time.sleep(0.01)  # no rank leaves before all have saved
+    raise KeyboardInterrupt
 
 
 def row(step: int) -> dict[str, float | int | None]:

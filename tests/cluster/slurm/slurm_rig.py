@@ -115,7 +115,7 @@ class SlurmBench:
         ).stdout.strip()
 
     def plan(
-        self, mode: str, nodes: int = 2, checkpoint: CheckpointConfig = CheckpointConfig(), **cluster: object
+        self, mode: str, nodes: int = 2, checkpoint: CheckpointConfig | None = None, **cluster: object
     ) -> LaunchPlan:
         """A run of fake ranks with one rank per node."""
         settings = ClusterConfig(
@@ -127,7 +127,7 @@ class SlurmBench:
         )
         config = RunConfig(
             data=DataConfig(format="text", paths=("/dev/null",)),
-            train=TrainConfig(steps=5, seq_len=64, checkpoint=checkpoint),
+            train=TrainConfig(steps=5, seq_len=64, checkpoint=checkpoint or CheckpointConfig()),
             cluster=settings,
         )
         facts = replace(probe_local_node(), python_path=FAKE_PYTHON_PATH)
