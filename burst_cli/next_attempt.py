@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from burst_cli.launch_request import LaunchRequest, prepare_launch
+from cluster.control.attempt import Restarts
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.stopping import StopRequests
@@ -57,27 +58,24 @@ def lead_attempts(
     At most cluster.max_restarts times in a row without a checkpoint more than the attempt before.
     """
     observer, stop = watchers
-    saved, restarts, allowed = 0, 0, plan.config.cluster.max_restarts
+    restarts, allowed = Restarts(), plan.config.cluster.max_restarts
     while True:
         outcome = lead(plan, manner)
         kind = outcome.failure.kind if outcome.failure is not None else None
         if outcome.status != "failed" or kind in _FUTILE or stop.count or not allowed:
             return outcome
-        step = max(
-            (event.get("step", 0) for event in run.read_events() if event.get("kind") == "checkpoint"), default=0
-        )
-        restarts, saved = (1, step) if step > saved else (restarts + 1, saved)
-        while restarts <= allowed:
-            where = f"from the checkpoint of step {saved}" if saved else "from the beginning"
-            observer.note(f"{kind}: restart {restarts} of {allowed} without progress, {where}")
-            if _is_stopped(min(_PAUSE_S * 2 ** (restarts - 1), _LONGEST_PAUSE_S), stop, manner):
+        restarts = restarts.after(run)
+        while (count := restarts.in_a_row) <= allowed:
+            where = f"from the checkpoint of step {restarts.saved}" if restarts.saved else "from the beginning"
+            observer.note(f"{kind}: restart {count} of {allowed} without progress, {where}")
+            if _is_stopped(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S), stop, manner):
                 return outcome
             try:
                 plan, manner = renew(plan, run), replace(manner, start=True)
                 break
             except BurstError as error:
                 observer.note(f"the nodes cannot take it up: {error}")
-                restarts += 1
+                restarts = replace(restarts, in_a_row=count + 1)
         else:
             return outcome
 

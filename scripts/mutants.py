@@ -162,6 +162,10 @@ class Changes(ast.NodeVisitor):
             if default is not None:
                 self.visit(default)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:  # not decorators
+            self.visit(statement)
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.visit(node.args)
         for statement in node.body:  # neither decorators nor annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.evidence import log_starts
@@ -13,6 +14,20 @@ from engine.run.records import read_json_object
 from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
 _LOG_STARTS = "log_starts"
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often in a row a run has begun again without a further checkpoint, and the step of the newest one."""
+
+    in_a_row: int = 0
+    saved: int = 0
+
+    def after(self, run: RunFolder) -> Restarts:
+        """With one more, after the attempt that lies in the folder of `run`."""
+        steps = (event.get("step", 0) for event in run.read_events() if event.get("kind") == "checkpoint")
+        step = max(steps, default=0)
+        return Restarts(1, step) if step > self.saved else Restarts(self.in_a_row + 1, self.saved)
 
 
 def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.control.attempt import begin_attempt, finish, follow_first_node, read_log_starts
 from cluster.control.busy import controlling, own_facts
@@ -72,13 +72,21 @@ def control(
                     return finish(run, LaunchOutcome("cancelled", INTERRUPTED))
             elif run.read_state()["state"] not in FINAL_STATES:
                 run.record(**own_facts())
-            if plan.launcher == "slurm" and run.read_state()["state"] not in FINAL_STATES:
+            while plan.launcher == "slurm" and run.read_state()["state"] not in FINAL_STATES:
                 from cluster.slurm.allocate import await_nodes
+                from cluster.slurm.job import REQUEUED
 
                 granted = await_nodes(plan, run, observer, stop, start=manner.start)
                 if isinstance(granted, LaunchOutcome):
                     return finish(run, granted)
                 plan, links = granted[0], [*links, *granted[1]]
+                outcome = _Lead(plan, run, granted[1], Watchers(observer, stop), manner).to_the_end()
+                if outcome.failure is None or outcome.failure.type != REQUEUED:
+                    return finish(run, outcome)
+                # The batch file has begun, or will begin, the next attempt in the run folder.
+                observer.note(outcome.failure.message)
+                run.record(**own_facts())
+                manner = replace(manner, start=False)
             own = links[-len(plan.nodes) :]
             return finish(run, _Lead(plan, run, own, Watchers(observer, stop), manner).to_the_end())
     finally:
@@ -140,7 +148,7 @@ class _Lead:
             self._heed_losses()
             if self._completed_at is not None:
                 self._heed_completion()
-            elif not self.requests.level and self.failure is None:
+            elif not self.requests.level and self.failure is None and not self.fleet.is_at_limit:
                 self._heed_signs()
                 self._heed_hang()
             self.fleet.give_up(self.clock)

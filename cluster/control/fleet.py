@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.control.evidence import Findings, Loss, StopOrder, torchrun_death
-from cluster.control.link import NodeLink, NodeStatus
+from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
 from cluster.control.outcome import Leftover
 from cluster.control.timing import Clock, LaunchTiming
 from cluster.errors import ClusterError
@@ -177,6 +177,11 @@ class Fleet:
         """Whether none of the nodes that may still run can be heard."""
         is_open = [part for part in self.parts if part.is_open]
         return bool(is_open) and all(part.is_mute for part in is_open)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether ranks are stopping before a time limit: ends that they come to then are no failures."""
+        return any(part.status.supervisor.get("stop_cause") == TIME_LIMIT for part in self.parts)
 
     @property
     def findings(self) -> Findings:

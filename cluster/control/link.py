@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 
+TIME_LIMIT = "time limit"  # why ranks stop that save before a scheduler ends them
 STOP_GRACE_S = 12.0  # between asking ranks to stop and killing them
 
 Phase = Literal["none", "starting", "running", "stopping", "ended", "lost"]

@@ -61,8 +61,10 @@ class _Waiting:
 
     def until_granted(self) -> tuple[LaunchPlan, list[NodeLink]] | LaunchOutcome:
         """See `await_nodes`."""
-        token = self.job.record.token
         while True:
+            if self.job.is_begun_again:
+                self.job = self.job.again().watch()
+            token = self.job.record.token
             granted = granted_plan(self.plan, self.run, token)
             if granted is not None:
                 return self._begin(granted, token), [SlurmLink(self.run, node.name, self.job) for node in granted.nodes]

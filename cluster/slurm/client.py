@@ -73,6 +73,10 @@ class SlurmClient:
         """Have Slurm end the job or step: SIGTERM, some seconds later SIGKILL. Ended ones are no error."""
         self._run(("scancel", *_cluster(cluster), job_or_step))
 
+    def requeue(self, job_id: str, cluster: str | None = None) -> None:
+        """Have Slurm end this start of the job and put the job into the queue again."""
+        self._run(("scontrol", *_cluster(cluster), "requeue", job_id))
+
     def find(self, name: str) -> str | None:
         """Number of the job of this user that bears `name`, if it has not ended."""
         said = self._run(("squeue", "--noheader", "--me", f"--name={name}", "--format=%A"))

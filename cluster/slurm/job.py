@@ -10,15 +10,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.control.link import TIME_LIMIT
 from cluster.failure import Failure
 from cluster.slurm.client import SlurmClient, SlurmError
 from cluster.slurm.record import JobRecord, read_record, write_record
-from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED
-from cluster.slurm.states import JobStatus, describe_end
+from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, TIME_IS_UP
+from cluster.slurm.states import AGAIN, JobStatus, describe_end
 from engine.run.process import process_start
 from engine.runs import RunFolder
 
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
+REQUEUED = "Slurm: requeued"  # a type of failure after which the same job goes on
 EXIT_FILE = "slurm.exit"  # of a step: srun's exit code
 POLL_S = 2.0
 _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end by themselves
@@ -69,6 +71,11 @@ class SlurmJob:
         return self._is_cancelled_here
 
     @property
+    def is_begun_again(self) -> bool:
+        """Whether Slurm has requeued the job, so that this start of it is over."""
+        return self._status is not None and self._status.state == AGAIN
+
+    @property
     def ended_s(self) -> float | None:
         """For how long it has been known that the job is over; None while it is not."""
         return None if self._ended_at is None else time.monotonic() - self._ended_at
@@ -80,6 +87,13 @@ class SlurmJob:
             return f"Slurm job {self.job_id} could not write into the run folder: {_SHARED}"
         if status.exit_code == NOT_SHARED:
             return f"Slurm job {self.job_id}: a node does not see the run folder: {_SHARED}"
+        if status.exit_code == TIME_IS_UP:
+            return (
+                f"Slurm job {self.job_id} came near its time limit ({status.time_limit}), so its ranks saved and "
+                "stopped: `burst resume` goes on from there, and with cluster.max_restarts the job does so by itself"
+            )
+        if status.exit_code == NO_RESTARTS_LEFT:
+            return f"Slurm job {self.job_id} has used up cluster.max_restarts in a row without a further checkpoint"
         text = describe_end(self.job_id, status, self._lost)
         return text if status.state != "FAILED" or not (said := self.last_words()) else f"{text}: {said}"
 
@@ -100,6 +114,10 @@ class SlurmJob:
             return None
         if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL"):
             return Failure("launcher", f"Slurm: {status.state}", self.describe_end(), log=str(self.log))
+        if status.state == AGAIN or status.exit_code == TIME_IS_UP:
+            return Failure("launcher", REQUEUED if status.state == AGAIN else TIME_LIMIT, self.describe_end())
+        if status.exit_code == NO_RESTARTS_LEFT:
+            return Failure("start", "Slurm: restarts", self.describe_end(), log=str(self.log))
         if status.state == "NODE_FAIL":
             host = self._lost[0] if self._lost else None
             return Failure("node_lost", "Slurm: NODE_FAIL", self.describe_end(), host=host, log=str(self.log))
@@ -134,6 +152,11 @@ class SlurmJob:
             time.sleep(0.05)
         return self._ended_at is not None
 
+    def again(self) -> SlurmJob:
+        """The same job as Slurm has begun it since."""
+        restarts = self._status.restarts if self._status is not None else 0
+        return SlurmJob(self.run, self.record.again(restarts), self._client, self._poll_s)
+
     def close(self) -> None:
         """Ask no more. The job goes on."""
         self._closed = True
@@ -164,6 +187,7 @@ class SlurmJob:
         self._status = status
         if status.phase == "ended":
             self._ended_at = time.monotonic()
+        if status.phase == "ended" and status.state != AGAIN:
             self.record = replace(self.record, ended=status)
             with contextlib.suppress(OSError):  # a full disk; the next who asks is told by Slurm
                 write_record(self.run.path, self.record)
@@ -173,6 +197,8 @@ class SlurmJob:
         if record.job_id is None:
             return JobStatus("GONE", reason="it was never submitted")
         status = self._client.query(record.job_id, record.cluster)
+        if record.mode == "batch" and status.restarts > record.restarts:
+            return replace(status, state=AGAIN)
         return status if record.mode == "batch" or status.phase == "ended" else self._step_status(status)
 
     def _with_id(self) -> JobRecord:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.control.link import TIME_LIMIT, NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.slurm.granted import look_again, node_folder
@@ -29,6 +29,7 @@ _CANCELLED: Mapping[str, Any] = {
     "deaths": [],
     "leftover_pids": [],
 }
+_AT_LIMIT: Mapping[str, Any] = {**_CANCELLED, "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
 
 
@@ -47,6 +48,7 @@ class SlurmLink:
         self._problem: str | None = None
         self._news: Any = None
         self._heard_at = time.monotonic()
+        self._is_at_limit = False
 
     @property
     def node(self) -> str:
@@ -92,6 +94,13 @@ class SlurmLink:
             supervisor=supervisor,
             failure=None if job is None else job.failure(),
         )
+        self._is_at_limit = self._is_at_limit or supervisor.get("stop_cause") == TIME_LIMIT
+        if job is not None and job.is_begun_again:
+            return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_AT_LIMIT)
+        if self._is_at_limit and job is not None and job.ended_s is None:
+            # Its files may be put aside meanwhile; what comes of it is for the job to say.
+            stopping = {**supervisor, "stop_cause": TIME_LIMIT}
+            return replace(status, phase="stopping", heard_s=0.0, is_synced=False, outcome=None, supervisor=stopping)
         if outcome is not None:
             return self._explained(status, outcome)
         if has_job_ended and job is not None and job.status is not None and job.status.state == "CANCELLED":

@@ -73,6 +73,7 @@ def build_slurm_plan(
     builder = NodeBuilder(resolved, backend, run_path, ranks)
     meeting = Rendezvous("FIRST_ADDRESS", cluster.master_port or 0)
     nodes = tuple(builder.node(rank, num_nodes, stand_in(rank), meeting) for rank in range(num_nodes))
+    checkpoint = resolved.train.checkpoint
     # The tasks of the nodes run with the Python of this process, which has what they need.
     request = JobRequest(
         run_path,
@@ -82,6 +83,8 @@ def build_slurm_plan(
         facts.python_path,
         node_list=cluster.nodes,
         has_containers=not is_bare,
+        max_restarts=cluster.max_restarts,
+        save_s=checkpoint.stop_grace_s if checkpoint.is_on else None,
         settings=cluster.slurm,
     )
     files = (

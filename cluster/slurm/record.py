@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ Mode = Literal["batch", "step"]
 class JobRecord:
     """One attempt. job_id: None until Slurm has told it. mode: batch: a job of its own; step: within the allocation
     `job_id`. token: of the attempt. host, pid, pid_start: of the process that leads a step. ended: how the job ended,
-    once that is known: Slurm itself forgets it after some minutes."""
+    once that is known: Slurm itself forgets it after some minutes. restarts: how often Slurm had requeued the job by
+    then; in_a_row, saved: so many of them without a checkpoint beyond this step."""
 
     token: str
     mode: Mode
@@ -30,6 +31,13 @@ class JobRecord:
     pid: int | None = None
     pid_start: str | None = None
     ended: JobStatus | None = None
+    restarts: int = 0
+    in_a_row: int = 0
+    saved: int = 0
+
+    def again(self, restarts: int) -> JobRecord:
+        """Of the attempt that Slurm begins by requeuing the job for the `restarts`-th time, as its batch file knows."""
+        return replace(self, token=f"{self.token.partition('-')[0]}-{restarts}", restarts=restarts, ended=None)
 
 
 def write_record(run_path: Path, record: JobRecord) -> None:

@@ -6,6 +6,7 @@ token of the attempt, which lies in the run folder: a node that finds it there s
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ TOKEN_FILE = "slurm.token"
 LOG_PREFIX = "slurm-"
 NOT_SHARED = 66  # exit code: a node does not see the launcher's run folder
 NO_FOLDER = 67  # exit code: a node does not have the folder that burst was started in
+TIME_IS_UP = 68  # exit code: the time limit was near, the ranks have stopped, and the job is not requeued
+NO_RESTARTS_LEFT = 69  # exit code: Slurm began the job once more than it may
+WARNING_S = 60  # before the time limit, beside what the ranks may take to save: Slurm looks twice a minute
 PEER_WAIT_S = 60  # once a node's task has ended well, the others have so long
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
@@ -52,7 +56,8 @@ _HAVE_SETTINGS = {
 class JobRequest:
     """One job. num_nodes: to ask for; node_list: exactly these, in NodeSet grammar. python, python_path,
     working_folder: as on this machine; the nodes share them with it. has_containers: ranks run in some, which outlive
-    processes of the job."""
+    processes of the job. max_restarts: above 0: Slurm may begin it again. save_s: what ranks may take to save when the
+    time limit is near; None: they save nothing."""
 
     run_path: Path
     num_nodes: int
@@ -61,6 +66,8 @@ class JobRequest:
     python_path: str | None = None
     node_list: str | None = None
     has_containers: bool = False
+    max_restarts: int = 0
+    save_s: float | None = None
     settings: SlurmConfig = field(default_factory=SlurmConfig)
 
     @property
@@ -94,7 +101,7 @@ def check_slurm_settings(cluster: ClusterConfig) -> None:
 
 
 def sbatch_text(request: JobRequest) -> str:
-    """The text of the batch file; it holds no secret, and Slurm runs the job once."""
+    """The text of the batch file; it holds no secret, and Slurm runs the job once unless it may restart."""
     path = str(request.run_path)
     if re.search(r"[\x00-\x1f\x7f\"\\]", path):
         raise ConfigError(
@@ -124,7 +131,9 @@ def _directives(request: JobRequest) -> Iterator[str]:
         yield f"--nodelist={_slurm_nodes(request.node_list, 'cluster.nodes')}"
     if slurm.exclude is not None:
         yield f"--exclude={_slurm_nodes(slurm.exclude, 'cluster.slurm.exclude')}"
-    yield "--no-requeue"  # a second attempt is `burst resume`, which keeps the records of both apart
+    yield "--requeue" if request.max_restarts else "--no-requeue"
+    if request.save_s is not None:
+        yield f"--signal=B:USR1@{math.ceil(request.save_s) + WARNING_S}"
     yield "--open-mode=append"
     # In patterns of file names a percent sign is written twice.
     yield _quoted("output", f"{str(request.run_path).replace('%', '%%')}/{LOG_PREFIX}%j.log")
@@ -137,7 +146,7 @@ def _body(request: JobRequest) -> Iterator[str]:
     run, cwd = shlex.quote(str(request.run_path)), shlex.quote(request.working_folder)
     token = shlex.quote(str(request.run_path / TOKEN_FILE))
     yield f"# Run {request.run_id}: one task per node, in which a supervisor starts the node's ranks."
-    yield f'if [ -z "$1" ] || [ "$(cat {token} 2>/dev/null)" != "$1" ]; then'
+    yield f'if [ -z "$1" ] || [ "$(cut -d- -f1 {token} 2>/dev/null)" != "$1" ]; then'
     yield '    echo "burst: $(hostname) does not see the run folder: Slurm needs one that all nodes share" >&2'
     yield f"    exit {NOT_SHARED}"
     yield "fi"
@@ -145,17 +154,39 @@ def _body(request: JobRequest) -> Iterator[str]:
     if request.python_path is not None:
         yield f"export PYTHONPATH={shlex.quote(request.python_path)}"
     yield "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
-    task = f'{shlex.quote(request.python)} -m cluster.slurm.node_task {run} "$1"'
-    if not request.has_containers:
-        yield f"exec srun {shlex.join(_srun_options(request))} \\"
-        yield f"    {task}"
+    yield from _steps(request, run)
+
+
+def _steps(request: JobRequest, run: str) -> Iterator[str]:
+    """What starts the tasks and, where ranks save or jobs are requeued, what is done before and after."""
+    is_plain = not request.max_restarts and request.save_s is None
+    python, attempt = shlex.quote(request.python), "$1" if is_plain else "$token"
+    task = f'{python} -m cluster.slurm.node_task {run} "{attempt}"'
+    restart = f'{python} -m cluster.slurm.restart {run} "{attempt}"'
+    srun = f"srun {shlex.join(_srun_options(request))} \\\n    {task}"
+    if not is_plain:
+        yield "# The token of the first start, then one for each time that Slurm has requeued the job."
+        yield "token=$1${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}"
+    if request.max_restarts:
+        yield f'[ "$token" = "$1" ] || {restart} begin || exit'
+    if request.save_s is None and not request.has_containers:
+        yield f"exec {srun}"
         return
-    yield f"srun {shlex.join(_srun_options(request))} \\"
-    yield f"    {task}"
-    yield "code=$?"
-    yield "# A container outlives a supervisor that was killed."
-    yield f'[ "$code" = 0 ] || srun {shlex.join(_srun_options(request))} \\'
-    yield f"    {task} --sweep"
+    if request.save_s is None:
+        yield srun
+        yield "code=$?"
+    else:
+        yield "# Slurm warns of the time limit: the ranks save and stop."
+        yield f"stop() {{ is_up=1; {restart} stop; }}"
+        yield "trap stop USR1"
+        yield f"{srun} &"
+        yield "wait $!; code=$?"
+        yield '[ -z "$is_up" ] || { wait $!; code=$?; }'
+    if request.has_containers:
+        yield "# A container outlives a supervisor that was killed."
+        yield f'[ "$code" = 0 ] || {srun} --sweep'
+    if request.save_s is not None:
+        yield f'[ -z "$is_up" ] || exec {restart} requeue'
     yield 'exit "$code"'
 
 

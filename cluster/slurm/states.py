@@ -23,9 +23,10 @@ _ENDED = frozenset(
     }
 )
 GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
+AGAIN = "AGAIN"  # our word: this start of the job is over, and Slurm begins the job once more under the same number
 # Not worth a word: how every job begins, and what its exit code says already.
 _NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
-_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "NumNodes")
+_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "NumNodes", "Restarts")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class JobStatus:
     """One job as of one answer of Slurm.
 
     state: Slurm's word for it. reason: why it waits, or why it ended. node_list: its nodes in Slurm's grammar.
-    exit_code: of the batch script, signal: that ended it; None while unknown.
+    exit_code: of the batch script, signal: that ended it; None while unknown. restarts: how often it was requeued.
     """
 
     state: str
@@ -42,13 +43,14 @@ class JobStatus:
     exit_code: int | None = None
     signal: int | None = None
     time_limit: str = ""
+    restarts: int = 0
 
     @property
     def phase(self) -> JobPhase:
         """Whether it still waits, runs, or is over; a state that is not known counts as running."""
         if self.state in _PENDING:
             return "pending"
-        if self.state in _ENDED or self.state == GONE:
+        if self.state in _ENDED or self.state in (GONE, AGAIN):
             return "ended"
         return "running" if self.state in _RUNNING else "unknown"
 
@@ -90,6 +92,7 @@ def parse_job(text: str) -> JobStatus | None:
         exit_code=int(code) if code.isdecimal() else None,
         signal=int(number) if number.isdecimal() and int(number) else None,
         time_limit=fields["TimeLimit"],
+        restarts=int(fields["Restarts"]) if fields["Restarts"].isdecimal() else 0,
     )
 
 
@@ -117,6 +120,8 @@ def describe_end(job_id: str, status: JobStatus, lost_nodes: tuple[str, ...] = (
             return f"{what} was ended at its deadline (DEADLINE)"
         case "COMPLETED":
             return f"{what} completed"
+        case "AGAIN":
+            return f"{what} is requeued: it goes on from the newest checkpoint when Slurm has nodes for it"
         case "GONE":
             return f"{what} has ended; Slurm no longer knows how"
     reason = f", {status.reason}" if status.reason else ""

@@ -41,7 +41,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
     mode: Mode = "step" if allocation else "batch"
     record = JobRecord(secrets.token_hex(8), mode, allocation, submitted_at=utc_now(), host=socket.gethostname())
     try:
-        _lay_token(run.path, record.token)
+        lay_token(run.path, record.token)
         write_record(run.path, record)
     except OSError as error:
         raise ClusterError(
@@ -80,7 +80,8 @@ def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str
     return process.pid
 
 
-def _lay_token(run_path: Path, token: str) -> None:
+def lay_token(run_path: Path, token: str) -> None:
+    """By this file nodes know that they see the run folder, and which attempt is meant. Raises OSError."""
     path = run_path / TOKEN_FILE
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

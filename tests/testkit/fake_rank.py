@@ -1,7 +1,8 @@
 """A rank that starts fast; `fakes/torch` has the torchrun that starts it as quickly.
 
 python -m fake_rank RUN/config.yaml    in the frame of a real rank, five steps; its conduct is FAKE_MODE: ok, wait, gate
-    (goes on once there is a file `gate` in the run folder), incomplete, ignore (whoever asks it to stop), sleep (with a
+    (goes on once there is a file `gate` in the run folder), saves (waits to be asked to stop, which saves; an attempt
+    after that completes), incomplete, ignore (whoever asks it to stop), sleep (with a
     grandchild), one of FAULTS below or of engine.run.faults. Faults strike rank FAKE_RANK (1) in step 3, while the
     others wait as in a collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
 python -m fake_rank MODE [WORDS]       without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
@@ -17,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -57,11 +59,25 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
         act(mode, rank, step, status)
     while mode == "gate" and not (lead.path / "gate").exists():
         time.sleep(0.01)
+    if mode == "saves" and not list(lead.path.glob("attempts/*/events.jsonl")):
+        wait_and_save(run, rank)
     if mode in ("ignore", "sleep", "wait"):
         time.sleep(FOREVER_S)
     if rank == 0 and mode != "incomplete":
         run.write_summary({**summarise(run.read_metrics(), 1), "attention_preset": "ring", "world_size": 2})
         run.transition("completed")
+
+
+def wait_and_save(run: RunFolder, rank: int) -> None:
+    """As the trainer ends when it is asked to stop."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked.wait(FOREVER_S)
+    if rank == 0:
+        run.append_event("checkpoint", step=STEPS)
+    while not any(event["kind"] == "checkpoint" for event in run.read_events()):
+        time.sleep(0.01)  # no rank leaves before all have saved
+    raise KeyboardInterrupt
 
 
 def row(step: int) -> dict[str, float | int | None]:
@@ -74,7 +90,7 @@ def act(mode: str, rank: int, step: int, status: RankStatus) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "sleep" and step == 1:
         subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
-    if step != FAULT_STEP or mode in ("ok", "gate", "ignore", "sleep", "wait", "incomplete"):
+    if step != FAULT_STEP or mode in ("ok", "gate", "saves", "ignore", "sleep", "wait", "incomplete"):
         return
     if rank == int(os.environ.get("FAKE_RANK", "1")):
         strike(mode, status)

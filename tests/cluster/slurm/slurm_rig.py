@@ -30,6 +30,7 @@ from cluster.slurm.submit import submit_job
 from cluster.testbed.build import Testbed
 from cluster.testbed.node import Node
 from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.config_checkpoint import CheckpointConfig
 from engine.config_cluster import ClusterConfig
 from engine.runs import RunFolder, create_run, new_run_path
 
@@ -113,7 +114,9 @@ class SlurmBench:
             argv, env=self.environment, capture_output=True, text=True, timeout=200, check=True
         ).stdout.strip()
 
-    def plan(self, mode: str, nodes: int = 2, **cluster: object) -> LaunchPlan:
+    def plan(
+        self, mode: str, nodes: int = 2, checkpoint: CheckpointConfig | None = None, **cluster: object
+    ) -> LaunchPlan:
         """A run of fake ranks with one rank per node."""
         settings = ClusterConfig(
             launcher="slurm",
@@ -124,7 +127,7 @@ class SlurmBench:
         )
         config = RunConfig(
             data=DataConfig(format="text", paths=("/dev/null",)),
-            train=TrainConfig(steps=5, seq_len=64),
+            train=TrainConfig(steps=5, seq_len=64, checkpoint=checkpoint or CheckpointConfig()),
             cluster=settings,
         )
         facts = replace(probe_local_node(), python_path=FAKE_PYTHON_PATH)

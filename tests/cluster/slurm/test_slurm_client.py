@@ -284,3 +284,23 @@ def test_without_a_partition_the_default_counts_or_that_of_the_environment(fake)
 
     assert client.partition_gpus() == 8
     assert SlurmClient({**client.environment, "SBATCH_PARTITION": "small"}).partition_gpus() == 2
+
+
+def test_restarts_in_a_row_are_limited_and_a_further_checkpoint_counts_them_anew(tmp_path):
+    plan = build_slurm_plan(
+        RunConfig(data=DataConfig(format="text", paths=("/x",)), cluster=ClusterConfig(num_nodes=1, max_restarts=1)),
+        NodeFacts("head", 8, 0, python="/py", cwd="/w"),
+        new_run_path(tmp_path, "tiny"),
+        environment={},
+    )
+    run = create_run(Path(plan.run_path), dict(plan.files))
+    run.transition("starting")
+    write_record(run.path, JobRecord("abc", "batch", "5"))
+    codes = []
+    for restart, step in enumerate((4, 8, 8, 8), start=1):
+        run.append_event("checkpoint", step=step)
+        codes.append(begin(plan, run, read_record(run.path), restart))
+
+    assert codes == [0, 0, NO_RESTARTS_LEFT, NO_RESTARTS_LEFT]
+    assert (run.path / TOKEN_FILE).read_text() == "abc-2\n"
+    assert run.read_state()["attempt"] == 3

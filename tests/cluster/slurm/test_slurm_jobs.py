@@ -11,6 +11,9 @@ from testkit.waiting import wait_for
 from cluster.control.settle import settle
 from cluster.control.timing import LaunchTiming
 from cluster.plan_record import read_launch_plan
+from engine.config_checkpoint import CheckpointConfig
+from engine.config_cluster import SlurmConfig
+from engine.runs import RunFolder
 
 
 @pytest.fixture
@@ -202,6 +205,38 @@ def test_the_time_limit_is_told_as_such(bench):
     assert outcome.failure is not None
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
     assert "time limit" in outcome.failure.message
+
+
+@pytest.mark.thorough
+def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itself(bench):
+    saving = CheckpointConfig(every_steps=5, stop_grace_s=12)
+    plan = bench.plan("saves", checkpoint=saving, max_restarts=1, slurm=SlurmConfig(time_limit="00:02:00"))
+    led = bench.lead(plan)
+    led.wait_for_step(5)
+    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", led.job_id), timeout_s=150)
+    waiting = led.run.read_state()
+    bench.wait_idle()
+    bench.client("scontrol", "update", f"JobId={led.job_id}", "StartTime=now")  # Slurm lets two minutes pass
+    outcome = led.wait()
+
+    assert outcome.status == "completed", led.describe()
+    assert (waiting["state"], waiting["attempt"]) == ("starting", 2)
+    assert "Restarts=1 " in bench.client("scontrol", "show", "job", led.job_id)
+    assert led.run.read_state()["attempt"] == 2
+    (saved,) = [row for row in RunFolder(led.run.path / "attempts" / "1").read_events() if row["kind"] == "checkpoint"]
+    assert saved["step"] == 5
+    assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(bench):
+    led = bench.lead(bench.plan("saves", checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=12)))
+    led.wait_for_step(5)
+    bench.client("scancel", "--signal=USR1", "--batch", led.job_id)  # as Slurm does at --signal=B:USR1@72
+    failure = led.wait(60).failure
+
+    assert failure is not None
+    assert "near its time limit" in failure.message
+    assert [row["step"] for row in led.run.read_events() if row["kind"] == "checkpoint"] == [5]
 
 
 def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):

@@ -15,7 +15,8 @@ from cluster.plan import Backend
 from cluster.plan_torchrun import Rendezvous
 from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
-from engine.config import DataConfig, RunConfig
+from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.config_checkpoint import CheckpointConfig
 from engine.config_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from engine.errors import ConfigError
 
@@ -59,6 +60,29 @@ def test_a_job_is_never_run_twice_by_slurm_and_one_failed_task_ends_all():
 
     assert "--no-requeue" in directives(text)
     assert "--kill-on-bad-exit=1" in text
+
+
+def test_a_job_that_may_restart_is_requeued_and_warned_in_time_to_save():
+    saving = RunConfig(
+        data=DataConfig(format="text", paths=("/data/x.txt",)),
+        train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=90.5)),
+        cluster=ClusterConfig(max_restarts=2, num_nodes=2),
+    )
+    text = dict(plan_with(saving).files)["job.sbatch"]
+
+    assert {"--requeue", "--signal=B:USR1@151"} <= set(directives(text))
+    assert "--no-requeue" not in text
+    for word in ("begin", "stop", "requeue"):
+        assert f'-m cluster.slurm.restart {RUN} "$token" {word}' in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
+
+
+def test_without_checkpoints_there_is_nothing_to_be_warned_for():
+    text = sbatch_text(request(max_restarts=1))
+
+    assert "--requeue" in directives(text)
+    assert "--signal" not in text
+    assert "--no-requeue" in directives(sbatch_text(request(save_s=60.0)))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +185,12 @@ def config(**cluster) -> RunConfig:
 
 
 def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 0, **cluster):
+    return plan_with(config(**cluster), environment, partition_gpus)
+
+
+def plan_with(config: RunConfig, environment: dict[str, str] | None = None, partition_gpus: int = 0):
     facts = NodeFacts("head", 8, 0, python="/opt/venv/bin/python", cwd="/w", python_path="/src")
-    return build_slurm_plan(config(**cluster), facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
+    return build_slurm_plan(config, facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
