@@ -41,6 +41,7 @@ class KnownKey:
     blob: bytes
     file: str
     is_revoked: bool = False
+    is_authority: bool = False  # of host certificates, which paramiko cannot ask a server for
 
     def matches(self, name: str) -> bool:
         """Whether the line speaks of `name`."""
@@ -67,7 +68,10 @@ class HostKeys:
 
     def find(self, names: Sequence[str]) -> tuple[KnownKey, ...]:
         """Trusted keys that any of `names` is known by."""
-        return tuple(key for key in self.keys if not key.is_revoked and any(key.matches(name) for name in names))
+        return tuple(key for key in self._named(names) if not key.is_authority)
+
+    def _named(self, names: Sequence[str]) -> list[KnownKey]:
+        return [key for key in self.keys if not key.is_revoked and any(key.matches(name) for name in names)]
 
     def types(self, names: Sequence[str]) -> tuple[str, ...]:
         """Types of the keys that any of `names` is known by."""
@@ -88,7 +92,10 @@ class HostKeys:
             remedy = f"if the node was installed anew: {_way_to_forget(host, found[0])}, then burst hosts trust"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
         remedy = f"compare the fingerprint, then: burst hosts trust --hosts {host.name}"
-        raise SshError(host.name, SshFailure.HOST_KEY_UNKNOWN, f"its host key is unknown: {shown}", remedy)
+        text = f"its host key is unknown: {shown}"
+        if authority := next(iter(self._named(host.key_names)), None):
+            text += f"; {authority.file} has a @cert-authority for it, but burst checks no host certificates, only keys"
+        raise SshError(host.name, SshFailure.HOST_KEY_UNKNOWN, text, remedy)
 
 
 def _way_to_forget(host: Host, key: KnownKey) -> str:
@@ -123,10 +130,10 @@ def key_type(blob: bytes) -> str:
 
 
 def parse_line(line: str, file: str) -> KnownKey | None:
-    """The key of one line; None for comments, certificate authorities and lines that make no sense."""
+    """The key of one line; None for comments and lines that make no sense."""
     words = line.split(None, 4)
     marker = words.pop(0) if words and words[0].startswith("@") else ""
-    if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
+    if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked", "@cert-authority"):
         return None
     try:
         blob = base64.b64decode(words[2].encode(), validate=True)
@@ -134,7 +141,8 @@ def parse_line(line: str, file: str) -> KnownKey | None:
         return None
     if key_type(blob) != words[1]:
         return None
-    return KnownKey(tuple(words[0].split(",")), words[1], blob, file, is_revoked=bool(marker))
+    patterns = tuple(words[0].split(","))
+    return KnownKey(patterns, words[1], blob, file, marker == "@revoked", marker == "@cert-authority")
 
 
 def _read(file: str) -> list[KnownKey]:

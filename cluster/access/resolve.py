@@ -1,7 +1,7 @@
 """Hosts from names: OpenSSH is asked what `ssh NAME` would do (`ssh -G`), settings of `cluster.ssh` come on top.
 
 paramiko's own reader of ssh_config knows neither Include nor Match nor ProxyJump, and a node that `ssh` reaches must be
-reached here, too. Nothing here connects.
+reached here, too; those behind a ProxyCommand are not, and HostsError says so. Nothing here connects.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ def _refuse_proxy_command(name: str, options: Options) -> None:
     if command not in (None, "none"):
         raise HostsError(
             f"{name}: your SSH configuration reaches it by ProxyCommand ({one_line(command or '', 60)}), which burst "
-            f"does not run; use ProxyJump there, or set cluster.ssh.jump"
+            f"does not run; where it only goes through another host (ssh -W), use ProxyJump there or set "
+            f"cluster.ssh.jump; for another program start burst on a machine that reaches the node without it"
         )
 
 

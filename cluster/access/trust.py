@@ -130,7 +130,7 @@ def forget_names(names: Sequence[str], file: Path | None = None) -> int:
 def _without(line: str, names: Sequence[str]) -> str | None:
     """`line` without these names; None when no other is left. Patterns with * stay: they stand for others, too."""
     known = parse_line(line, "")
-    if known is None or known.is_revoked:
+    if known is None or known.is_revoked or known.is_authority:
         return line
     plain = {name.lower() for name in names}
     kept = [

@@ -112,7 +112,18 @@ def test_damaged_lines_and_certificate_authorities_spoil_nothing(tmp_path: Path)
     )
     keys = load(tmp_path, bad + line("10.0.0.1"))
     keys.check(host(), KEY)
-    assert len(keys.keys) == 1
+    assert [key.blob for key in keys.find(["10.0.0.1"])] == [KEY.asbytes()]
+
+
+def test_a_key_below_a_certificate_authority_is_unknown_and_the_reason_is_told(tmp_path: Path) -> None:
+    keys = load(tmp_path, line("10.0.0.*", OTHER, "@cert-authority "))
+    for shown in (KEY, OTHER):  # not the authority's own key either
+        with pytest.raises(SshError, match="@cert-authority for it, but burst checks no host certificates") as caught:
+            keys.check(host(), shown)
+        assert caught.value.kind is SshFailure.HOST_KEY_UNKNOWN
+    with pytest.raises(SshError, match="unknown") as caught:
+        keys.check(host("elsewhere"), KEY)
+    assert "@cert-authority" not in str(caught.value)
 
 
 def test_files_that_are_not_there_are_empty(tmp_path: Path) -> None:
@@ -154,7 +165,8 @@ def test_a_changed_key_never_replaces_one_in_the_store(tmp_path: Path) -> None:
 
 def test_forgetting_takes_names_out_and_leaves_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
-    kept = "# mine\nodd line\n" + line("*.example") + line("10.0.0.1", OTHER, "@revoked ")
+    marked = line("10.0.0.1", OTHER, "@revoked ") + line("10.0.0.1", OTHER, "@cert-authority ")
+    kept = "# mine\nodd line\n" + line("*.example") + marked
     path.write_text(
         kept + line("10.0.0.1,other") + line("10.0.0.1", RSA) + line(hashed("10.0.0.1")) + line("!x,10.0.0.1")
     )

@@ -105,7 +105,7 @@ def test_jump_hosts_that_point_at_each_other_are_refused(tmp_path: Path) -> None
 
 def test_a_proxy_command_is_refused_unless_a_jump_replaces_it(tmp_path: Path) -> None:
     config = "Host gate\n  ProxyCommand none\nHost *\n  ProxyCommand nc %h %p\n"
-    with pytest.raises(HostsError, match="ProxyCommand"):
+    with pytest.raises(HostsError, match=r"ProxyCommand .*for another program start burst on a machine that reaches"):
         resolve(tmp_path, config, "n1")
     with pytest.raises(HostsError, match=r"gate: .*ProxyCommand"):
         resolve(tmp_path, "Host gate\n  ProxyCommand nc %h %p\n", "n1", jump="gate")
