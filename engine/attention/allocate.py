@@ -235,7 +235,8 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
             chosen = len(slots)
             slots.append(Slot(value.kind, rows, value.pin, value.heads, value.where))
             free_after.append(None)
-        slots[chosen] = replace(slots[chosen], rows=max(slots[chosen].rows, rows))
+        if slots[chosen].rows < rows:
+            slots[chosen] = replace(slots[chosen], rows=rows)
         free_after[chosen] = None if value.pin else spans[value.number][1]
         slot_of[value.number] = chosen
     return RankPlan(rank, tuple(slots), tuple(_renumbered(step, slot_of) for step in steps))
@@ -285,9 +286,12 @@ def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
     return Step(
         step.index,
         tuple(moved_op(op) for op in step.pre),
-        tuple(replace(t, view=moved(t.view), source=moved(t.source) if t.source else None) for t in step.post),
         tuple(
-            replace(t, q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
+            Transfer(t.message, t.op, t.channel, t.peer, moved(t.view), moved(t.source) if t.source else None)
+            for t in step.post
+        ),
+        tuple(
+            Tile(moved(t.q), moved(t.kv), moved(t.acc), moved(t.acc_kv) if t.acc_kv else None, t.low, t.high)
             for t in step.tiles
         ),
         step.wait,

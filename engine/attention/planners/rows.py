@@ -114,13 +114,12 @@ class _Segments(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> _Segments:
-        entries = []
-        for rank, segments in enumerate(layout.segments):
-            offset = 0
-            for segment in segments:
-                entries.append((segment.start, segment.stride, segment.count, rank, offset))
-                offset += segment.count
-        return cls(*np.array(sorted(entries), dtype=np.int64).reshape(-1, 5).T)
+        entries = [(s.start, s.stride, s.count) for own in layout.segments for s in own]
+        start, stride, length = np.array(entries, dtype=np.int64).reshape(-1, 3).T
+        owner = np.repeat(np.arange(layout.size), [len(own) for own in layout.segments])
+        rows = np.array(layout.row_counts, dtype=np.int64)
+        offset = np.cumsum(length) - length - (np.cumsum(rows) - rows)[owner]
+        return cls(start, stride, length, owner, offset).taken(np.argsort(start, kind="stable"))
 
     def of_ranks(self, ranks: Collection[int]) -> _Segments:
         """Those of some ranks."""
