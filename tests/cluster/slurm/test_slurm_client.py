@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 from testkit.machine_clock import machine_time
 
+from cluster.facts import NodeFacts
 from cluster.slurm.client import SlurmClient, SlurmError, client_environment
 from cluster.slurm.job import SlurmJob
+from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.record import JobRecord, read_record, write_record
+from cluster.slurm.restart import begin
+from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
 from cluster.slurm.states import JobStatus, describe_end, parse_job
+from engine.config import DataConfig, RunConfig
+from engine.config_cluster import ClusterConfig
 from engine.errors import BurstError
-from engine.runs import RunFolder
+from engine.runs import RunFolder, create_run, new_run_path
 
 SHOWN = (Path(__file__).parent / "fixtures" / "scontrol_show_job.txt").read_text()
 
