@@ -236,13 +236,15 @@ class _Circulation:
         )
         self.needed = self._needed()
         self._find_messages()
-        self._find_gradients()
+        if self.backward:
+            self._find_gradients()
 
     def emit(self) -> None:
         """Emit every block's journey."""
         initialise_sums(self.builder, self.operands)
         messages, tiles = _by_home(self.received), _by_home(self.needed.exists & self.planned)
-        sums, ends = _by_home(self.chained), _by_home(self.ends)
+        if self.backward:
+            sums, ends = _by_home(self.chained), _by_home(self.ends)
         for home in range(self.ring.size):
             journey = _Journey(home)
             self._send_payload(journey, messages[home])
@@ -359,7 +361,7 @@ class _Circulation:
         """Tiles of a visit, and in backward the gradient sum that they add to."""
         step, rank = self.step[place], int(self.rank[journey.home, *place])
         travelling = None
-        if self.adds[journey.home, *place]:
+        if self.backward and self.adds[journey.home, *place]:
             travelling = self._sum(journey, place)
             self.builder.op(step, "pre", rank, LocalOp("init", travelling.view()))
         pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
@@ -402,7 +404,7 @@ class _Circulation:
         """Which visits add to a gradient sum that travels, which rows it then has, and where each cycle's ends."""
         own_stays = self.reversed or not self.ring.own_gradient_travels
         at_home = self.rank == np.arange(self.ring.size)[:, None, None]
-        self.adds = self.needed.exists & ~(at_home & own_stays) & self.backward
+        self.adds = self.needed.exists & ~(at_home & own_stays)
         self.summed = self.needed.where(self.adds).up_to_here(axis=2)
         self.added_before = _before(self.adds, axis=2, otherwise=-1)
         passes = np.take_along_axis(self.planned, self.added_before, axis=2)
