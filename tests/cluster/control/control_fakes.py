@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testkit.fake_run import Observer
+
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
 from cluster.control.outcome import LaunchOutcome
@@ -166,28 +168,6 @@ class FakeLink:
         path = self.run.path / "nodes" / self.node / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document))
-
-
-class Observer:
-    """Remembers what it was told; `act` is called at every tick."""
-
-    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
-        self.act = act
-        self.stops: list[tuple[str, float]] = []
-        self.notes: list[str] = []
-        self.statuses: Sequence[NodeStatus] = ()
-
-    def tick(self) -> None:
-        self.act()
-
-    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
-        self.statuses = statuses
-
-    def stopping(self, cause: str, grace_s: float) -> None:
-        self.stops.append((cause, grace_s))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 class World:
