@@ -32,7 +32,8 @@ def expected_time(config: RunConfig, judge: LaunchJudge) -> tuple[str, ...]:
     if found is None:
         return ()
     step = f"{_time(found.step_s)} per step"
-    told = f"expected: {step}, {duration(found.seconds)} for {config.train.steps} steps, by {found.source}"
+    whole = f"{duration(found.seconds)} for {config.train.steps} steps and the start"
+    told = f"expected: {step}, {whole}, by {found.source}"
     if config.cluster.backend == "gloo" and found.step_s > MOST_STEP_S and not judge.force:
         raise ConfigError(
             f"too slow: {step} is expected on the CPU, by {found.source}; expected at most {_time(MOST_STEP_S)}. "
