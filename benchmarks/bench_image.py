@@ -1,8 +1,8 @@
 """`burst image push` to a testbed with shaped links, beside `docker save | ssh NODE docker load` node by node.
 
 Real sshd and Docker engines in network namespaces; every link, that of this machine included, carries --rate each way.
-All engines keep their images in memory: on one disk for all nodes the disk would be measured. Images and packed layers
-are removed before every turn; times are of whole processes, the export from the engine of this machine included.
+All engines keep their images in memory: on one disk for all nodes the disk would be measured. Images are removed before
+every turn; times are of whole processes, the export from the engine of this machine included.
 
     python -m benchmarks.bench_image --output benchmarks/results/image_HARDWARE_YYYYMM.json      (root, Linux)
 """
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Turn:
-    """One run. received_bytes: on the wire to all nodes, as the agents counted; None where nobody counts."""
+    """One run. received_bytes: on the wire to all nodes; None where nobody counts."""
 
     what: str
     elapsed_s: float
@@ -52,12 +51,11 @@ class Rig:
     """A testbed, an engine for this machine, and a configuration that names both."""
 
     def __init__(self, testbed: Testbed, engine: LauncherEngine, folder: Path) -> None:
-        self.testbed, self.engine, self._folder = testbed, engine, folder
+        self.testbed, self.engine = testbed, engine
         self._environment = {
             **os.environ,
             "DOCKER_HOST": engine.host,
             "XDG_CONFIG_HOME": str(folder / "config"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
         }
 
     def build(self, layer_mib: int, last_seed: int = 0) -> int:
@@ -91,12 +89,10 @@ class Rig:
         return Turn("docker save | ssh docker load, one node after the other", time.monotonic() - begin, not any(codes))
 
     def clean(self) -> None:
-        """No image and no packed layer anywhere but in this machine's engine."""
+        """No image anywhere but in this machine's engine."""
         for node in self.testbed.nodes:
             environment = {**os.environ, "DOCKER_HOST": f"unix://{node.folder.docker_socket}"}
             subprocess.run(["docker", "image", "prune", "-af"], env=environment, check=True, capture_output=True)
-            shutil.rmtree(node.folder.home / ".cache", ignore_errors=True)
-        shutil.rmtree(self._folder / "cache", ignore_errors=True)
 
 
 def measure(rig: Rig, layer_mib: int, repeats: int) -> tuple[int, list[Turn]]:

@@ -6,12 +6,14 @@ A verb's module is imported only when that verb runs, so `burst --help` stays fa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import re
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -140,25 +142,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 ok, 1 failed, 2 usage or configuration, 3 unknown state, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.environ.get("_BURST_COMPLETE"):
-        from burst_cli.completion import run_completion
-
-        return run_completion(lambda: _run(arguments))
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in flags, _wants_json(flags)
     arguments = [argument for argument in arguments if argument != "--debug"]
-    try:
-        return _run(arguments)
-    except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output (`| head`) left; keep the interpreter from complaining while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        from burst_cli import render
+    with _watched_reader() as reader_left:
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+            return code
+        except (KeyboardInterrupt, typer.Abort):
+            return EXIT_INTERRUPTED
+        except Exception as error:
+            from burst_cli import render
 
-        return render.fail(error, as_json=as_json, debug=debug)
+            if isinstance(error, BrokenPipeError) and reader_left():  # `| head` has read enough
+                render.forget_reader(sys.stdout)
+                return 0
+            return render.fail(error, as_json=as_json, debug=debug)
+
+
+@contextlib.contextmanager
+def _watched_reader() -> Iterator[Callable[[], bool]]:
+    """Tells whether stdout is a pipe that nobody reads any more, also once rich has put another file in its place."""
+    poll = select.poll()
+    own: int | None = None
+    with contextlib.suppress(OSError, ValueError):  # no file at all
+        own = os.dup(sys.stdout.fileno())
+        poll.register(own, 0)
+    try:
+        yield lambda: any(event & select.POLLERR for _, event in poll.poll(0))
+    finally:
+        if own is not None:
+            os.close(own)
 
 
 def _wants_json(flags: Sequence[str]) -> bool:
@@ -167,10 +182,22 @@ def _wants_json(flags: Sequence[str]) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit code of the verb; mistakes come out as exceptions."""
+    """The exit code of the verb, or of what a shell asks to complete a line; mistakes come out as exceptions."""
+    if os.environ.get("_BURST_COMPLETE"):
+        from burst_cli.completion import run_completion
+
+        return run_completion(lambda: _run_verb(arguments))
+    return _run_verb(arguments)
+
+
+def _run_verb(arguments: list[str]) -> int:
     command: Any = typer.main.get_command(app)
     _fill_help(command)
-    code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
+    try:
+        code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
+    except SystemExit as stop:
+        # Typer and rich end like this at any pipe that breaks, without a word.
+        raise stop.__context__ if isinstance(stop.__context__, BrokenPipeError) else stop from None
     return code if isinstance(code, int) else 0
 
 

@@ -199,10 +199,7 @@ def print_changes(console: Console, changes: Sequence[Change], report: FleetRepo
 
 
 def _print_fold(console: Console, fold: NodeFold) -> None:
-    line = Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict))
-    if fold.history:
-        line.append(f"  ({fold.history})", style="yellow")
-    console.print(line, soft_wrap=True)
+    console.print(Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict)), soft_wrap=True)
     for finding in _merge_devices(fold.findings):
         _print_finding(console, finding)
 

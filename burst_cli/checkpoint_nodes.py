@@ -12,12 +12,12 @@ from rich.text import Text
 from cluster.access.connection import Connection
 from cluster.access.hosts import Host
 from cluster.access.nodes import fold_nodes
-from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes
+from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError, read_launch_plan
 from engine.checkpoint.commit import Checkpoint, checkpoints_folder, list_checkpoints
 from engine.checkpoint.manifest import CheckpointError
-from engine.runs import RunFolder
+from engine.runs import RunFolder, typed_overrides
 
 
 def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:
@@ -31,14 +31,6 @@ def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:
     return None if plan.launcher != "ssh" or is_seen else plan
 
 
-def roots_of(plan: LaunchPlan) -> dict[str, str]:
-    """Where each node keeps the checkpoints of the run; may begin with ~/."""
-    folder = plan.config.train.checkpoint.folder
-    if folder is not None:
-        return {node.name: f"{folder.rstrip('/')}/{plan.run_id}" for node in plan.nodes}
-    return {node.name: f"{node.folder}/checkpoints" for node in plan.nodes}
-
-
 @contextlib.contextmanager
 def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     """What the nodes of `run` hold, for as long as the connections to them are open; nothing for a run without any."""
@@ -49,7 +41,7 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     from cluster.access.resolve import resolve_hosts
     from cluster.access.ssh import SshPool
 
-    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh)
+    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(SshPool())
         with console.status(f"asking {len(hosts)} nodes"):

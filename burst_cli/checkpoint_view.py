@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.checkpoint_nodes import on_nodes, plan_of_nodes, progress_bar
+from burst_cli.checkpoint_nodes import on_nodes, progress_bar
 from burst_cli.figures import DASH, binary_bytes, count
-from cluster.node_checkpoints import NodeCheckpoint
+from cluster.access.nodes import fold_nodes
+from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
 from engine.checkpoint.commit import (
     Checkpoint,
     checkpoints_of,
@@ -107,10 +108,7 @@ def _entry_on_nodes(one: NodeCheckpoint, *, verify: bool, console: Console) -> E
     nodes = one.nodes or "nodes"
     if one.manifest is None:
         return Entry(one.step, str(checkpoint.path), nodes, problem=one.problem)
-    problem = one.problem
-    if verify and problem is None:
-        with progress_bar(console, f"step {one.step}", one.manifest.bytes) as advance:
-            problem = one.verify(advance)
+    problem = _compare_on_nodes(one, console) if verify else one.problem
     return replace(_entry(checkpoint, one.manifest, verified=verify, problem=problem), nodes=nodes)
 
 
@@ -154,35 +152,65 @@ def checkpoints_table(entries: Sequence[Entry]) -> Table:
     return table
 
 
-def prune_run(run: RunFolder, *, keep_last: int, keep_every: int | None, dry_run: bool, console: Console) -> Pruned:
-    """Delete all but the newest `keep_last`, multiples of `keep_every` and the newest undamaged one.
+def prune_run(
+    run: RunFolder,
+    away: NodeCheckpoints,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    dry_run: bool,
+    console: Console,
+) -> Pruned:
+    """Delete all but the newest `keep_last`, multiples of `keep_every` and the newest undamaged ones: of those here and
+    those on its nodes (`away`), which count as one where they are of the same step.
 
-    Raises CheckpointError while the run has not ended, and for the first that cannot be deleted.
+    Raises CheckpointError while the run has not ended, where a node does not answer, and for the first that cannot be
+    deleted.
     """
     if run.read_state()["state"] not in FINAL_STATES:
         raise CheckpointError(
             f"run {run.run_id} has not ended and keeps its own checkpoints (train.checkpoint.keep_last); "
             "wait for its end, or `burst cancel` it"
         )
-    if plan_of_nodes(run) is not None:
-        console.print(Text("those on its nodes stay: their run folders are deleted there", "dim"), soft_wrap=True)
+    if away.errors:
+        raise CheckpointError(
+            f"no answer of {fold_nodes(sorted(away.errors))}, so nothing is deleted: which checkpoints are whole is "
+            "not known; try again when all nodes of the run answer"
+        )
     root = checkpoints_of(run.path)
-    found, undamaged = list_checkpoints(root), newest_undamaged(root, console)
-    protected = [] if undamaged is None else [undamaged[0].step]
-    steps = [one.step for one in found]
+    here = {one.step: one.path for one in list_checkpoints(root)}
+    there = {one.step: one for one in away.found}
+    protected = [*_newest_undamaged_on(away, console)]
+    if found := newest_undamaged(root, console):
+        protected.append(found[0].step)
+    steps = sorted({*here, *there}, reverse=True)
     gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=protected)
-    freed = 0
-    for checkpoint in found:
-        if checkpoint.step not in gone:
-            continue
-        freed += _size(checkpoint.path)
-        if not dry_run:
-            try:
-                remove(checkpoint.path)
-            except OSError as error:
-                raise CheckpointError(f"{checkpoint.path} cannot be deleted: {error.strerror}") from error
+    freed = sum(_size(here[step]) for step in gone if step in here)
+    freed += sum(sum(there[step].held.values()) for step in gone if step in there)
+    for step in gone if not dry_run else ():
+        if step in here:
+            _remove_here(here[step])
+        if step in there:
+            there[step].remove()
     kept = tuple(step for step in steps if step not in gone)
     return Pruned(run.run_id, tuple(gone), kept, freed, dry_run)
+
+
+def _newest_undamaged_on(away: NodeCheckpoints, console: Console) -> Iterator[int]:
+    """The step of the newest one that the nodes hold as it was written, or nothing; damaged ones are named."""
+    for one in away.found:
+        problem = _compare_on_nodes(one, console)
+        if problem is None:
+            yield one.step
+            return
+        console.print(Text(f"step {one.step} on nodes is passed over: {problem}", "yellow"), soft_wrap=True)
+
+
+def _remove_here(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be deleted: {error.strerror}") from error
 
 
 def pruned_text(result: Pruned) -> str:
@@ -222,6 +250,11 @@ def _compare(checkpoint: Checkpoint, manifest: Manifest, console: Console) -> st
                 return str(error)
             advance(manifest.files[name].bytes)
     return None
+
+
+def _compare_on_nodes(one: NodeCheckpoint, console: Console) -> str | None:
+    with progress_bar(console, f"step {one.step}", one.manifest.bytes if one.manifest else 0) as advance:
+        return one.verify(advance)
 
 
 def _size(path: Path) -> int:

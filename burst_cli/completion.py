@@ -56,17 +56,10 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
 
 
 def complete_device(incomplete: str) -> list[Candidate]:
-    """(name, how much it has) of devices whose memory is known."""
-    from engine.memory.capacity import DEVICES
+    """(name, document) of devices that are known."""
+    from engine.devices import DEVICES
 
     return [(one.name, one.source) for one in DEVICES if one.name.startswith(incomplete)]
-
-
-def complete_machine(incomplete: str) -> list[str]:
-    """Machines whose speed is known."""
-    from engine.simulate.machine import MACHINES
-
-    return [name for name in MACHINES if name.startswith(incomplete)]
 
 
 def complete_run_or_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:

@@ -167,16 +167,18 @@ def _name_after_choice(config: RunConfig, choices: Mapping[str, str], sources: d
 
 
 def count_nodes(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
-    """(the configuration with the number of nodes that cluster.nodes names, what is wrong with these two)."""
+    """(the configuration with the number of nodes that cluster.nodes names, what is wrong with names and number)."""
     cluster = config.cluster
     if cluster.nodes is None:
         return config, []
     from cluster.access.nodes import parse_nodes
 
-    try:
-        count = len(parse_nodes(cluster.nodes, "cluster.nodes").names)
-    except ConfigError as error:
-        return config, [Problem(("cluster.nodes",), text) for text in error.problems]
+    count = 0
+    for key, nodes in (("cluster.spare_nodes", cluster.spare_nodes), ("cluster.nodes", cluster.nodes)):
+        try:
+            count = 0 if nodes is None else len(parse_nodes(nodes, key).names)
+        except ConfigError as error:
+            return config, [Problem((key,), text) for text in error.problems]
     if cluster.num_nodes not in (None, count):
         text = f"cluster.num_nodes: got {cluster.num_nodes}, but cluster.nodes={cluster.nodes} names {count}"
         return config, [Problem(("cluster.num_nodes", "cluster.nodes"), f"{text}; leave one of them out")]

@@ -76,7 +76,7 @@ def _targets(request: EnvRequest) -> tuple[RunConfig, tuple[Host, ...], str]:
     if not named and slurm_nodes(os.environ) is None:
         return config, (), "this machine"
     nodes = select_nodes(config, hosts=request.hosts, hostfile=request.hostfile)
-    return config, tuple(resolve_hosts(nodes.names, config.cluster.ssh)), nodes.source
+    return config, tuple(resolve_hosts(nodes.names, config.cluster.ssh, request.overrides)), nodes.source
 
 
 def _only(fleet: FleetEnvironment, node: str | None) -> FleetEnvironment:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class TrustSession:
         shown = [key for answer in answers for key in answer.value or ()]
         fresh = [key for key in shown if key.state == "new" and (not self.wanted or key.fingerprint in self.wanted)]
         # One changed or revoked key spoils the others of that host.
-        spoilt = {key.host.name for key in shown if key.state in ("changed", "revoked")}
+        spoilt = {key.host.name: key.host for key in shown if key.state in ("changed", "revoked")}
         fresh = [key for key in fresh if key.host.name not in spoilt]
         self._show(answers, shown, spoilt)
         accepted = fresh if fresh and self._accept(fresh) else []
@@ -71,7 +71,7 @@ class TrustSession:
         }
 
     def _show(
-        self, answers: Sequence[Outcome[tuple[ShownKey, ...]]], shown: Sequence[ShownKey], spoilt: set[str]
+        self, answers: Sequence[Outcome[tuple[ShownKey, ...]]], shown: Sequence[ShownKey], spoilt: Mapping[str, Host]
     ) -> None:
         console = render.stderr()
         if not self.quiet and shown:
@@ -79,10 +79,10 @@ class TrustSession:
         for answer in answers:
             if answer.error is not None:
                 console.print(Text.assemble(("error: ", "bold red"), str(answer.error)), soft_wrap=True)
-        for name in sorted(spoilt):
+        for name, host in sorted(spoilt.items()):
             text = (
                 f"{name}: shows a key that contradicts what is known. Either the node was installed anew, or somebody "
-                f"answers in its place. When you are sure of the first: burst hosts forget --hosts {name}"
+                f"answers in its place. When you are sure of the first: `{host.command('hosts', 'forget')}`"
             )
             console.print(Text.assemble(("warning: ", "bold red"), text), soft_wrap=True)
         missed = [key for key in shown if key.state == "new" and self.wanted and key.fingerprint not in self.wanted]

@@ -96,50 +96,46 @@ def plan_view(plan: ImagePlan) -> RenderableType:
     """What a push will do."""
     head = Text.assemble(
         (plan.image, "bold"),
-        f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, ",
-        f"{binary_bytes(plan.unpacked_bytes)}, packed {binary_bytes(plan.packed_bytes)}",
+        f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, {binary_bytes(plan.unpacked_bytes)}",
     )
     table = Table(box=None, pad_edge=False)
-    for title in ("nodes", "route", "layers", "to send", "resumed", "there already", ""):
+    for title in ("nodes", "route", ""):
         table.add_column(title, overflow="fold")
-    for nodes, row in _folded(plan.nodes):
-        table.add_row(Text(nodes), *row)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for node in plan.nodes:
+        rows.setdefault((node.route.value, _what(node)), []).append(node.node)
+    for cells, names in rows.items():
+        table.add_row(Text(fold_nodes(names)), *(Text(cell) for cell in cells))
+    names = [node.node for node in plan.pulling]
     lines: list[RenderableType] = [head, table]
-    chains = plan.chains if plan.options.shared_folder is None else ()
-    lines += [Text("chain: launcher → " + " → ".join(chain)) for chain in chains if len(chain) > 1]
-    if plan.options.shared_folder is not None and plan.chains:
-        lines.append(Text(f"{plan.chains[0][0]} writes into {plan.options.shared_folder}; the others read there"))
-    if plan.move_bytes:
-        rate = f"{binary_bytes(plan.assumed_bytes_per_s)}/s"
-        lines.append(Text(f"{binary_bytes(plan.move_bytes)} in all, about {duration(plan.estimated_s)} at {rate}"))
-    else:
-        lines.append(Text("nothing to send"))
-    return Group(*lines)
+    if any(node.feeders for node in plan.pulling):
+        lines.append(Text("chain: launcher → " + " → ".join(names)))
+    packed = ", packed with zstd" if plan.packing == "zstd" else ""
+    return Group(*lines, Text(f"to send: layers that a node lacks{packed}" if names else "nothing to send"))
+
+
+def _what(node: NodePlan) -> str:
+    return node.problem or ("up to date" if node.is_up_to_date else "there under another name" if node.same else "")
 
 
 def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableType:
     """What became of every node."""
     table = Table(box=None, pad_edge=False)
-    for title in ("node", "result", "received", "resumed", "there already", "time", "identity", ""):
+    for title in ("node", "result", "received", "time", "identity", ""):
         table.add_column(title, overflow="fold")
     for result in results:
-        word = ("OK", "green") if result.ok else ("FAILED", "bold red")
-        identity = f"{result.identity[:_SHORT_ID]} verified" if result.is_verified and result.identity else DASH
-        why = result.error or "; ".join(result.notes)
         table.add_row(
             Text(result.node),
-            Text(*word),
+            Text("OK", "green") if result.ok else Text("FAILED", "bold red"),
             binary_bytes(result.received_bytes),
-            binary_bytes(result.resumed_bytes),
-            binary_bytes(result.skipped_bytes),
             seconds(result.seconds),
-            Text(identity),
-            Text(why),
+            Text(f"{result.identity[:_SHORT_ID]} verified" if result.identity else DASH),
+            Text(result.error or "; ".join(result.notes)),
         )
     failed = [result.node for result in results if not result.ok]
     last = Text(f"{len(results) - len(failed)} of {len(results)} nodes hold the image, {duration(elapsed_s)}")
     if failed:
-        last.append(f"; failed: {fold_nodes(failed)}. The same command goes on where they stopped.", style="red")
+        last.append(f"; failed: {fold_nodes(failed)}. The same command sends what they lack.", style="red")
     return Group(table, last)
 
 
@@ -164,49 +160,33 @@ def status_view(status: ImageStatus) -> RenderableType:
     return Group(Text.assemble((status.image, "bold"), f"  {should}"), table)
 
 
-def prune_view(nodes: Sequence[Pruned], here: tuple[int, int], *, dry_run: bool) -> RenderableType:
+def prune_view(nodes: Sequence[Pruned], *, dry_run: bool) -> RenderableType:
     """What was removed where."""
     verb = "would remove" if dry_run else "removed"
-    lines: list[RenderableType] = [Text(f"this machine: {verb} {here[0]} files, {binary_bytes(here[1])}")]
-    for node in nodes:
-        images = f", images {', '.join(node.images)}" if node.images else ""
-        text = Text(f"{node.node}: {verb} {node.files} files, {binary_bytes(node.bytes)}{images}")
-        if node.problem:
-            text = Text(f"{node.node}: {node.problem}", style="red")
-        lines.append(text)
-    return Group(*lines)
-
-
-def _folded(nodes: Sequence[NodePlan]) -> list[tuple[str, list[Text]]]:
-    """Rows with nodes that have the same in all columns folded into one."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for node in nodes:
-        rows.setdefault(_cells(node), []).append(node.node)
-    return [(fold_nodes(names), [Text(cell) for cell in cells]) for cells, names in rows.items()]
-
-
-def _cells(node: NodePlan) -> tuple[str, ...]:
-    if node.problem:
-        return (node.route.value, DASH, DASH, DASH, DASH, node.problem)
-    what = "up to date" if node.up_to_date else "there under another name" if node.same else node.note
-    sizes = (binary_bytes(size) for size in (node.move_bytes, node.resumed_bytes, node.skipped_bytes))
-    return (node.route.value, str(len(node.need)), *sizes, what)
+    return Group(
+        *(
+            Text(f"{node.node}: {node.problem}", style="red")
+            if node.problem
+            else Text(f"{node.node}: {verb} {', '.join(node.images) or 'nothing'}")
+            for node in nodes
+        )
+    )
 
 
 def _bar(node: NodeProgress) -> tuple[RenderableType, Text, Text]:
     style = {"failed": "red", "done": "green", "up to date": "green"}.get(node.phase, "")
     total = max(1, node.total_bytes)
-    done = total if node.phase in ("done", "up to date") else min(total, node.here_bytes)
+    done = total if node.phase in ("done", "up to date") else min(total, node.received_bytes)
     return ProgressBar(total=total, completed=done, width=30), Text(_amount(node)), Text(node.phase, style=style)
 
 
 def _amount(node: NodeProgress) -> str:
-    return f"{binary_bytes(min(node.here_bytes, node.total_bytes))} of {binary_bytes(node.total_bytes)}"
+    return f"{binary_bytes(min(node.received_bytes, node.total_bytes))} of {binary_bytes(node.total_bytes)}"
 
 
 def _plain_amount(node: NodeProgress) -> str:
     """Loading goes on in silence once everything is there."""
-    return "loading" if node.here_bytes >= node.total_bytes else _amount(node)
+    return "loading" if node.received_bytes >= node.total_bytes else _amount(node)
 
 
 def _note(node: str, text: str) -> Text:

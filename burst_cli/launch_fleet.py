@@ -14,11 +14,11 @@ from cluster.access.hosts import Host
 from cluster.access.nodes import parse_nodes
 from cluster.access.resolve import resolve_hosts
 from cluster.access.ssh import SshPool
-from cluster.code.archive import archive_path, build_archive, keep_archive
+from cluster.code.archive import build_archive
 from cluster.code.upload import Delivery, code_place, shared_place, upload_code
 from cluster.facts import probe_local_node
 from cluster.image.local import engine_words
-from cluster.plan_script import openssh_command
+from cluster.plan import LaunchPlan
 from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders, resolve_fleet
 from cluster.preflight.facts import RemoteFacts
 from cluster.preflight.gate import check_health
@@ -38,7 +38,6 @@ class ReadyFleet:
 
     def lay_code(self) -> None:
         """The code of the ranks on every node. Raises CodeError."""
-        keep_archive(self.delivery.archive)
         with SshPool() as pool, render.stderr().status(f"code of the ranks to {len(self.hosts)} nodes"):
             upload_code(self.hosts, self.delivery, pool.connect)
 
@@ -49,21 +48,9 @@ def prepare_fleet(
     """The launch over SSH that `request` means; nodes: in the order of their ranks, None: that of cluster.nodes."""
     config = at_home(composed.config)
     names = nodes or parse_nodes(config.cluster.nodes or "", "cluster.nodes").names
-    hosts = resolve_hosts(names, config.cluster.ssh)
+    hosts = resolve_hosts(names, config.cluster.ssh, request.overrides)
     config = with_shared_checkpoints(config, hosts[0].user)
-    archive = build_archive()
-    place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
-    with SshPool() as pool:
-        question = Question(config, archive.code_id, place.root if place.is_shared else None, _engine(config))
-        with render.stderr().status(f"asking {len(hosts)} nodes"):
-            survey = survey_fleet(hosts, question, pool.connect)
-    warnings = check_survey(survey, config, force=request.force)
-    fleet = Fleet(
-        tuple(survey.facts[host.name] for host in hosts),
-        archive.code_id,
-        str(archive_path(archive.code_id)),
-        {host.name: openssh_command(host, config.cluster.ssh) for host in hosts},
-    )
+    fleet, delivery, warnings = survey_nodes(config, hosts, force=request.force)
     resolved, _ = resolve_fleet(config, fleet.nodes)
     memory = settle_memory(request, resolved, least_hardware(fleet.nodes))
     warnings += fleet_warnings(fleet, resolved)
@@ -73,10 +60,28 @@ def prepare_fleet(
     plan = with_memory(
         build_ssh_plan(with_policy(config, memory), fleet, run_path, exclusive=not request.force), memory
     )
-    folders = {facts.node: node_folders(plan, facts) for facts in fleet.nodes}
-    ready = ReadyFleet(hosts, Delivery(archive, place, folders, config.cluster.ssh.fan_out))
+    ready = ready_fleet(plan, hosts, fleet, delivery)
     notes = composed.notes + time_notes(request, memory.config, probe_local_node(), least_hardware(fleet.nodes))
     return PreparedLaunch(plan, memory, composed.overrides, warnings, ready, notes)
+
+
+def survey_nodes(config: RunConfig, hosts: Sequence[Host], *, force: bool) -> tuple[Fleet, Delivery, tuple[str, ...]]:
+    """(the nodes that passed, the code that they are to get, warnings). Raises UnfitNodesError."""
+    archive = build_archive()
+    place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
+    with SshPool() as pool:
+        question = Question(config, archive.code_id, place.root if place.is_shared else None, _engine(config))
+        with render.stderr().status(f"asking {len(hosts)} nodes"):
+            survey = survey_fleet(hosts, question, pool.connect)
+    warnings = check_survey(survey, config, force=force)
+    fleet = Fleet(tuple(survey.facts[host.name] for host in hosts), archive.code_id)
+    return fleet, Delivery(archive, place, width=config.cluster.ssh.fan_out), warnings
+
+
+def ready_fleet(plan: LaunchPlan, hosts: tuple[Host, ...], fleet: Fleet, delivery: Delivery) -> ReadyFleet:
+    """The nodes of `plan` with all that they are to get."""
+    folders = {facts.node: node_folders(plan, facts) for facts in fleet.nodes}
+    return ReadyFleet(hosts, replace(delivery, folders=folders))
 
 
 def at_home(config: RunConfig) -> RunConfig:

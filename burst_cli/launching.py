@@ -172,7 +172,7 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_jso
 
 def saved_line(run: RunFolder) -> str:
     """Where the newest weights of a run lie, or that there are none."""
-    steps = [event["step"] for event in run.read_events() if event.get("kind") == "checkpoint"]
+    steps = run.saved_steps()
     if not steps:
         return "weights: nothing was saved; train.checkpoint.at_end=true saves them"
     try:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from burst_cli.launch_request import LaunchRequest, prepare_launch
+from burst_cli.launch_request import LaunchRequest, PreparedLaunch, prepare_launch
+from cluster.access.nodes import parse_nodes
 from cluster.control.attempt import Restarts
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files
+from cluster.preflight.judge import UnfitNodesError
 from engine.errors import BurstError, ConfigError
 from engine.runs import RunFolder
 
 _FUTILE = ("config", "user", "start")  # what another attempt would end of as well
-_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
+_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 
 Lead = Callable[[LaunchPlan, Manner], LaunchOutcome]
 Renew = Callable[[LaunchPlan, RunFolder], LaunchPlan]
@@ -26,23 +28,47 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
     """The plan of another attempt of `run`, written into its folder: nodes reached by SSH are asked as for a launch,
     and get the code of this installation.
 
-    request: --hosts or --hostfile in place of the nodes it had, --force, --skip-checks. Where ranks need no such thing,
-    the plan is as it was. Raises ConfigError, UnfitNodesError and CodeError.
+    request: --hosts or --hostfile in place of the nodes it had, --force, --skip-checks; without, cluster.spare_nodes
+    take the place of those that are not fit. Where ranks need no such thing, the plan is as it was. Raises
+    ConfigError, UnfitNodesError and CodeError.
     """
     request = request or LaunchRequest()
     if plan.launcher != "ssh":
         if request.hosts is not None or request.hostfile is not None:
             raise ConfigError(f"run {run.run_id} is of launcher {plan.launcher}, so it takes no --hosts or --hostfile")
         return plan
-    if request.hosts is None and request.hostfile is None:
-        request = replace(request, hosts=",".join(node.name for node in plan.nodes))
     base = replace(plan.config, cluster=replace(plan.config.cluster, num_nodes=None))
     force = request.force or not plan.is_exclusive
-    prepared = prepare_launch(replace(request, run_path=run.path, base=base, force=force))
+    request = replace(request, run_path=run.path, base=base, force=force)
+    if request.hosts is None and request.hostfile is None:
+        named = base.cluster.spare_nodes
+        spares = () if named is None else parse_nodes(named, "cluster.spare_nodes").names
+        names = tuple(node.name for node in plan.nodes)
+        prepared = with_spares(lambda names: prepare_launch(replace(request, hosts=",".join(names))), names, spares)
+    else:
+        prepared = prepare_launch(request)
     if prepared.fleet is not None:
         prepared.fleet.lay_code()
     write_plan_files(prepared.plan, run)
     return prepared.plan
+
+
+def with_spares(
+    prepare: Callable[[tuple[str, ...]], PreparedLaunch], names: tuple[str, ...], spares: Sequence[str]
+) -> PreparedLaunch:
+    """What `prepare` gives for nodes `names`, of which those that are not fit have been replaced by `spares` in order.
+
+    Raises UnfitNodesError when there are not enough.
+    """
+    left = [spare for spare in spares if spare not in names]
+    while True:
+        try:
+            return prepare(names)
+        except UnfitNodesError as error:
+            unfit = {name for problem in error.problems for name in problem.nodes}.intersection(names)
+            if not 0 < len(unfit) <= len(left):
+                raise
+            names = tuple(left.pop(0) if name in unfit else name for name in names)
 
 
 def lead_attempts(

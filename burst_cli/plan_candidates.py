@@ -21,8 +21,10 @@ from engine.flops import Flops
 from engine.memory.auto import settle_run
 from engine.memory.capacity import Capacity, capacity_of
 from engine.memory.fit import sequence_topology
+from engine.memory.kept import policy_cost
 from engine.memory.recompute import planned_flops
 from engine.simulate.machine import Machine
+from engine.step_time import StepTime, predict_step
 
 MemoryBy = Literal["exact", "closed-form", "none"]
 
@@ -56,6 +58,7 @@ class Candidate:
     memory: MemoryReport | None = None
     problems: tuple[str, ...] = ()
     ranking: tuple[RankedMethod, ...] = ()  # what attention=auto chose from, best first
+    step: StepTime | None = None  # with a machine
 
     @property
     def legal_preview(self) -> AttentionPreview:
@@ -103,6 +106,7 @@ class Candidate:
                 "hardware": flops.hardware,
             },
             "time": self.preview.time_to_dict(),
+            "step_time": self.step.to_dict() if self.step else None,
         }
 
 
@@ -155,7 +159,13 @@ def plan_one(
     preview = preview_attention(choice.config, group, machine)
     report = None if memory.by == "none" else report_memory(choice, world, capacity, machine, predict)
     name = preview.method.preset
-    return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates)
+    step = None if machine is None else _step_time(choice.config, world, preview)
+    return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates, step=step)
+
+
+def _step_time(config: RunConfig, world: Topology, preview: AttentionPreview) -> StepTime:
+    cost = policy_cost(config, preview.method)
+    return predict_step(config, world, preview, cost, flops_of(config, preview.topology))
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:

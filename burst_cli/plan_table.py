@@ -15,6 +15,7 @@ from burst_cli.plan_candidates import Candidate
 from burst_cli.plan_memory import memory_view
 from engine.attention.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
 from engine.simulate.machine import Machine
+from engine.step_time import StepTime
 
 _CELL_PADDING = 3  # one blank on each side and the rule
 _LINK_NAMES = {"intra": "inside the node", "inter": "between nodes", "host": "to and from host memory"}
@@ -186,11 +187,21 @@ def _footer(candidate: Candidate) -> list[Text]:
                 f"{seconds(time['exposed_s'])} of it exposed",
             )
         )
+    if candidate.step is not None:
+        lines.append(_step_line(candidate.step))
     step = f"model {count(flops.model)}, hardware {count(flops.hardware)}, as if nothing were masked "
     lines.append(Text.assemble(("FLOPs/step  ", "bold"), step + count(flops.model_full_attention)))
     lines.append(Text("Buffers of the rank that needs most; the working ones are what the method adds.", style="dim"))
     lines.append(_bytes_note())
     return lines
+
+
+def _step_line(step: StepTime) -> Text:
+    """The whole step, its parts that take time, and what follows for throughput."""
+    parts = ", ".join(f"{name} {seconds(value)}" for name, value in step.parts.items() if value >= 0.001 * step.seconds)
+    reached = f"{count(step.tokens_per_s_per_device)} tokens/s per device"
+    reached += "" if step.mfu is None else f", MFU {percent(step.mfu)}"
+    return Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {parts}; {reached}")
 
 
 def _bytes_note() -> Text:

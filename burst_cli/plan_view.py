@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -19,7 +20,7 @@ _MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
 
 def show_plan(
     plan: LaunchPlan,
-    memory: MemoryCheck,
+    memory: MemoryCheck | None,
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
     *,
@@ -31,15 +32,16 @@ def show_plan(
     """
     if as_json:
         render.stderr().print(launch_notes(None, warnings, notes), soft_wrap=True, end="")
-        render.emit_json({**plan.to_dict(), "memory": memory.to_dict()})
+        render.emit_json({**plan.to_dict(), **({} if memory is None else {"memory": memory.to_dict()})})
         return
     console = render.stdout()
     console.print(Text.assemble(("run folder  ", "bold"), plan.run_path, ("  (dry run: not created)", "yellow")))
     console.print(Text.assemble(("ranks       ", "bold"), _ranks(plan)), soft_wrap=True)
     console.print(Text.assemble(("backend     ", "bold"), f"{plan.backend.name}, {plan.backend.reason}"))
-    console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
+    if memory is not None:
+        console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
-    if memory.choice is not None:
+    if memory is not None and memory.choice is not None:
         console.print(policies_table(memory.choice))
     shown, left_out = _shown_files(plan)
     for name, text in shown:
@@ -63,6 +65,9 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
     files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
     files.sort(key=lambda file: _rank(file[0]))
+    if plan.launcher == "ssh":  # where no file is a script that shows it
+        first = plan.nodes[0]
+        files.insert(0, (f"command on {first.name}", shlex.join(first.argv)))
     environments = [file for file in files if file[0].startswith("env/")]
     left_out = environments[_MOST_ENVIRONMENTS:] if len(environments) > _MOST_ENVIRONMENTS + 1 else []
     return [file for file in files if file not in left_out], len(left_out)

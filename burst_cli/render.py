@@ -29,9 +29,9 @@ class _PipeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Be silent from now on. Who prints results has no more to do; what is told of work does not stop the work."""
         self.quiet = True
-        forget_reader(self.file)
         if not self.stderr:
             raise BrokenPipeError
+        forget_reader(self.file)
 
 
 def forget_reader(stream: IO[str]) -> None:

@@ -49,7 +49,7 @@ def select_targets(
 
     config = compose(overrides, config_dirs).config
     nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
-    return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh), nodes.source)
+    return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)
 
 
 def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from cluster.access.hosts import node_command, reaching
 from cluster.failure import Failure
 from engine.config import RunConfig
 from engine.memory.oom import Where, less_memory_text
-from engine.runs import OVERRIDES_FILE
+from engine.runs import typed_overrides
 
 
 def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
@@ -29,7 +30,7 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
         case "hang":
             return f"Read where every rank was in {failure.stacks or log} and beside it; {again}"
         case "node_lost":
-            check = shlex.join(["burst", "check-nodes", *_cluster_words(run_path), "--hosts", failure.host or ""])
+            check = node_command(failure.host or "", "check-nodes", reached_by=reaching(typed_overrides(run_path)))
             return f"See what is left of the node with `{check}`; {again} On other nodes: `{resume} --hosts NODES`."
         case "port":
             chosen = "a free port is chosen, unless cluster.master_port names one"
@@ -40,15 +41,6 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return f"Read {log}; {again}"
         case _:
             return f"The whole traceback is in {log}; {again}"
-
-
-def _cluster_words(run_path: Path) -> list[str]:
-    """The overrides of the launch that say how its nodes are reached: without them a name alone may mean nothing."""
-    try:
-        words = (run_path / OVERRIDES_FILE).read_text(encoding="utf-8").splitlines()
-    except OSError:  # advice must not fail over a damaged run folder
-        return []
-    return [word for word in words if word.startswith(("cluster=", "cluster.ssh."))]
 
 
 def _where(failure: Failure) -> Where:

@@ -1,4 +1,4 @@
-"""Checkpoints that lie on the disks of nodes: which there are, whether they are as they were written, brought here.
+"""Checkpoints that lie on the disks of nodes: which there are, whether they are as they were written; fetched, deleted.
 
 Nodes that share no disk hold the parts of their own ranks each, all with the same manifest. A node needs a POSIX shell
 and `sha256sum` for this, and nothing of ours.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
 from cluster.access.nodes import fold_nodes
 from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
 from engine.checkpoint.commit import commit, new_folder, sync_file, verify_files
 from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
@@ -29,6 +31,8 @@ _LIST = f'{_AT} 2>/dev/null || exit 0; find . -path "./step-*" -type f -exec wc 
 _HASH = f'{_AT} && sha256sum -- "$2"'
 _SAVE_ID = f'{_AT} && grep -o \'"save_id": *"[0-9a-f]*"\' -- "$2"'
 _READ = f'{_AT} && tail -c +"$3" -- "$2"'
+# As the ranks delete one: killed half-way, what is left is no checkpoint any more. Nodes may share the disk.
+_REMOVE = f'{_AT} && if [ -e "$2" ]; then mv -- "$2" "$3" && rm -rf -- "$3"; fi'
 _LINE = re.compile(r"\s*(\d+) \./step-(\d{8,})/(rank\d{5}\.safetensors|MANIFEST\.json)")
 _BLOCK_BYTES = 1 << 20
 _LIST_S = 60.0
@@ -68,6 +72,12 @@ class NodeStore:
         """Hand the bytes of a file from `offset` on to `take`, piece by piece."""
         self._stream((_READ, "burst", self.root, _path(step, name), str(offset + 1)), take, _SILENCE_S)
 
+    def remove(self, step: int) -> None:
+        """Delete what the node holds of `step`."""
+        folder = f"step-{step:08d}"
+        gone = f"{folder}.gone-{secrets.token_hex(4)}"
+        self._stream((_REMOVE, "burst", self.root, folder, gone), lambda _: None, _HASH_S)
+
     def _ask(self, script: str, step: int, name: str) -> str:
         answer = bytearray()
         self._stream((script, "burst", self.root, _path(step, name)), answer.extend, _HASH_S)
@@ -90,11 +100,12 @@ class NodeStore:
 class NodeCheckpoint:
     """A checkpoint as the disks of all nodes hold it together.
 
-    holders: who has which file. problem: why it is not whole.
+    held: bytes on each disk that has any of it. holders: who has which file. problem: why it is not whole.
     """
 
     step: int
     manifest: Manifest | None
+    held: Mapping[NodeStore, int]
     holders: Mapping[str, NodeStore] = field(default_factory=dict)
     problem: str | None = None
 
@@ -113,6 +124,11 @@ class NodeCheckpoint:
                 return f"{store.node}: {store.root}/{_path(self.step, name)} does not hold what was written"
             advance(facts.bytes)
         return None
+
+    def remove(self) -> None:
+        """Delete it on every node."""
+        for store in self.held:
+            store.remove(self.step)
 
     def fetch(self, root: Path, advance: Advance) -> Path:
         """Bring it into the folder of checkpoints `root` of this machine, where it appears once it is whole.
@@ -155,6 +171,14 @@ class NodeCheckpoints:
     errors: Mapping[str, str]
 
 
+def roots_of(plan: LaunchPlan) -> dict[str, str]:
+    """Where each node of a run over SSH keeps the checkpoints of the run; may begin with ~/."""
+    folder = plan.config.train.checkpoint.folder
+    if folder is not None:
+        return {node.name: f"{folder.rstrip('/')}/{plan.run_id}" for node in plan.nodes}
+    return {node.name: f"{node.folder}/checkpoints" for node in plan.nodes}
+
+
 def ask_nodes(hosts: Sequence[Host], roots: Mapping[str, str], connect: Connect) -> NodeCheckpoints:
     """The checkpoints under `roots` (by node) on `hosts`; connections stay open for what is done with them."""
 
@@ -173,11 +197,13 @@ def _checkpoint(
     step: int, listed: Sequence[tuple[NodeStore, Mapping[tuple[int, str], int]]], errors: Mapping[str, str]
 ) -> NodeCheckpoint:
     holding = [(store, files) for store, files in listed if (step, MANIFEST_FILE) in files]
+    bytes_of = {store: sum(size for (of, _), size in files.items() if of == step) for store, files in listed}
+    held = {store: size for store, size in bytes_of.items() if size}
     try:
         saves = {store.save_id(step) for store, _ in holding}
         manifest = _manifest(step, holding[0][0])
     except (ClusterError, CheckpointError) as error:
-        return NodeCheckpoint(step, None, problem=str(error))
+        return NodeCheckpoint(step, None, held, problem=str(error))
     holders = {
         name: store
         for name, facts in manifest.files.items()
@@ -192,7 +218,7 @@ def _checkpoint(
         away = f"; no answer of {fold_nodes(sorted(errors))}" if errors else ""
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         problem = f"{lacking[0]}{more} of {len(manifest.files)} files lie whole on no node that answers{away}"
-    return NodeCheckpoint(step, manifest, holders, problem)
+    return NodeCheckpoint(step, manifest, held, holders, problem)
 
 
 def _manifest(step: int, store: NodeStore) -> Manifest:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.access.nodes import fold_nodes
@@ -22,7 +22,6 @@ from cluster.plan_container import (
     state_mounts,
     user_variables,
 )
-from cluster.plan_script import ScriptNode, ScriptRequest, ssh_script
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from cluster.preflight.facts import RemoteFacts
@@ -34,14 +33,11 @@ from engine.runs import RunFolder
 class Fleet:
     """The nodes of a launch in the order of their ranks, and what they all get.
 
-    code_id: name of the code of the ranks. archive: where this machine keeps it. logins: per node, the command of
-    OpenSSH that plan.sh reaches it with.
+    code_id: name of the code of the ranks.
     """
 
     nodes: tuple[RemoteFacts, ...]
     code_id: str
-    archive: str = ""
-    logins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def first(self) -> RemoteFacts:
@@ -60,9 +56,7 @@ def build_ssh_plan(
     builder = _Builder(resolved, backend, fleet, run_path, module)
     nodes = tuple(builder.node(rank) for rank in range(len(fleet.nodes)))
     texts = [(node.env_file, builder.environment_text(node)) for node in nodes]
-    config_text = dump_config(resolved)
-    script = builder.script(nodes, dict(texts) | {"config.yaml": config_text})
-    files = (("config.yaml", config_text), *texts, ("plan.sh", script))
+    files = (("config.yaml", dump_config(resolved)), *texts)
     world_size = backend.local_ranks * len(nodes)
     plan = LaunchPlan(str(run_path), resolved, world_size, backend, nodes, files, "ssh", exclusive)
     return with_files(plan)
@@ -119,17 +113,6 @@ class _Builder:
         if node.container is None:
             return environment_file(node)
         return render_environment(NodeEnvironment(node.name, node.environment), Format.DOTENV)
-
-    def script(self, nodes: Sequence[NodePlan], files: Mapping[str, str]) -> str:
-        """The text of plan.sh."""
-        scripted = (
-            ScriptNode(node, self.fleet.logins.get(node.name, ("ssh", node.name)), self._code(facts))
-            for node, facts in zip(nodes, self.fleet.nodes, strict=True)
-        )
-        request = ScriptRequest(
-            str(self.run_path), self.run_path.name, tuple(scripted), files, self.fleet.archive or "code.tar.gz"
-        )
-        return ssh_script(request)
 
     def _torchrun(self, rank: int, folder: str, log_dir: str) -> tuple[str, ...]:
         facts, first = self.fleet.nodes[rank], self.fleet.first

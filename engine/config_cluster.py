@@ -15,8 +15,9 @@ from engine.config_schema import note
 class MachineConfig:
     """Speeds that predictions use; null: those of the named machine."""
 
-    name: Literal["auto", "a100", "h100", "h200", "cpu"] = field(
-        default="auto", metadata=note("known machine; auto: by the device, else cpu with backend gloo, else h100")
+    name: str = field(
+        default="auto",
+        metadata=note("a known device, or cpu; auto: by the device, else cpu with gloo, else h100"),
     )
     forward_flops_per_s: float | None = field(
         default=None, metadata=note("attention forward on large tiles, per rank", "FLOP/s", above=0)
@@ -170,6 +171,10 @@ class ClusterConfig:
             "attempts",
             at_least=0,
         ),
+    )
+    spare_nodes: str | None = field(
+        default=None,
+        metadata=note("names in NodeSet grammar, which a next attempt takes in place of nodes that are not fit"),
     )
     shared_folder: str | None = field(default=None, metadata=note("a folder that all nodes see; null: none is shared"))
     ssh: SshConfig = field(default_factory=SshConfig)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from engine.config import RunConfig
 from engine.config_cluster import ClusterConfig, ContainerConfig
 from engine.config_schema import Problem
+from engine.devices import find_device, unknown_device
 
 # Ranks and their supervisors find each other by these.
 _OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})
@@ -24,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 def machine_problems(config: RunConfig) -> Iterator[Problem]:
     """One problem per broken rule."""
     cluster = config.cluster
-    for rule in (_launcher, _paths, _ssh, _environment, _slurm):
+    for rule in (_launcher, _machine, _paths, _ssh, _environment, _slurm):
         yield from rule(cluster)
     yield from _container(cluster.container)
 
@@ -32,6 +33,12 @@ def machine_problems(config: RunConfig) -> Iterator[Problem]:
 def runs_elsewhere(cluster: ClusterConfig) -> bool:
     """Whether ranks run on machines whose disks are not ours, so that files of this one say nothing of theirs."""
     return cluster.launcher == "ssh" or (cluster.launcher == "auto" and cluster.nodes is not None)
+
+
+def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
+    name = cluster.machine.name
+    if name not in ("auto", "cpu") and find_device(name) is None:
+        yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto, cpu')}")
 
 
 def _launcher(cluster: ClusterConfig) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ from engine.attention.api import ParallelAttention
 from engine.attention.layers import AttendedPairs
 from engine.attention.stream_times import total
 from engine.config import ModelConfig
+from engine.devices import Peak
 from engine.flops import Flops, Recomputed, mfu, step_flops
 from engine.memory.oom import peak_resident_bytes
 from engine.memory.store import HostStore
@@ -41,7 +42,6 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.mesh import Mesh
 from engine.parallel.reduce import max_over_ranks
 from engine.peak import above_peak_warning
-from engine.peak_table import Peak
 from engine.train_step import StepResult
 from engine.waits import WaitClock, find_straggler
 

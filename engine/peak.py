@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import Dtype, TrainConfig
 from engine.data.identity import cache_folder
-from engine.peak_table import Peak, peak_flops
+from engine.devices import Peak, published_peak
 from engine.run.records import utc_now
 
 if TYPE_CHECKING:
@@ -30,19 +30,28 @@ _GAIN = 1.03  # a larger product that is no faster than this has shown the peak
 
 
 def measure_cpu_peak(dtype: Dtype) -> Peak:
-    """The best matmul rate of this process with its threads, labelled with its conditions; takes up to a second."""
+    """The best matmul rate of this process with its threads, labelled with its conditions; takes up to a second.
+
+    For bfloat16 the float32 rate where it is higher: a CPU without bfloat16 units is faster with widened numbers.
+    """
     import torch
 
-    torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if dtype == "bfloat16" else ("float32",)
+    best, measured = max((_best_rate(torch.bfloat16 if one == "bfloat16" else torch.float32), one) for one in dtypes)
+    conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
+    return Peak(best, f"measured: best {measured} matmul of {platform.node()}, {conditions}")
+
+
+def _best_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of the largest product that is worth its time."""
     best = 0.0
     for size in _MEASURE_SIZES:
-        seconds = _fastest_matmul_s(size, torch_dtype)
+        seconds = _fastest_matmul_s(size, dtype)
         before, rate = best, 2 * size**3 / seconds
         best = max(before, rate)
         if seconds > _MEASURE_S or (before and rate < _GAIN * before):
             break  # a larger product would only take longer
-    conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
-    return Peak(best, f"measured: best {dtype} matmul of {platform.node()}, {conditions}")
+    return best
 
 
 def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
@@ -74,7 +83,7 @@ def find_peak(train: TrainConfig, device: torch.device) -> Peak:
     import torch
 
     name = torch.cuda.get_device_name(device)
-    known = peak_flops(name, train.compute_dtype)
+    known = published_peak(name, train.compute_dtype)
     return known or Peak(None, f"unknown device {name!r}: set train.peak_flops_per_device to its dense FLOP/s")
 
 

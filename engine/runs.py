@@ -122,6 +122,14 @@ def open_run(path: Path | str) -> RunFolder:
     return RunFolder(folder)
 
 
+def typed_overrides(path: Path) -> list[str]:
+    """What was typed for the run in folder `path`; nothing where that cannot be read."""
+    try:
+        return (path / OVERRIDES_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
 def list_runs(runs_dir: Path) -> list[RunFolder]:
     """All runs below `runs_dir`, oldest first by name; damaged ones are included and raise when they are read."""
     folders = [folder for folder in Path(runs_dir).absolute().glob("*/*") if _RUN_ID.fullmatch(folder.name)]
@@ -207,6 +215,16 @@ class RunFolder:
     def read_events(self) -> list[dict[str, Any]]:
         """All complete events in order."""
         return read_json_lines(self.path / "events.jsonl")
+
+    def attempts(self) -> list[RunFolder]:
+        """The folders in which attempts of this run left their records, the oldest first; the last one is this."""
+        earlier = (path for path in (self.path / "attempts").glob("*") if path.name.isdecimal())
+        return [*(RunFolder(path) for path in sorted(earlier, key=lambda path: int(path.name))), self]
+
+    def saved_steps(self) -> list[int]:
+        """The steps of which checkpoints were committed, in all attempts, in the order in which they were."""
+        events = (event for attempt in self.attempts() for event in attempt.read_events())
+        return [event["step"] for event in events if event.get("kind") == "checkpoint"]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json atomically."""

@@ -6,26 +6,12 @@ Reads the run folder's config.yaml, trains, and leaves metrics, summary and erro
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from engine.config import load_config
 from engine.errors import BurstError
 from engine.run.rank_process import RankStatus, leave, run_rank
 from engine.runs import RunFolder, open_run
-
-
-def main() -> None:
-    """Trains the run that the only argument names, and ends the process with its exit code."""
-    if len(sys.argv) != 2:
-        print("usage: python -m engine.train RUN/config.yaml", file=sys.stderr)
-        sys.exit(2)
-    try:
-        run = open_run(sys.argv[1])
-    except BurstError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    exit_code = run_rank(run, lambda status: train(run, status))
-    leave(exit_code)
-    sys.exit(exit_code)
 
 
 def train(run: RunFolder, status: RankStatus) -> None:
@@ -35,6 +21,21 @@ def train(run: RunFolder, status: RankStatus) -> None:
     from engine.trainer import run_training  # here, so that a failing import of torch is this rank's error
 
     run_training(config, run, status)
+
+
+def main(work: Callable[[RunFolder, RankStatus], None] = train) -> None:
+    """Does `work` on the run that the only argument names, and ends the process with its exit code."""
+    if len(sys.argv) != 2:
+        print("usage: python -m engine.train RUN/config.yaml", file=sys.stderr)
+        sys.exit(2)
+    try:
+        run = open_run(sys.argv[1])
+    except BurstError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    exit_code = run_rank(run, lambda status: work(run, status))
+    leave(exit_code)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from engine.config_checks import check_config
 from engine.data import TrainingData, open_training_data, prepare
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.determinism import deterministic_algorithms
+from engine.devices import Peak
 from engine.errors import ConfigError, DataError
 from engine.flops import count_parameters
 from engine.guard import Verdict
@@ -40,9 +41,8 @@ from engine.parallel.mesh import (
 from engine.parallel.reduce import wait_for_all_ranks
 from engine.parallel.waiting import count_waits
 from engine.peak import find_peak
-from engine.peak_table import Peak
 from engine.profiling import StepProfiler
-from engine.run.faults import NO_FAULTS, Faults, read_faults
+from engine.run.faults import NO_FAULTS, Faults, FindFaults, read_faults
 from engine.run.lifecycle import run_states
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
@@ -210,14 +210,14 @@ class Trainer:
         }
 
 
-def run_training(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
+def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
     """Everything a rank does, from its process group to the last line of its summary; called by engine.train."""
     placement = read_placement()
     with run_states(run, status, rank=placement.rank), ExitStack() as stack:
         status.phase = "start"
         check_config(config)
         check_world(config.cluster, placement)
-        faults, announced = read_faults(placement.rank, placement.world_size)
+        faults, announced = find_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
         set_threads(config, device, placement)
         seed_everything(config.seed)

@@ -6,6 +6,8 @@ one process. The configuration files that the pages show are the ones that these
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import re
 import shlex
@@ -28,6 +30,7 @@ from engine.config import RunConfig
 from engine.config_schema import walk_fields, walk_sections
 from engine.errors import ConfigError
 
+PACKAGES = ("burst_cli", "cluster", "engine")
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Configuration files that a verb of the pages makes.
@@ -193,6 +196,54 @@ def test_commands_within_sentences_parse(conf_dir: Path, monkeypatch: pytest.Mon
             left_out = re.search(r"^Missing parameter|requires an argument", str(error))
             wrong += [] if left_out else [f"{page}: {quoted}: {error}"]
     assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def nodes_of_the_product() -> list[tuple[str, ast.AST]]:
+    """(file, node) of every file that names a command."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    texts = {path: text for path in paths if re.search(r"burst [a-z]|command\(", text := path.read_text())}
+    return [(path.name, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))]
+
+
+def texts_of_the_product() -> Iterator[tuple[str, str]]:
+    """(file, text) of every string, `1` in the place of what is put into it."""
+    for file, node in nodes_of_the_product():
+        if isinstance(node, ast.JoinedStr):
+            yield file, "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield file, node.value
+
+
+def commands_for_a_node() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(file, verb) of every command that an error makes for the node that it is about."""
+    for file, node in nodes_of_the_product():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("host.command", "node_command")):
+            words = tuple(str(word.value) for word in node.args if isinstance(word, ast.Constant))
+            if words:
+                yield file, words
+
+
+def test_commands_that_remedies_tell_to_type_parse(conf_dir: Path) -> None:
+    """As in sentences of the pages; one for a node says how the node is reached, and so is made in one place."""
+    wrong: list[str] = []
+    told: dict[str, str] = {}
+    for file, text in texts_of_the_product():
+        told.update((quoted, file) for quoted in re.findall(r"`(burst [a-z][^`]*)`", " ".join(text.split())))
+        wrong += [f"{file}: {text}: use Host.command" for _ in re.findall(r"burst (?!testbed)[a-z -]* --hosts 1", text)]
+    for quoted, file in told.items():
+        try:
+            with contextlib.suppress(typer.Exit):  # --help
+                parsed(tuple(shlex.split(re.sub(r"\|\S+", "", quoted))[1:]))
+        except UsageError as error:
+            unknown = re.search(r"^Missing parameter|requires an argument|'1' is not one of", str(error))
+            wrong += [] if unknown else [f"{file}: {quoted}: {error}"]
+    made = list(commands_for_a_node())
+    for file, verb in made:
+        _, parameters = parsed((*verb, "cluster=lab", "--hosts", "n1"))
+        wrong += [] if parameters["overrides"] == ["cluster=lab"] else [f"{file}: {verb} takes no cluster"]
+    assert not wrong, "\n".join(wrong)
+    assert (len(told) > 40, len(made) >= 6) == (True, True), (told, made)
 
 
 def test_flags_settings_and_options_that_sentences_name_exist(conf_dir: Path) -> None:

@@ -123,6 +123,18 @@ def test_files_stay_short() -> None:
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
 
 
+def test_tests_patch_nothing_of_the_product() -> None:
+    """What a test wants otherwise is an argument; the environment and the working folder may be set."""
+    patching = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom | ast.Import) and "mock" in ast.unparse(node))
+        or (isinstance(node, ast.Attribute) and node.attr in ("setattr", "delattr", "setitem", "delitem"))
+    ]
+    assert not patching
+
+
 def test_functions_stay_short() -> None:
     functions = [
         (node, f"{name_of(path)}:{node.lineno} {node.name}")
@@ -176,7 +188,7 @@ VIOLATIONS = {
     "burst_cli/figures.py": "import hydra",
     "burst_cli/live.py": "from engine.metrics import StepMeter",
 }
-BROKEN_RULES = 10  # all but "ranks run without SSH"
+BROKEN_RULES = 7  # all but "ranks run without SSH"
 
 
 def test_import_rules_hold_and_would_notice(tmp_path: Path) -> None:

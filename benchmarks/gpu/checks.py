@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gpu.plan import Row
+from engine.devices import Peak
 from engine.peak import above_peak_warning
-from engine.peak_table import Peak
 
 SUFFIX = "_tflops"
 

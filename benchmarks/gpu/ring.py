@@ -17,8 +17,7 @@ from engine.attention.layout import Layout
 from engine.attention.presets import resolve_attention
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.topology import Topology
-from engine.attention.transport import Hub, Parcel, Transport
-from engine.bench.layers import SilentTransport
+from engine.attention.transport import Hub, Parcel, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
 from engine.simulate.costs import visible_pairs

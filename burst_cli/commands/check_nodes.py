@@ -51,9 +51,12 @@ def check_nodes(
         bool, typer.Option("--list", "-l", help="Print only the usable nodes: one line such as node[1-3].")
     ] = False,
     expand: Annotated[bool, typer.Option("--expand", help="With --list: one name per line.")] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure transfers between all pairs of nodes, too.")
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Measure all-reduce, all-to-all and pairs of nodes by a launch instead."),
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --collectives: print the launch.")] = False,
+    bandwidth: Annotated[bool, typer.Option("--bandwidth", hidden=True)] = False,
     cuda_smoke: Annotated[
         bool, typer.Option("--cuda-smoke", help="Use every GPU inside the run image, too; takes up to two minutes.")
     ] = False,
@@ -82,28 +85,35 @@ def check_nodes(
 
         burst check-nodes cluster=testbed
         burst check-nodes --hosts node[1-8] --skip ib -l
+        burst check-nodes cluster=lab --collectives
+
+    --collectives starts ranks as `burst launch` does (NCCL where GPUs are, else gloo) and trains nothing. It prints
+    busbw, as nccl-tests count it, per size, and names a node or a pair below half of the usual rate: exit code 1.
     """
     if explain is not None:
         _explain(explain, as_json=as_json)
         return
     from burst_cli.compose import compose
-    from cluster.checks.history import history_path
     from cluster.checks.run import CheckOptions
     from cluster.checks.selection import read_selection
     from engine.errors import ConfigError
 
+    if bandwidth:
+        raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
+    if dry_run and not collectives:
+        raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     output = _output(Output(as_json, names_only, expand, show_all, watch))
     options = CheckOptions(
         read_selection(only or (), skip or ()),
         timeout_s=timeout,
-        bandwidth=bandwidth,
         cuda_smoke=cuda_smoke,
-        history=history_path(),
     )
     config = compose(overrides or (), config_dir or ()).config
-    targets = _find_hosts(config, hosts, hostfile)
-    if bandwidth and len(targets) < 2:
-        raise ConfigError("--bandwidth measures between nodes: name two or more with --hosts or cluster=NAME")
+    targets = _find_hosts(config, hosts, hostfile, overrides or ())
+    if collectives:
+        from burst_cli.collectives import check_collectives
+
+        raise typer.Exit(check_collectives(targets, config.cluster, dry_run=dry_run, as_json=as_json))
     raise typer.Exit(run_check(targets, config, options, output))
 
 
@@ -154,7 +164,9 @@ def _output(output: Output) -> Output:
     return output
 
 
-def _find_hosts(config: RunConfig, hosts: str | None, hostfile: Path | None) -> Sequence[Host]:
+def _find_hosts(
+    config: RunConfig, hosts: str | None, hostfile: Path | None, overrides: Sequence[str]
+) -> Sequence[Host]:
     """The nodes that are named anywhere; none: this machine is meant."""
     import os
 
@@ -165,7 +177,7 @@ def _find_hosts(config: RunConfig, hosts: str | None, hostfile: Path | None) -> 
     named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
     if all(source is None for source in named):
         return ()
-    return resolve_hosts(select_nodes(config, hosts=hosts, hostfile=hostfile).names, config.cluster.ssh)
+    return resolve_hosts(select_nodes(config, hosts=hosts, hostfile=hostfile).names, config.cluster.ssh, overrides)
 
 
 def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> FleetReport:
@@ -194,12 +206,7 @@ def _show(report: FleetReport, output: Output) -> None:
     if output.names_only:
         print_usable(report, one_per_line=output.one_per_line)
         return
-    console = render.stdout()
-    if report.bandwidth is not None:
-        from burst_cli.bandwidth_view import bandwidth_table
-
-        console.print(bandwidth_table(report.bandwidth))
-    print_report(console, report, all_findings=output.all_findings)
+    print_report(render.stdout(), report, all_findings=output.all_findings)
 
 
 def _show_changes(reports: Iterable[FleetReport], output: Output) -> int:

@@ -96,16 +96,19 @@ def prune(
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete old checkpoints of a run that has ended. The newest undamaged one always stays.
+    """Delete old checkpoints of a run that has ended, here and on its nodes. The newest undamaged one always stays.
 
-    Exit codes: 0 done, 1 one could not be deleted or the run has not ended.
+    Exit codes: 0 done, 1 one could not be deleted, a node did not answer or the run has not ended.
     """
     from burst_cli import render
+    from burst_cli.checkpoint_nodes import on_nodes
     from burst_cli.checkpoint_view import prune_run, pruned_text
     from burst_cli.run_choice import choose_run
 
     chosen = choose_run(run, runs_dir)
-    result = prune_run(chosen, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=render.stderr())
+    console = render.stderr()
+    with on_nodes(chosen, console) as away:
+        result = prune_run(chosen, away, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=console)
     if as_json:
         render.emit_json(result.to_dict())
     else:

@@ -23,8 +23,6 @@ class TextFormat(enum.StrEnum):
 
     sh = "sh"
     dotenv = "dotenv"
-    json = "json"
-    hydra = "hydra"
 
 
 NodeOption = Annotated[
@@ -84,13 +82,13 @@ def show(
     from burst_cli.env_request import ask
     from engine.errors import ConfigError
 
-    if as_json and form is not None and form is not TextFormat.json:
+    if as_json and form is not None:
         raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
     request = _request(overrides, config_dir, hosts, hostfile)
     found = ask(request, node=node, run=run)
-    if form is not None and form is not TextFormat.json:
+    if form is not None:
         env_view.print_text(found.fleet, form.value)
-    elif as_json or form is TextFormat.json:
+    elif as_json:
         render.emit_json(env_view.fleet_document(found.fleet, found.source))
     else:
         render.stdout().print(env_view.fleet_view(found.fleet, found.source))
@@ -112,13 +110,11 @@ def write(
     config_dir: ConfigDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one file per node, mode 0600: NODE.env, .sh, .json or .yaml.
+    """Write one file per node, mode 0600: NODE.env or NODE.sh.
 
     \b
     dotenv   for docker run --env-file (nothing is quoted there)
     sh       to source in a shell
-    json     with all reasons
-    hydra    sets hydra.job.env_set in another Hydra application
 
     Give the file to a container when it starts; do not bake it into an image,
     where nobody sees it.

@@ -21,10 +21,6 @@ ImageOption = Annotated[
     str | None,
     typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.", show_default=False),
 ]
-SharedOption = Annotated[
-    str | None,
-    typer.Option("--via-shared", metavar="PATH", help="A folder that all nodes see.", show_default=False),
-]
 
 
 class RouteChoice(enum.StrEnum):
@@ -33,7 +29,6 @@ class RouteChoice(enum.StrEnum):
     auto = "auto"
     direct = "direct"
     chain = "chain"
-    shared = "shared"
 
 
 app.command()(build)
@@ -58,19 +53,19 @@ def push(
             help="direct: everything from here; chain: every node passes on what it gets; auto: chain from 3 nodes on.",
         ),
     ] = RouteChoice.auto,
-    via_shared: SharedOption = None,
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
     as_json: JsonOption = False,
+    via_shared: Annotated[str | None, typer.Option("--via-shared", hidden=True)] = None,
 ) -> None:
     """Bring an image of this machine's engine to every node.
 
-    Only layers that a node lacks are sent, packed with zstd, and verified on
-    arrival; from three nodes on every node passes them on to the next. Needed
-    on the nodes: python3, ssh and the engine; no registry. An interrupted push
-    goes on where it stopped. At the end every node's image is compared with
+    Every node's own engine pulls it through the SSH connection from a registry
+    that lives as long as the push; layers that it pulled before do not move
+    again. From three nodes on, nodes feed each other. Needed on the nodes:
+    python3 (3.9) and the engine. At the end every node's image is compared with
     the one here.
 
     Exit code 1 if any node failed; the others complete.
@@ -81,17 +76,19 @@ def push(
     from burst_cli.targets import select_targets
     from cluster.image.plan import PushOptions
     from cluster.image.rate import parse_rate
+    from engine.errors import ConfigError
 
+    if via_shared is not None:
+        raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    folder = via_shared or (targets.config.cluster.shared_folder if route is RouteChoice.shared else None)
-    options = PushOptions(route.value, folder, None if limit is None else parse_rate(limit))
+    options = PushOptions(route.value, None if limit is None else parse_rate(limit))
     request = PushRequest(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
     try:
         code = run_push(request)
     except KeyboardInterrupt:
         from burst_cli import render
 
-        text = "interrupted: what has arrived stays on the nodes; the same command goes on from there"
+        text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
         render.stderr().print(text, markup=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(code)
@@ -152,54 +149,46 @@ def prune(
     config_dir: ConfigDirOption = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
-    via_shared: SharedOption = None,
-    images: Annotated[
-        bool,
-        typer.Option("--images", help="All tags of the image that burst built (--image), too, unless in use."),
-    ] = False,
     image: ImageOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
     as_json: JsonOption = False,
+    images: Annotated[bool, typer.Option("--images", hidden=True)] = False,
 ) -> None:
-    """Remove packed layers that pushes keep on the nodes and here for the next push.
+    """Remove other tags of the image (--image) that burst built, from the nodes.
 
-    The images stay where they are, unless --images is given: then those of the
-    repository of --image that carry our label go. Containers and other images
-    are never touched, not even those that were built upon ours.
+    Only those that carry our label and that no container was made from; the tag
+    that --image or cluster.container.image names stays. Containers and other
+    images are never touched, not even those that were built upon ours.
     """
     from dataclasses import asdict
 
     from burst_cli import render
     from burst_cli.image_view import prune_view
     from burst_cli.targets import select_targets
+    from cluster.access.fanout import fan_out
+    from cluster.access.hosts import Host
     from cluster.access.ssh import SshPool
-    from cluster.image.fleet import open_fleet
     from cluster.image.local import engine_words
-    from cluster.image.prune import prune_nodes
-    from cluster.image.store import default_store
+    from cluster.image.prune import Pruned, prune_node
+    from engine.errors import ConfigError
 
+    if images:
+        raise ConfigError("--images is gone: images are all that prune removes; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    engine = engine_words(targets.config.cluster.container.command)
-    width = targets.config.cluster.ssh.fan_out
-    repository = _repository(_image_name(targets, image)) if images else None
-    with SshPool() as pool, open_fleet(targets.hosts, pool.connect, width=width) as fleet:
-        nodes = prune_nodes(
-            fleet, targets.hosts, engine=engine, repository=repository, dry_run=dry_run, shared_folder=via_shared
-        )
-        fleet.close({"op": "finish"})
-    here = default_store().prune(dry_run=dry_run)
+    engine, name = engine_words(targets.config.cluster.container.command), _image_name(targets, image)
+
+    def work(host: Host) -> Pruned:
+        with pool.connect(host) as connection:
+            return prune_node(connection, engine, name, dry_run=dry_run)
+
+    with SshPool() as pool:
+        outcomes = fan_out(targets.hosts, work, width=targets.config.cluster.ssh.fan_out).values()
+    nodes = [outcome.value or Pruned(outcome.host.name, problem=str(outcome.error)) for outcome in outcomes]
     if as_json:
-        document = {"dry_run": dry_run, "here": {"files": here[0], "bytes": here[1]}}
-        render.emit_json({**document, "nodes": [asdict(node) for node in nodes]})
+        render.emit_json({"dry_run": dry_run, "nodes": [asdict(node) for node in nodes]})
     else:
-        render.stdout().print(prune_view(nodes, here, dry_run=dry_run))
+        render.stdout().print(prune_view(nodes, dry_run=dry_run))
     raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
-
-
-def _repository(name: str) -> str:
-    """The name without its tag; a port of a registry is no tag."""
-    head, _, last = name.rpartition("/")
-    return f"{head}/{last.partition(':')[0]}".lstrip("/")
 
 
 def _image_name(targets: Targets, given: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_device, complete_machine
+from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ MachineFieldsOption = Annotated[
     typer.Option(
         "--with",
         metavar="FIELD=NUMBER",
-        help="Change a figure of the machine, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
+        help="Change a figure of the device, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
     ),
 ]
 DeviceOption = Annotated[
@@ -49,7 +49,8 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="Compare memory with this device: a100, a100-40gb, h100, h200, b200, cpu, ... or bytes such as 80e9.",
+        help="Predict seconds on this device and compare memory with it: a100, h100, h200, b200, l40s, cpu, ... Bytes "
+        "such as 80e9: memory alone.",
         autocompletion=complete_device,
     ),
 ]
@@ -78,21 +79,13 @@ def plan(
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes that these ranks lie on, evenly; default: 1.")
     ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            "--machine",
-            metavar="NAME",
-            help="Predict seconds on this machine: a100, h100, h200 or cpu.",
-            autocompletion=complete_machine,
-        ),
-    ] = None,
     machine_fields: MachineFieldsOption = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --machine."),
+        typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --device."),
     ] = None,
     device: DeviceOption = None,
+    machine: Annotated[str | None, typer.Option("--machine", hidden=True)] = None,
     memory_by: MemoryByOption = MemoryBy.exact,
     shown_pass: Annotated[
         Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
@@ -109,7 +102,7 @@ def plan(
         the method of this experiment
     burst plan exp=llama8b_1m --ranks 16 --nodes 2 --all
         which methods are legal there, and what each moves
-    burst plan exp=llama8b_1m --ranks 8 --machine h100 --picture plan.svg
+    burst plan exp=llama8b_1m --ranks 8 --device h100 --picture plan.svg
         predicted seconds, and a picture of who computes and sends when
     burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto
         the fastest checkpoint policy that fits there, and what it was chosen from
@@ -120,8 +113,11 @@ def plan(
     """
     from burst_cli import plan_candidates, render
     from burst_cli.plan_table import comparison_table, plan_view
+    from engine.errors import ConfigError
 
-    chosen = _machine(machine, machine_fields or [])
+    if machine is not None:
+        raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
+    chosen = _machine(device, machine_fields or [])
     if picture is not None:
         _check_picture(picture, chosen, comparing=compare is not None or compare_all)
     place = plan_candidates.placement_overrides(ranks, nodes)
@@ -155,13 +151,14 @@ def _say(text: str) -> None:
     render.stderr().print(Text(text, style="dim"))
 
 
-def _machine(name: str | None, changes: Sequence[str]) -> Machine | None:
+def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
+    """The speeds of a device that is named; None where there is none, or only a number of bytes."""
     from engine.errors import ConfigError
-    from engine.simulate.machine import MACHINES, find_machine
+    from engine.simulate.machine import find_machine
 
-    if name is None:
+    if device is None or _is_number(device):
         if changes:
-            raise ConfigError(f"--with {changes[0]}: changes a machine; name one with --machine: {', '.join(MACHINES)}")
+            raise ConfigError(f"--with {changes[0]}: changes a device; name one with --device, such as --device h100")
         return None
     fields: dict[str, float | bool] = {}
     for change in changes:
@@ -173,13 +170,20 @@ def _machine(name: str | None, changes: Sequence[str]) -> Machine | None:
                 f"--with {change}: expected FIELD=NUMBER, such as --with inter_bytes_per_s=25e9"
             ) from None
         fields[field] = bool(number) if field == "shared_nic" else number
-    return find_machine(name, fields)
+    return find_machine(device, fields)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> None:
     """Say what is wrong with a request for a picture before anything is planned."""
     from engine.errors import ConfigError
-    from engine.simulate.machine import MACHINES
 
     problems = []
     if path.suffix.lower() not in (".svg", ".png"):
@@ -187,9 +191,7 @@ def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> N
     if not path.absolute().parent.is_dir():
         problems.append(f"--picture {path}: no such folder: {path.parent}; create it first")
     if machine is None:
-        problems.append(
-            f"--picture {path}: shows predicted times; say on what machine with --machine: {', '.join(MACHINES)}"
-        )
+        problems.append(f"--picture {path}: shows predicted times; name a device, such as --device h100")
     if comparing:
         problems.append(f"--picture {path}: shows one plan; leave out --compare and --all, and give attention=NAME")
     if problems:

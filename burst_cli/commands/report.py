@@ -14,7 +14,7 @@ from burst_cli.report import options as of
 from burst_cli.report.options import Format
 
 if TYPE_CHECKING:
-    from burst_cli.report.model import Report
+    from burst_cli.report.build import Report
 
 app = new_verb()
 
@@ -132,7 +132,7 @@ def _format_of(output: Path) -> Format:
 def _check_files(format: Format, output: Path | None, png: Path | None, force: bool) -> None:
     """Raise before runs are read when a file cannot be written."""
     from burst_cli.report.draw import check_matplotlib
-    from burst_cli.report.files import check_target
+    from burst_cli.report.write import check_target
     from engine.errors import ConfigError
 
     if output is not None:
@@ -150,7 +150,7 @@ def _write(found: Report, format: Format, output: Path | None, *, as_json: bool)
     if output is None:
         _print(found, format)
         return
-    from burst_cli.report.files import write_file
+    from burst_cli.report.write import write_file
 
     text, words = _file_text(found, format)
     write_file("--output", output, text.encode("utf-8", "replace"))
@@ -168,7 +168,7 @@ def _print(found: Report, format: Format) -> None:
     elif format is not Format.table:
         sys.stdout.write(_file_text(found, format)[0].encode("utf-8", "replace").decode("utf-8"))
     elif found.records or found.comparison or found.published or found.sweep:
-        from burst_cli.report.table import report_view
+        from burst_cli.report.write import report_view
 
         console = render.stdout()
         console.print(report_view(found, console.width))
@@ -187,21 +187,19 @@ def _no_runs(found: Report) -> str:
 
 def _file_text(found: Report, format: Format) -> tuple[str, str]:
     """(content, what is in it)."""
-    from burst_cli.report import text
-    from burst_cli.report.values import count_of
+    from burst_cli.report import write
+    from burst_cli.report.records import count_of
 
     runs = count_of("run", len(found.runs))
     if format is Format.html:
-        from burst_cli.report.page import report_page
-
-        page = report_page(found)
-        return page.html, f"{runs}, {count_of('plot', page.panels)}"
+        page, plots = write.report_page(found)
+        return page, f"{runs}, {count_of('plot', plots)}"
     if format is Format.md:
-        return text.report_markdown(found), runs
+        return write.report_markdown(found), runs
     if format is Format.csv:
-        return text.report_csv(found.runs), runs
+        return write.report_csv(found.runs), runs
     if format is Format.latex:
-        return text.report_latex(found), runs
+        return write.report_latex(found), runs
     if format is Format.json:
         from burst_cli.render import json_document
 
@@ -216,7 +214,7 @@ def _plain_table(found: Report) -> str:
     from rich.console import Console
 
     from burst_cli.render import PIPE_WIDTH
-    from burst_cli.report.table import report_view
+    from burst_cli.report.write import report_view
 
     stream = io.StringIO()
     Console(file=stream, width=PIPE_WIDTH, highlight=False, emoji=False).print(report_view(found, PIPE_WIDTH))
@@ -225,8 +223,7 @@ def _plain_table(found: Report) -> str:
 
 def _write_picture(found: Report, path: Path) -> None:
     from burst_cli import render
-    from burst_cli.report.files import write_file
-    from burst_cli.report.picture import report_picture
+    from burst_cli.report.write import report_picture, write_file
 
     write_file("--png", path, report_picture(found))
     render.stderr().print(f"wrote {path}", markup=False, soft_wrap=True)
@@ -237,7 +234,7 @@ def _warn(found: Report) -> None:
     from rich.text import Text
 
     from burst_cli import render
-    from burst_cli.report.values import shortened
+    from burst_cli.report.records import shortened
 
     console = render.stderr()
     for warning in shortened(found.warnings):

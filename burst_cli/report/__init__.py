@@ -1,5 +1,7 @@
 """What `burst report` shows: runs in groups, compared with one another, with a baseline and with published figures.
 
-build.py     runs on disk -> `Report`, a plain value        options.py, request.py   what was typed
-writers: table.py text.py (Markdown, CSV) latex.py html.py (plots in it: panels.py -> draw.py -> svg.py) picture.py
+options.py -> Request -> build.py -> Report -> write.py: tables, Markdown, CSV, LaTeX, page.html and its plots
+    records.py: what the files of a run say    columns.py: every figure, how it reads, which end of it is better
+    against.py: baselines, gates, figures of others    compare.py, bootstrap.py: A against B
+    panels.py: what is drawn    draw.py: drawn with matplotlib
 """

@@ -1,39 +1,65 @@
-"""From what was typed to a `Report`. Reads run.json, summary.json, provenance.json of every run, the rest if asked."""
+"""From what was typed to a `Report`, a plain value that every writer reads: which runs, in which order and groups.
+
+Reads run.json, summary.json and provenance.json of every run, the rest if asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from burst_cli.report.baseline import Baseline, find_baseline, with_ratios
-from burst_cli.report.columns import ALIASES, EFFECTIVE_KEYS, Column, choose_columns, default_columns
-from burst_cli.report.compare import Comparison, compare
-from burst_cli.report.effective import effective_time
-from burst_cli.report.gates import Gate, Verdict, check_metrics, judge, parse_gates
-from burst_cli.report.model import Report
-from burst_cli.report.provenance import provenance_facts, with_hardware
-from burst_cli.report.published import load_published
-from burst_cli.report.select import (
-    Filters,
-    check_statuses,
-    group_records,
-    keep_newest,
-    keep_runs,
-    parse_since,
-    sort_records,
+from burst_cli.report.against import (
+    OWN_BASELINE,
+    Baseline,
+    Gate,
+    Published,
+    Verdict,
+    check_metrics,
+    find_baseline,
+    judge,
+    load_published,
+    parse_gates,
+    with_ratios,
 )
-from burst_cli.report.sweep_cells import Sweep, read_sweep
-from burst_cli.report.values import one_line, text
-from burst_cli.run_records import run_record, select_runs
+from burst_cli.report.columns import (
+    ALIASES,
+    BY_KEY,
+    EFFECTIVE_KEYS,
+    Column,
+    choose_columns,
+    default_columns,
+    unknown_column,
+)
+from burst_cli.report.compare import Comparison, compare
+from burst_cli.report.records import Record, effective_time, number, one_line, read_record, text, with_hardware
+from burst_cli.run_records import select_runs
+from burst_cli.sweep.store import SweepError, find_sweep
 from engine.config_schema import nearest
 from engine.errors import ConfigError
-from engine.runs import RunFolder
+from engine.runs import STATES, RunFolder
 
 EFFECTIVE_UNASKED = 40  # runs; every file of each is read for it
-_OWN_BASELINE = "baseline"
+NOT_RUN, MISSING = (
+    "not run",
+    "missing",
+)  # a cell that waits for its turn; one that is said to have run, but has no folder
+_AGE = re.compile(r"(\d+)([mhdw])")
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_STAMP = "%Y%m%d-%H%M%S"
+# What a swept setting is called in a record.
+_RECORD_KEYS = {
+    "train.seq_len": "seq_len",
+    "attention": "attention_preset",
+    "attention.preset": "attention_preset",
+    "memory": "memory_policy",
+    "model": "model",
+    "exp": "exp",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +83,89 @@ class Request:
     fail_above: tuple[str, ...] = ()
     published: str | None = None
     effective: bool = False
-    is_page: bool = False
+    is_page: bool = False  # which shows more than a table
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that may be compared: same experiment, model, number of ranks and hardware."""
+
+    exp: str
+    model: str | None
+    world_size: str | None
+    hardware: str | None
+    records: tuple[dict[str, Any], ...]
+
+    @property
+    def title(self) -> str:
+        """One line, such as `llama7b_1m · 7b · 32 × NVIDIA H100`."""
+        devices = f"{self.world_size or '?'} × {self.hardware or 'unknown hardware'}"
+        model = self.model if self.model != self.exp else None
+        return " · ".join(part for part in (self.exp, model, devices) if part)
+
+    @property
+    def names(self) -> str:
+        """Of its model and experiment."""
+        return f"{self.model} {self.exp}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its sweep.json tells it. states: how many cells are in which state; problems: of its reading."""
+
+    sweep_id: str
+    path: Path
+    records: tuple[dict[str, Any], ...]
+    states: Mapping[str, int]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """`24 cells: 20 completed, 3 oom, 1 not run`."""
+        states = ", ".join(f"{number} {one_line(state)}" for state, number in self.states.items())
+        return f"sweep {one_line(self.sweep_id)}, {len(self.records)} cells: {states or 'none'}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """runs_dir: where it looked; columns: to show; warnings: sentences about damaged or lost runs and the like."""
+
+    runs_dir: Path
+    records: tuple[dict[str, Any], ...]
+    groups: tuple[Group, ...]
+    columns: tuple[Column, ...]
+    are_columns_chosen: bool = False
+    sweep: Sweep | None = None
+    baseline: Baseline | None = None
+    comparison: Comparison | None = None
+    published: tuple[Published, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The records that are runs; cells of a sweep that have none are left out."""
+        return [record for record in self.records if record.get("run_id") is not None]
+
+    @property
+    def failed_gates(self) -> list[Verdict]:
+        """The conditions that do not hold."""
+        return [verdict for verdict in self.verdicts if not verdict.passed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: {runs: [...]}, and a key for everything else that was asked for."""
+        document: dict[str, Any] = {"runs": self.runs}
+        if (sweep := self.sweep) is not None:
+            cells = [{key: record.get(key) for key in ("cell", "status", "run_id", "path")} for record in sweep.records]
+            states = dict(sweep.states)
+            document["sweep"] = {"id": sweep.sweep_id, "path": str(sweep.path), "states": states, "cells": cells}
+        if self.baseline is not None:
+            document["baseline"] = {"name": self.baseline.name}
+        if self.comparison is not None:
+            document["comparison"] = self.comparison.to_dict()
+        for key, rows in (("published", self.published), ("gates", self.verdicts)):
+            document |= {key: [asdict(row) for row in rows]} if rows else {}
+        return document
 
 
 def build_report(request: Request) -> Report:
@@ -70,60 +178,199 @@ def build_report(request: Request) -> Report:
     is_effective = _wants_effective(request, chosen, len(records))
     if is_effective:
         records = [_with_effective_time(record) for record in records]
-    records = sort_records(records, request.sort)
+    records = _sorted(records, request.sort)
     check_metrics(gates, records)
     baselines = _baselines(request, gates, records)
+    baseline = baselines.get(OWN_BASELINE)
     warnings = [*_warnings(records), *(sweep.problems if sweep is not None else ())]
-    baseline = baselines.get(_OWN_BASELINE)
     if baseline is not None:
-        records, warning = with_ratios(records, baseline)
-        warnings += [warning] if warning else []
-    default = default_columns(baseline=baseline is not None, effective=is_effective, records=records)
+        records, problems = with_ratios(records, baseline)
+        warnings += problems
     return Report(
         runs_dir=request.runs_dir,
         records=tuple(records),
-        groups=group_records(records),
-        columns=chosen or default,
+        groups=_groups(records),
+        columns=chosen or default_columns(baseline=baseline is not None, effective=is_effective, records=records),
         are_columns_chosen=chosen is not None,
-        is_effective=is_effective,
         sweep=sweep,
         baseline=baseline,
         comparison=_comparison(request, records),
         published=published,
-        verdicts=_verdicts(gates, records, baselines),
+        verdicts=tuple(one for gate in gates for one in judge(gate, records, baselines.get(gate.of or ""))),
         warnings=tuple(warnings),
     )
 
 
-def read_record(run: RunFolder) -> dict[str, Any]:
-    """The record of a run with where it comes from; never raises."""
-    record = run_record(run)
-    failure = record.get("failure")
-    message = failure.get("message") if isinstance(failure, dict) else None
-    return {**provenance_facts(run.path), **record, "failure_text": one_line(str(message)) if message else None}
+# --- which runs -------------------------------------------------------------------------------------------------------
 
 
 def _records(request: Request) -> tuple[list[dict[str, Any]], Sweep | None]:
-    now = datetime.now(UTC)
-    since, statuses = parse_since(request.since, now), check_statuses(request.statuses)
-    filters = Filters(request.exps, statuses, since, request.limit)
-    if request.sweep is None:
-        compared = request.compare if request.compare is not None and request.by is None else ()
-        runs = select_runs(request.runs_dir, request.names or compared, latest=False)
-        runs = keep_runs(runs, filters)
-        if request.latest:
-            runs = list({run.exp: run for run in runs}.values())
-        return keep_newest(runs, filters, read_record), None
-    if request.names or request.exps or request.since or request.latest or request.limit is not None:
-        raise ConfigError("--sweep shows all cells of a sweep: leave out runs, --exp, --since, --latest and --limit")
-    sweep = read_sweep(request.runs_dir, request.sweep, read_record)
-    records = [record for record in sweep.records if not statuses or record["status"] in statuses]
-    return records, sweep
+    since, statuses = parse_since(request.since, datetime.now(UTC)), _statuses(request.statuses)
+    if request.sweep is not None:
+        if request.names or request.exps or request.since or request.latest or request.limit is not None:
+            raise ConfigError(
+                "--sweep shows all cells of a sweep: leave out runs, --exp, --since, --latest and --limit"
+            )
+        sweep = _read_sweep(request.runs_dir, request.sweep)
+        return [record for record in sweep.records if not statuses or record["status"] in statuses], sweep
+    compared = request.compare if request.compare is not None and request.by is None else ()
+    runs = [
+        run
+        for run in select_runs(request.runs_dir, request.names or compared)
+        if (not request.exps or any(fnmatchcase(run.exp, pattern) for pattern in request.exps))
+        and (since is None or _created(run) >= since)
+    ]
+    if request.latest:
+        runs = list({run.exp: run for run in runs}.values())
+    kept: list[dict[str, Any]] = []
+    for run in reversed(runs):  # the newest `limit` of them; no more are read
+        if request.limit is not None and len(kept) >= request.limit:
+            break
+        record = read_record(run)
+        if not statuses or record["status"] in statuses:
+            kept.append(record)
+    return kept[::-1], None
+
+
+def parse_since(value: str | None, now: datetime) -> datetime | None:
+    """2026-01-31, 2026-01-31T12:00 (UTC) or an age such as 90m, 12h, 7d, 2w. Raises ConfigError."""
+    if value is None:
+        return None
+    if found := _AGE.fullmatch(value):
+        try:
+            return now - timedelta(**{_UNITS[found[2]]: int(found[1])})
+        except OverflowError:
+            return datetime.min.replace(tzinfo=UTC)
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise ConfigError(
+            f"--since: got {value!r}; expected a date such as 2026-01-31 or 2026-01-31T12:00, "
+            "or an age such as 90m, 12h, 7d, 2w"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _statuses(names: Sequence[str]) -> tuple[str, ...]:
+    """The statuses of --status, comma-separated or repeated. Raises ConfigError that lists the legal ones."""
+    wanted = tuple(name for entry in names for name in entry.replace(" ", "").split(",") if name)
+    legal = (*STATES, "unreadable")
+    problems = [f"--status: got {name!r}; legal: {', '.join(legal)}" for name in wanted if name not in legal]
+    if problems:
+        raise ConfigError(problems)
+    return wanted
+
+
+def _created(run: RunFolder) -> datetime:
+    """When a run was made, as its id says; a folder with another name counts as new."""
+    try:
+        return datetime.strptime(run.run_id[:15], _STAMP).replace(tzinfo=UTC)
+    except ValueError:
+        return datetime.max.replace(tzinfo=UTC)
+
+
+def _sorted(records: list[dict[str, Any]], key: str | None) -> list[dict[str, Any]]:
+    """By a column (`mfu` upwards, `-mfu` downwards), unknown values last; None: as they are. Raises ConfigError."""
+    if key is None:
+        return records
+    name = ALIASES.get(key.removeprefix("-"), key.removeprefix("-"))
+    if name not in BY_KEY:
+        raise ConfigError(unknown_column("--sort", name))
+    name = {"run": "run_id"}.get(name, name)
+
+    def order(record: Record) -> tuple[bool, float, str]:
+        value = number(record, name)
+        return (value is None, value or 0.0, text(record, name) or "")
+
+    known = [record for record in records if record.get(name) is not None]
+    unknown = [record for record in records if record.get(name) is None]
+    return sorted(known, key=order, reverse=key.startswith("-")) + unknown
+
+
+def _groups(records: Iterable[dict[str, Any]]) -> tuple[Group, ...]:
+    """Groups in the order of their first runs, which keep their order."""
+    found: dict[tuple[str | None, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = tuple(text(record, name) for name in ("exp", "model", "world_size", "hardware"))
+        found.setdefault(key, []).append(record)
+    return tuple(
+        Group(exp or "?", model, ranks, hardware, tuple(rows)) for (exp, model, ranks, hardware), rows in found.items()
+    )
+
+
+# --- cells of a sweep -------------------------------------------------------------------------------------------------
+
+
+def _read_sweep(runs_dir: Path, name: str) -> Sweep:
+    """The sweep that `name` means, with a record for every cell, run or not; damaged cells are problems."""
+    folder = find_sweep(runs_dir, name)
+    try:
+        cells = folder.read()["cells"]
+    except SweepError as error:
+        raise ConfigError(f"--sweep: {error}") from error
+    good = [cell for cell in cells if isinstance(cell, dict)]
+    lost = len(cells) - len(good)
+    problems = (f"{folder.path / 'sweep.json'}: {lost} cells are damaged",) if lost else ()
+    records = [_cell_record(cell, runs_dir) for cell in good]
+    _agree(records)
+    states: dict[str, int] = {}
+    for record in records:
+        states[record["status"]] = states.get(record["status"], 0) + 1
+    return Sweep(folder.sweep_id, folder.path, tuple(records), states, problems)
+
+
+def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
+    """That of its run, or what its overrides say about the run that it does not have."""
+    facts: dict[str, Any] = {"cell": str(cell.get("id"))}
+    run = _run_of(cell.get("run_path"), runs_dir)
+    if run is not None:
+        return {**read_record(run), **facts}
+    state = str(cell.get("state") or "pending")
+    overrides, result = cell.get("overrides"), cell.get("result")
+    words = [str(word) for word in overrides] if isinstance(overrides, list) else None
+    for key, _, value in (word.lstrip("+").partition("=") for word in words or ()):
+        if name := _RECORD_KEYS.get(key):
+            facts[name] = int(value) if name == "seq_len" and value.isdecimal() else value.strip("'\"")
+    message = result.get("message") if isinstance(result, dict) else None
+    return {
+        "run_id": None,
+        "status": {"pending": NOT_RUN, "running": MISSING, "completed": MISSING}.get(state, state),
+        "path": None,
+        **facts,
+        "exp": str(cell.get("exp") or facts.get("exp") or "?"),
+        "failure_text": one_line(str(message)) if message else None,
+        "overrides": " ".join(words) if words is not None else None,
+    }
+
+
+def _run_of(path: Any, runs_dir: Path) -> RunFolder | None:
+    """The run of a cell, when its folder was made; a relative path counts from the folder of all runs."""
+    if isinstance(path, str) and path:
+        for folder in (Path(path), runs_dir / path, runs_dir.parent / path):
+            if (folder / "run.json").is_file():
+                return RunFolder(folder.absolute())
+    return None
+
+
+def _agree(records: Iterable[dict[str, Any]]) -> None:
+    """Cells without a run get what they do not say from runs of their experiment, where those agree."""
+    for name in ("model", "world_size", "memory_policy"):
+        known: dict[str, set[str]] = {}
+        for record in records:
+            if record.get("run_id") is not None and record.get(name) is not None:
+                known.setdefault(record["exp"], set()).add(one_line(str(record[name])))
+        for record in records:
+            values = known.get(record["exp"], set())
+            if record.get(name) is None and len(values) == 1:
+                record[name] = next(iter(values))
+
+
+# --- what else was asked for ------------------------------------------------------------------------------------------
 
 
 def _wants_effective(request: Request, chosen: Sequence[Column] | None, runs: int) -> bool:
-    asked = {ALIASES.get(name, name) for entry in request.columns for name in entry.split(",")}
-    if request.effective or asked & set(EFFECTIVE_KEYS) or (request.sort or "").lstrip("-") in EFFECTIVE_KEYS:
+    asked = {column.key for column in chosen or ()} | {(request.sort or "").removeprefix("-")}
+    if request.effective or asked & set(EFFECTIVE_KEYS):
         return True
     return request.is_page and chosen is None and runs <= EFFECTIVE_UNASKED
 
@@ -134,34 +381,24 @@ def _with_effective_time(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **effective_time(RunFolder(Path(record["path"])))}
 
 
-def _baselines(request: Request, gates: Iterable[Gate], records: Sequence[dict[str, Any]]) -> dict[str, Baseline]:
+def _baselines(request: Request, gates: Iterable[Gate], records: Sequence[Record]) -> dict[str, Baseline]:
     """The baseline of --baseline under the name `baseline`, and every one that a gate names."""
-
-    def runs(name: str) -> list[dict[str, Any]]:
-        return with_hardware([read_record(run) for run in select_runs(request.runs_dir, [name])])
-
+    read = _reader(request)
     found: dict[str, Baseline] = {}
     if request.baseline is not None:
-        found[_OWN_BASELINE] = find_baseline(request.baseline, records, runs)
+        found[OWN_BASELINE] = find_baseline(request.baseline, records, read)
     for gate in gates:
         if gate.of is None or gate.of in found:
             continue
-        if gate.of == _OWN_BASELINE:
+        if gate.of == OWN_BASELINE:
             raise ConfigError(f"{gate.words}: there is no baseline; give one with --baseline METHOD or RUN")
-        found[gate.of] = find_baseline(gate.of, records, runs)
+        found[gate.of] = find_baseline(gate.of, records, read)
     return found
 
 
-def _verdicts(
-    gates: Sequence[Gate], records: Sequence[dict[str, Any]], baselines: dict[str, Baseline]
-) -> tuple[Verdict, ...]:
-    """A gate against a baseline judges the other runs: what it is measured against always passes or always fails."""
-    found: list[Verdict] = []
-    for gate in gates:
-        baseline = baselines.get(gate.of or "")
-        own = {run["run_id"] for runs in baseline.cells.values() for run in runs} if baseline is not None else set()
-        found += judge([gate], [record for record in records if record["run_id"] not in own], baselines)
-    return tuple(found)
+def _reader(request: Request) -> Callable[[str], list[dict[str, Any]]]:
+    """Reads the runs that a name means."""
+    return lambda name: with_hardware([read_record(run) for run in select_runs(request.runs_dir, [name])])
 
 
 def _comparison(request: Request, records: Sequence[dict[str, Any]]) -> Comparison | None:
@@ -169,43 +406,36 @@ def _comparison(request: Request, records: Sequence[dict[str, Any]]) -> Comparis
         if request.by is not None:
             raise ConfigError("--by names what two groups differ in: give their values with --compare A B")
         return None
-    sides = [_side(request, name, records) for name in request.compare]
-    same = {str(record["path"]) for record in sides[0][1]} & {str(record["path"]) for record in sides[1][1]}
+    read = _reader(request) if request.by is None else lambda value: _with_value(request.by or "", value, records)
+    first, second = (read(name) for name in request.compare)
+    same = {str(record["path"]) for record in first} & {str(record["path"]) for record in second}
     if same:
-        raise ConfigError(f"--compare: {request.compare[0]} and {request.compare[1]} both mean {sorted(same)[0]}")
-    return compare(*sides)
+        raise ConfigError(f"--compare: {request.compare[0]} and {request.compare[1]} both mean {min(same)}")
+    names = [name if request.by is None else f"{request.by} {name}" for name in request.compare]
+    return compare((names[0], first), (names[1], second))
 
 
-def _side(request: Request, name: str, records: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Without --by the runs that `name` means; with it those of the report whose KEY is, or begins with, `name`."""
-    if request.by is None:
-        runs = [read_record(run) for run in select_runs(request.runs_dir, [name])]
-        return name, with_hardware(runs)
-    key = ALIASES.get(request.by, request.by)
-    known = {value for record in records if (value := text(record, key)) is not None}
+def _with_value(by: str, wanted: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of the report whose figure `by` is, or begins with, `wanted`."""
+    key = ALIASES.get(by, by)
+    values = [(text(record, key), record) for record in records]
+    known = {value for value, _ in values if value is not None}
     if not known:
         keys = sorted({key for record in records for key in record if text(record, key) is not None})
-        near = nearest(request.by, keys)
-        raise ConfigError(f"--by: no run has {request.by!r}; {f'did you mean {near}?' if near else ', '.join(keys)}")
-    exact = name in known
-    found = [r for r in records if (v := text(r, key)) is not None and (v == name if exact else v.startswith(name))]
-    found = [record for record in found if record.get("path") is not None]
+        near = nearest(by, keys)
+        raise ConfigError(f"--by: no run has {by!r}; {f'did you mean {near}?' if near else ', '.join(keys)}")
+    meant = {wanted} if wanted in known else {value for value in known if value.startswith(wanted)}
+    found = [record for value, record in values if value in meant and record.get("path") is not None]
     if not found:
-        raise ConfigError(f"--compare: no run has {request.by} {name!r}; there are: {', '.join(sorted(known)[:12])}")
-    return f"{request.by} {name}", found
+        raise ConfigError(f"--compare: no run has {by} {wanted!r}; there are: {', '.join(sorted(known)[:12])}")
+    return found
 
 
 def _warnings(records: Iterable[dict[str, Any]]) -> list[str]:
     """What is damaged, lost or impossible."""
     found: list[str] = []
     for record in records:
-        name = f"{record['exp']}/{record['run_id']}"
         found += map(str, record.get("problems", ()))
         if record.get("alive") is False:
-            found.append(f"{name} says {record['status']}, but its process is gone")
+            found.append(f"{record['exp']}/{record['run_id']} says {record['status']}, but its process is gone")
     return [one_line(warning) for warning in found]
-
-
-def with_page(request: Request) -> Request:
-    """The same request for a page, which shows more than a table."""
-    return replace(request, is_page=True)

@@ -1,42 +1,57 @@
-"""The figures that a report can show: name to type, heading, and how each reads. Pure."""
+"""The table of figures: name, heading, unit, which end of it is better, and how each reads. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from burst_cli.evaluation_view import is_evaluation, weights_text
 from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds, seconds_between
-from burst_cli.report.values import Record, is_above_peak, number, one_line, run_name, text
+from burst_cli.report.records import Record, is_above_peak, number, one_line, run_name, text
 from engine.config_schema import nearest
 from engine.errors import ConfigError
 
 ABOVE_PEAK = " !"
+Kind = Literal["always", "baseline", "evaluation", "effective", "asked"]
 Show = Callable[[float | None], str]
-Cell = Callable[[Record], str]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure. key: its name in --columns, --sort and, mostly, in summary.json. default: shown unasked."""
+    """One figure. key: its name in --columns, --sort and, mostly, in summary.json. kind: in which tables it is unasked.
+
+    show: how its number reads; None: it is a text. cell: how the whole record reads, where that is more than the
+    number. better: the good end. rank: its place where a terminal is too narrow for all; last without.
+    """
 
     key: str
     heading: str
-    doc: str
-    cell: Cell
-    number: bool = True
-    default: bool = True
+    doc: str = ""
+    show: Show | None = None
+    reads: Callable[[Record], str] | None = None
+    kind: Kind = "asked"
+    better: Literal["higher", "lower"] | None = None
+    rank: int = 99
+    is_count: bool = False  # a text of digits, which stands to the right like a number
+
+    @property
+    def number(self) -> bool:
+        """Whether it is aligned like a number."""
+        return self.show is not None or self.is_count
+
+    def cell(self, record: Record) -> str:
+        """The figure of `record` for people."""
+        if self.reads is not None:
+            return self.reads(record)
+        return self.show(number(record, self.key)) if self.show else text(record, self.key) or DASH
 
 
-def _number(name: str, show: Show) -> Cell:
-    return lambda record: show(number(record, name))
-
-
-def _median(name: str, show: Show) -> Cell:
+def _median(name: str) -> Callable[[Record], str]:
     """The median, and the quartiles where the steps differ."""
 
     def cell(record: Record) -> str:
-        middle, low, high = (show(number(record, f"{name}{suffix}")) for suffix in ("", "_p25", "_p75"))
+        middle, low, high = (count(number(record, f"{name}{suffix}")) for suffix in ("", "_p25", "_p75"))
         return middle if middle == DASH or DASH in (low, high) or low == high else f"{middle} ({low}…{high})"
 
     return cell
@@ -47,7 +62,7 @@ def _step_time(record: Record) -> str:
     return seconds(middle) if middle is None or low is None or low == high else seconds_between(middle, low, high or 0)
 
 
-def _share(name: str) -> Cell:
+def _share(name: str) -> Callable[[Record], str]:
     """A share of the device's peak, marked when it lies above it."""
 
     def cell(record: Record) -> str:
@@ -57,15 +72,11 @@ def _share(name: str) -> Cell:
     return cell
 
 
-def _text(name: str, most: int | None = None) -> Cell:
-    return lambda record: DASH if (value := text(record, name)) is None else value[:most]
-
-
-def _ratio(name: str) -> Cell:
+def _ratio(name: str) -> Callable[[Record], str]:
     """A ratio with the interval that its quartiles span."""
 
     def cell(record: Record) -> str:
-        middle, low, high = (number(record, f"ratio_{name}{suffix}") for suffix in ("", "_low", "_high"))
+        middle, low, high = (number(record, f"{name}{suffix}") for suffix in ("", "_low", "_high"))
         if middle is None:
             return DASH
         return f"{middle:.3g}×" if low is None or high is None else f"{middle:.3g}× ({low:.3g}…{high:.3g})"
@@ -79,8 +90,7 @@ def _status(record: Record) -> str:
 
 
 def _traffic(record: Record) -> str:
-    intra, inter = (binary_bytes(number(record, f"comm_{link}_bytes")) for link in ("intra", "inter"))
-    return f"{intra} / {inter}"
+    return " / ".join(binary_bytes(number(record, f"comm_{link}_bytes")) for link in ("intra", "inter"))
 
 
 def _peak(record: Record) -> str:
@@ -97,140 +107,98 @@ def _commit(record: Record) -> str:
     return DASH if sha is None else f"{sha[:10]}{' + changes' if record.get('dirty') else ''}"
 
 
-def _started(record: Record) -> str:
-    moment = text(record, "started_at")
-    return DASH if moment is None else moment[:16].replace("T", " ")
-
-
 def _versions(record: Record) -> str:
     found = record.get("versions")
     return ", ".join(one_line(f"{name} {value}") for name, value in found.items()) if isinstance(found, dict) else DASH
 
 
+def _rounded(value: float | None) -> str:
+    return plain(value, 0)
+
+
+_SPEED, _MEMORY = "tokens_per_s_per_device", "peak_memory_bytes"
 COLUMNS = (
-    Column("run", "run", "experiment and run id", run_name, number=False),
-    Column("status", "status", "how it ended, or how far it is", _status, number=False),
-    Column("attention_preset", "attention", "method of attention", _text("attention_preset"), number=False),
-    Column("memory_policy", "memory policy", "what is recomputed or moved", _text("memory_policy"), number=False),
-    Column("seq_len", "seq_len", "tokens per sequence", _text("seq_len")),
-    Column("world_size", "ranks", "ranks of all nodes", _text("world_size")),
-    Column("steps", "steps", "optimizer steps made", _text("steps")),
+    Column("run", "run", "experiment and run id", reads=run_name, kind="always", rank=0),
+    Column("status", "status", "how it ended, or how far it is", reads=_status, kind="always", rank=8),
+    Column("attention_preset", "attention", "method of attention", kind="always", rank=6),
+    Column("memory_policy", "memory policy", "what is recomputed or moved", kind="always", rank=9),
+    Column("seq_len", "seq_len", "tokens per sequence", kind="always", rank=7, is_count=True),
+    Column("world_size", "ranks", "ranks of all nodes", kind="always", is_count=True),
+    Column("steps", "steps", "optimizer steps made", kind="always", is_count=True),
     Column(
-        "tokens_per_s_per_device",
-        "tokens/s/device",
-        "median after warm-up, with quartiles",
-        _median("tokens_per_s_per_device", count),
-    ),
-    Column("step_time_s", "step time", "median of the slowest rank, with quartiles", _step_time),
-    Column(
-        "step_time_s_n", "n", "steps behind the medians", _number("step_time_s_n", lambda v: plain(v, 0)), default=True
-    ),
-    Column("mfu", "MFU (causal-aware)", "FLOPs that the mask leaves, against the peak", _share("mfu")),
-    Column(
-        "mfu_full_attention", "MFU (full attention)", "FLOPs as if nothing were masked", _share("mfu_full_attention")
-    ),
-    Column("hfu", "HFU", "causal-aware, and what is recomputed", _share("hfu")),
-    Column("peak_memory_bytes", "peak memory", "largest over ranks", _number("peak_memory_bytes", binary_bytes)),
-    Column("peak_tensor_bytes", "peak tensors", "live tensors, on a CPU", _number("peak_tensor_bytes", binary_bytes)),
-    Column(
-        "predicted_peak_bytes",
-        "predicted peak",
-        "what `burst plan` expected",
-        _number("predicted_peak_bytes", binary_bytes),
-    ),
-    Column("traffic", "sent intra / inter node", "attention bytes of the busiest rank in a step", _traffic),
-    Column("final_train_loss", "train loss", "of the last step", _number("final_train_loss", plain)),
-    Column("final_validation_loss", "validation loss", "of the last one", _number("final_validation_loss", plain)),
-    Column("final_validation_bits_per_byte", "bits/byte", "", _number("final_validation_bits_per_byte", plain)),
-    Column("peak_flops_per_device", "peak FLOP/s per device", "what MFU is measured against", _peak, number=False),
-    Column("git_sha", "commit", "of the code that ran", _commit, number=False),
-    Column("started_at", "started (UTC)", "", _started, number=False),
-    Column("ratio_tokens_per_s_per_device", "speed", "against --baseline", _ratio("tokens_per_s_per_device")),
-    Column("ratio_peak_memory_bytes", "memory", "against --baseline", _ratio("peak_memory_bytes")),
-    Column("weights", "weights", "whose an evaluation is of", _weights, number=False, default=False),
-    Column(
-        "final_needle_accuracy",
-        "needles right",
-        "answers that greedy decoding writes",
-        _number("final_needle_accuracy", percent),
-        default=False,
+        _SPEED, "tokens/s/device", "median after warm-up, with quartiles", count, _median(_SPEED), "always",
+        better="higher", rank=1,
     ),
     Column(
-        "final_needle_gain",
-        "needle gain",
-        "nats per token of the answer that the needle saves",
-        _number("final_needle_gain", plain),
-        default=False,
+        "step_time_s", "step time", "median of the slowest rank, with quartiles", seconds, _step_time, "always",
+        better="lower", rank=12,
     ),
-    Column("model", "model", "", _text("model"), number=False, default=False),
-    Column("hardware", "hardware", "device of the ranks", _text("hardware"), number=False, default=False),
-    Column("compute_dtype", "dtype", "", _text("compute_dtype"), number=False, default=False),
-    Column("tokens_per_s", "tokens/s", "all devices together", _median("tokens_per_s", count), default=False),
-    Column("peak_host_bytes", "host memory", "", _number("peak_host_bytes", binary_bytes), default=False),
-    Column("config_fingerprint", "config", "fingerprint", _text("config_fingerprint", 12), number=False, default=False),
-    Column("versions", "versions", "", _versions, number=False, default=False),
-    Column("command", "command", "", _text("command"), number=False, default=False),
-    Column("host", "host", "of the launcher", _text("host"), number=False, default=False),
-    Column("failure_text", "failure", "", _text("failure_text"), number=False, default=False),
-    Column("attempts", "attempts", "", _text("attempts"), default=False),
+    Column("step_time_s_n", "n", "steps behind the medians", _rounded, kind="always", rank=13),
     Column(
-        "effective_fraction",
-        "effective time",
-        "productive / wall",
-        _number("effective_fraction", percent),
-        default=False,
+        "mfu", "MFU (causal-aware)", "FLOPs that the mask leaves, against the peak", percent, _share("mfu"), "always",
+        better="higher", rank=2,
     ),
-    Column("wall_s", "wall", "from the first start on", _number("wall_s", duration), default=False),
-    Column("productive_s", "productive", "steps that count", _number("productive_s", duration), default=False),
-    Column("start_up_s", "start-up", "before the first step", _number("start_up_s", duration), default=False),
-    Column("evaluation_s", "evaluation", "", _number("evaluation_s", duration), default=False),
-    Column("checkpoint_stall_s", "checkpoint stall", "", _number("checkpoint_stall_s", duration), default=False),
-    Column("lost_work_s", "lost work", "steps made twice", _number("lost_work_s", duration), default=False),
-    Column("restart_s", "restart", "end of an attempt to the next step", _number("restart_s", duration), default=False),
-)
-EVALUATION_KEYS = ("weights", "final_needle_accuracy", "final_needle_gain")
-EFFECTIVE_KEYS = (
-    "attempts",
-    "effective_fraction",
-    "wall_s",
-    "productive_s",
-    "start_up_s",
-    "evaluation_s",
-    "checkpoint_stall_s",
-    "lost_work_s",
-    "restart_s",
-)
-# What a terminal that is too narrow for all columns shows first; both conventions of MFU stay together.
-FIRST_KEYS = (
-    "run",
-    "tokens_per_s_per_device",
-    "mfu",
-    "final_train_loss",
-    "ratio_tokens_per_s_per_device",
-    "peak_memory_bytes",
-    "attention_preset",
-    "seq_len",
-    "status",
-    "memory_policy",
-    "mfu_full_attention",
-    "ratio_peak_memory_bytes",
-    "step_time_s",
-    "step_time_s_n",
-    "final_validation_loss",
-    "hfu",
-    "git_sha",
-)
-BASELINE_KEYS = ("ratio_tokens_per_s_per_device", "ratio_peak_memory_bytes")
-PROVENANCE_KEYS = (
-    "run",
-    "started_at",
-    "git_sha",
-    "config_fingerprint",
-    "hardware",
-    "host",
-    "versions",
-    "command",
-)
+    Column(
+        "mfu_full_attention", "MFU (full attention)", "FLOPs as if nothing were masked", percent,
+        _share("mfu_full_attention"), "always", rank=10,
+    ),
+    Column("hfu", "HFU", "causal-aware, and what is recomputed", percent, _share("hfu"), "always", rank=15),
+    Column(_MEMORY, "peak memory", "largest over ranks", binary_bytes, kind="always", better="lower", rank=5),
+    Column(
+        "peak_tensor_bytes", "peak tensors", "live tensors, on a CPU", binary_bytes, kind="always", better="lower"
+    ),
+    Column("predicted_peak_bytes", "predicted peak", "what `burst plan` expected", binary_bytes, kind="always"),
+    Column(
+        "traffic", "sent intra / inter node", "attention bytes of the busiest rank in a step", binary_bytes, _traffic,
+        "always",
+    ),
+    Column("final_train_loss", "train loss", "of the last step", plain, kind="always", rank=3),
+    Column(
+        "final_validation_loss", "validation loss", "of the last one", plain, kind="always", better="lower", rank=14
+    ),
+    Column("final_validation_bits_per_byte", "bits/byte", "", plain, kind="always"),
+    Column("weights", "weights", "whose an evaluation is of", reads=_weights, kind="evaluation"),
+    Column("final_needle_accuracy", "needles right", "answers that greedy decoding writes", percent, kind="evaluation"),
+    Column(
+        "final_needle_gain", "needle gain", "nats per token of the answer that the needle saves", plain,
+        kind="evaluation",
+    ),
+    Column(
+        "peak_flops_per_device", "peak FLOP/s per device", "what MFU is measured against", reads=_peak, kind="always"
+    ),
+    Column("git_sha", "commit", "of the code that ran", reads=_commit, kind="always", rank=16),
+    Column(
+        "started_at", "started (UTC)",
+        reads=lambda record: (text(record, "started_at") or DASH)[:16].replace("T", " "), kind="always",
+    ),
+    Column(f"ratio_{_SPEED}", "speed", "against --baseline", count, _ratio(f"ratio_{_SPEED}"), "baseline", rank=4),
+    Column(f"ratio_{_MEMORY}", "memory", "against --baseline", count, _ratio(f"ratio_{_MEMORY}"), "baseline", rank=11),
+    Column("model", "model"),
+    Column("hardware", "hardware", "device of the ranks"),
+    Column("compute_dtype", "dtype"),
+    Column("tokens_per_s", "tokens/s", "all devices together", count, _median("tokens_per_s")),
+    Column("peak_host_bytes", "host memory", "", binary_bytes),
+    Column(
+        "config_fingerprint", "config", "fingerprint",
+        reads=lambda record: (text(record, "config_fingerprint") or DASH)[:12],
+    ),
+    Column("versions", "versions", reads=_versions),
+    Column("command", "command"),
+    Column("host", "host", "of the launcher"),
+    Column("failure_text", "failure"),
+    Column("attempts", "attempts", kind="effective", is_count=True),
+    Column("effective_fraction", "effective time", "productive / wall", percent, kind="effective"),
+    Column("wall_s", "wall", "from the first start on", duration, kind="effective"),
+    Column("productive_s", "productive", "steps that count", duration, kind="effective"),
+    Column("start_up_s", "start-up", "before the first step", duration, kind="effective"),
+    Column("evaluation_s", "evaluation", "", duration, kind="effective"),
+    Column("checkpoint_stall_s", "checkpoint stall", "", duration, kind="effective"),
+    Column("lost_work_s", "lost work", "steps made twice", duration, kind="effective"),
+    Column("restart_s", "restart", "end of an attempt to the next step", duration, kind="effective"),
+)  # fmt: skip
+BY_KEY = {column.key: column for column in COLUMNS}
+EFFECTIVE_KEYS = tuple(column.key for column in COLUMNS if column.kind == "effective")
+PROVENANCE_KEYS = ("run", "started_at", "git_sha", "config_fingerprint", "hardware", "host", "versions", "command")
 NOTES = (
     "tokens/s and step time: median (p25…p75) over the n optimizer steps after warm-up. Sent bytes: attention messages "
     "of the busiest rank in one step.",
@@ -241,19 +209,15 @@ ABOVE_PEAK_NOTE = (
     "!: above the peak of the device, which cannot be: its peak or the timing is wrong, and no figure of that run can "
     "be trusted."
 )
-BY_KEY = {column.key: column for column in COLUMNS}
 # Names that people type for keys that are longer.
 ALIASES = {"attention": "attention_preset", "policy": "memory_policy", "ranks": "world_size", "commit": "git_sha"}
 
 
 def default_columns(*, baseline: bool, effective: bool, records: Sequence[Record] = ()) -> tuple[Column, ...]:
     """The columns of a report that was not asked for special ones; those of evaluations if `records` have any."""
-    kept = [column for column in COLUMNS if column.default and (baseline or column.key not in BASELINE_KEYS)]
-    if effective:
-        kept += [column for column in COLUMNS if column.key in EFFECTIVE_KEYS]
-    evaluation = filled([BY_KEY[key] for key in EVALUATION_KEYS], records)
-    place = 1 + [column.key for column in kept].index("final_validation_bits_per_byte")
-    return (*kept[:place], *evaluation, *kept[place:])
+    kept = {"always", *(["baseline"] if baseline else []), *(["effective"] if effective else [])}
+    evaluation = filled([column for column in COLUMNS if column.kind == "evaluation"], records)
+    return tuple(column for column in COLUMNS if column.kind in kept or column in evaluation)
 
 
 def choose_columns(names: Sequence[str]) -> tuple[Column, ...]:
@@ -265,9 +229,9 @@ def choose_columns(names: Sequence[str]) -> tuple[Column, ...]:
     return tuple(BY_KEY[name] for name in dict.fromkeys(wanted))
 
 
-def unknown_column(option: str, name: str, known: Iterable[str] = BY_KEY) -> str:
+def unknown_column(option: str, name: str) -> str:
     """What to say of a name that no column has."""
-    near = nearest(name, [*known, *ALIASES])
+    near = nearest(name, [*BY_KEY, *ALIASES])
     return f"{option}: there is no {name!r}; {f'did you mean {near}? ' if near else ''}`--columns help` lists all"
 
 

@@ -1,21 +1,43 @@
-"""What is drawn, as plain values: panels with their points and a title that says what is seen. Pure."""
+"""What is drawn, as plain values: panels with their points and a title that says what is seen, and the matrix."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from burst_cli.figures import binary_bytes, count, percent
-from burst_cli.report.published import Published
-from burst_cli.report.select import Group
-from burst_cli.report.values import Record, method_of, number, pooled, share_a_peak, text, tokens, whole
+from burst_cli.evaluation_view import number_of, rows_of
+from burst_cli.figures import binary_bytes, count, percent, plain
+from burst_cli.report.against import Published
+from burst_cli.report.columns import BY_KEY
+from burst_cli.report.compare import Comparison
+from burst_cli.report.records import (
+    Pooled,
+    Record,
+    is_above_peak,
+    method_of,
+    number,
+    pooled,
+    run_rows,
+    series,
+    share_a_peak,
+    status_of,
+    text,
+    thinned,
+    tokens,
+    whole,
+)
 
 GIB = 2.0**30
+MOST_CURVES = 8  # more cannot be told apart
 PUBLISHED = "published: "
-DASHED = "B "  # begins the names of the second side of a comparison
-_LABELS, _LONGEST_LABEL = 4, 16
+NOT_RUN = "not run"
+NEEDLES = "final_needle_by_depth"
+SPEED, MFU, MEMORY = "tokens_per_s_per_device", "mfu", "peak_memory_bytes"
+_LABELS = {SPEED: "tokens/s per device", MFU: "MFU, causal-aware (%)", MEMORY: "peak memory"}
+_MOST_POINTS = 160
 _SAME = 0.02  # memory that differs by less is the same
 
 
@@ -70,44 +92,25 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...] = ()
     missing: tuple[tuple[str, int, int], ...] = ()
     note: str | None = None
     cells: tuple[Cell, ...] = ()
 
     @property
-    def width_of_names(self) -> int:
-        """Characters of the longest name."""
-        return max((len(line.name) for line in self.lines), default=0)
+    def legend(self) -> tuple[Line, ...]:
+        """The lines whose names are told nowhere else."""
+        is_alone = self.kind == "curves" and len(self.lines) == 1
+        return () if self.kind in ("dots", "grid") or is_alone else self.lines
 
     @property
-    def is_labelled(self) -> bool:
-        """Whether each line carries its name at its end: few lines, short names."""
-        return self.kind == "lines" and len(self.lines) <= _LABELS and self.width_of_names <= _LONGEST_LABEL
-
-    @property
-    def needs_legend(self) -> bool:
-        """Whether names are told nowhere else."""
-        return (
-            self.kind not in ("dots", "grid")
-            and not self.is_labelled
-            and not (self.kind == "curves" and len(self.lines) == 1)
-        )
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What a panel over lengths shows. factor: from the record's unit to the axis; best: which end of it is good."""
-
-    metric: str
-    label: str
-    factor: float
-    best: Literal["max", "min"]
-
-
-SPEED = Figure("tokens_per_s_per_device", "tokens/s per device", 1.0, "max")
-MFU = Figure("mfu", "MFU, causal-aware (%)", 100.0, "max")
-MEMORY = Figure("peak_memory_bytes", "peak memory (GiB)", 1 / GIB, "min")
+    def described(self) -> str:
+        """What a picture holds, for people who do not see it; the figures are in the table below it."""
+        lost = ", ".join(f"{name} ran out of memory at {length} tokens" for name, _, length in self.missing)
+        if self.kind == "grid":
+            return "; ".join(f"{cell.column} tokens, depth {cell.row}: {cell.text}" for cell in self.cells)
+        names = ", ".join(line.name for line in self.lines)
+        return f"{self.y_label} over {self.x_label} of {names}" + (f"; {lost}" if lost else "")
 
 
 def style_numbers(records: Iterable[Record]) -> dict[str, int]:
@@ -116,135 +119,128 @@ def style_numbers(records: Iterable[Record]) -> dict[str, int]:
     return {name: index for index, name in enumerate(sorted(names))}
 
 
-def group_panels(group: Group, styles: Mapping[str, int], published: Sequence[Published] = ()) -> list[Panel]:
-    """The panels that compare the methods of a group; none when there is nothing to compare."""
-    lengths = {whole(record, "seq_len") for record in group.records} - {None}
-    methods = {method_of(record) for record in group.records} - {None}
-    if len(lengths) < 2 and len(methods) < 2:
+def _cells(records: Iterable[Record]) -> dict[str, dict[int, list[Record]]]:
+    """Records by method, then by length, both sorted."""
+    found: dict[str, dict[int, list[Record]]] = {}
+    known = [(m, n, r) for r in records if (m := method_of(r)) is not None and (n := whole(r, "seq_len")) is not None]
+    for method, length, record in sorted(known, key=lambda item: item[:2]):
+        found.setdefault(method, {}).setdefault(length, []).append(record)
+    return found
+
+
+# --- figures over lengths ---------------------------------------------------------------------------------------------
+
+
+def group_panels(
+    name: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Published] = ()
+) -> list[Panel]:
+    """The panels that compare methods; none when there is nothing to compare. name: of model and experiment."""
+    lengths = {whole(record, "seq_len") for record in records} - {None}
+    if len(lengths) < 2 and len({method_of(record) for record in records} - {None}) < 2:
         return []
-    alike = _alike(group, published)
-    figures = (SPEED, MFU, MEMORY) if share_a_peak(group.records) else (SPEED, MEMORY)
-    panels = [_length_panel(figure, group.records, styles, alike) for figure in figures]
-    panels.append(_prediction(group.records, styles))
-    return [panel for panel in panels if panel is not None]
+    # Published rows of a model of the same size, named like it: `7b` in llama7b, not in 17b.
+    alike = [
+        row
+        for row in published
+        if row.seq_len
+        and row.method
+        and row.model
+        and re.search(rf"(?<!\d){re.escape(row.model.lower())}", name.lower())
+    ]
+    metrics = (SPEED, MFU, MEMORY) if share_a_peak(records) else (SPEED, MEMORY)
+    panels = [_length_panel(metric, records, styles, alike) for metric in metrics]
+    return [panel for panel in (*panels, _prediction(records, styles)) if panel is not None]
 
 
 def _length_panel(
-    figure: Figure, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Published]
+    metric: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Published]
 ) -> Panel | None:
-    lines = _lines(figure, records, styles) + _published_lines(figure, published, len(styles))
-    lengths = {whole(record, "seq_len") for record in records} - {None}
-    missing = tuple(
-        dict.fromkeys(
-            (method, styles[method], length)
-            for record in records
-            if record.get("status") == "oom" and (method := method_of(record)) and (length := whole(record, "seq_len"))
-        )
-    )
-    if not lines:
+    own = [
+        Line(name, styles[name], points)
+        for name, lengths in _cells(records).items()
+        if (points := tuple(_points(metric, lengths)))
+    ]
+    others = _published_lines(metric, published, len(styles))
+    if not own and not others:
         return None
-    panel = Panel(
-        figure.metric,
-        "lines" if len(lengths) > 1 or any(line.is_published for line in lines) else "dots",
-        _best_title(figure, [line for line in lines if not line.is_published]),
-        "sequence length (tokens)",
-        figure.label,
-        tuple(lines),
-        missing,
-        _origin(published) if any(line.is_published for line in lines) else None,
-    )
-    return in_fitting_unit(panel) if figure is MEMORY else panel
-
-
-def _origin(published: Sequence[Published]) -> str:
-    """Whose the hollow marks are, and what they ran on."""
+    lost = [(name, styles[name], length) for name, lengths in _cells(records).items() for length in _lost(lengths)]
+    factor, unit = {SPEED: (1.0, ""), MFU: (100.0, "")}.get(metric) or _memory_unit([*own, *others])
+    label = _LABELS[metric] + unit
+    lengths = {whole(record, "seq_len") for record in records} - {None}
     systems = dict.fromkeys(f"{row.system}, {row.gpus} × {row.hardware}" for row in published)
-    return f"published (hollow): {'; '.join(systems)}"
+    return Panel(
+        metric,
+        "lines" if len(lengths) > 1 or others else "dots",
+        _best_title(metric, label[0].upper() + label[1:], own),
+        "sequence length (tokens)",
+        label,
+        tuple(_scaled([*own, *others], factor)),
+        tuple(lost),
+        f"published (hollow): {'; '.join(systems)}" if others else None,
+    )
 
 
-def _lines(figure: Figure, records: Sequence[Record], styles: Mapping[str, int]) -> list[Line]:
-    cells: dict[str, dict[int, list[Record]]] = {}
-    for record in records:
-        method, length = method_of(record), whole(record, "seq_len")
-        if method and length and pooled([record], figure.metric) is not None:
-            cells.setdefault(method, {}).setdefault(length, []).append(record)
-    return [
-        Line(name, styles[name], tuple(_point(figure, length, runs) for length, runs in sorted(cells[name].items())))
-        for name in sorted(cells)
-    ]
+def _points(metric: str, lengths: Mapping[int, Sequence[Record]]) -> Iterator[Point]:
+    for length, runs in lengths.items():
+        if (found := pooled(runs, metric)) is not None:
+            yield Point(length, *found[:3], may_rank=found.may_rank or metric == MEMORY)
 
 
-def _point(figure: Figure, length: int, runs: Sequence[Record]) -> Point:
-    found = pooled(runs, figure.metric)
-    assert found is not None
-    middle, low, high = (value * figure.factor for value in found[:3])
-    return Point(length, middle, low, high, found.may_rank or figure is MEMORY)
+def _lost(lengths: Mapping[int, Sequence[Record]]) -> list[int]:
+    return [length for length, runs in lengths.items() if any(run.get("status") == "oom" for run in runs)]
 
 
-def _alike(group: Group, published: Sequence[Published]) -> list[Published]:
-    """Published rows of a model of the same size, named like it: `7b` in llama7b, not in 17b."""
-    name = f"{group.model} {group.exp}".lower()
-    return [
-        row
-        for row in published
-        if row.seq_len and row.method and row.model and re.search(rf"(?<!\d){re.escape(row.model.lower())}", name)
-    ]
-
-
-def _published_lines(figure: Figure, rows: Sequence[Published], first_style: int) -> list[Line]:
+def _published_lines(metric: str, rows: Sequence[Published], first_style: int) -> list[Line]:
     """Points of others, each method with a style of its own that no run has."""
-    names = list(dict.fromkeys(row.method for row in rows if row.method))
-    lines = []
-    for index, name in enumerate(names):
-        points = [
-            Point(row.seq_len, value, value, value)
-            for row in rows
-            if row.method == name and row.seq_len and (value := _published_value(figure, row)) is not None
-        ]
-        if points:
-            lines.append(Line(f"{PUBLISHED}{name}", first_style + index, tuple(points), is_published=True))
-    return lines
+    found: dict[str, list[Point]] = {str(row.method): [] for row in rows}
+    for row in rows:
+        memory = None if row.peak_memory_gb is None else row.peak_memory_gb * GIB
+        value = {SPEED: row.tokens_per_s_per_device, MFU: row.mfu, MEMORY: memory}[metric]
+        if value is not None and row.seq_len:
+            found[str(row.method)].append(Point(row.seq_len, value, value, value))
+    return [
+        Line(f"{PUBLISHED}{name}", first_style + index, tuple(points), is_published=True)
+        for index, (name, points) in enumerate(found.items())
+        if points
+    ]
 
 
-def _published_value(figure: Figure, row: Published) -> float | None:
-    if figure is MEMORY:
-        return row.peak_memory_gb
-    value = row.mfu if figure is MFU else row.tokens_per_s_per_device
-    return None if value is None else value * figure.factor
+def _memory_unit(lines: Iterable[Line], *, is_scatter: bool = False) -> tuple[float, str]:
+    """(factor of bytes, unit in brackets): MiB when all lies below 1 GiB."""
+    most = max((max(point.high, point.x if is_scatter else 0) for line in lines for point in line.points), default=0)
+    return (1 / GIB, " (GiB)") if most >= GIB else (1024 / GIB, " (MiB)")
 
 
-def _best_title(figure: Figure, lines: Sequence[Line]) -> str:
+def _scaled(lines: Iterable[Line], factor: float, x_factor: float = 1.0) -> Iterator[Line]:
+    for line in lines:
+        points = (Point(p.x * x_factor, p.y * factor, p.low * factor, p.high * factor, p.may_rank) for p in line.points)
+        yield Line(line.name, line.style, tuple(points), line.is_published)
+
+
+def _best_title(metric: str, otherwise: str, lines: Sequence[Line]) -> str:
     """Who is best at the longest length that two methods reached, and by how much; silent within the spread."""
-    plain = figure.label[0].upper() + figure.label[1:]
     by_length: dict[float, list[tuple[str, Point]]] = {}
     for line in lines:
         for point in line.points:
             if point.may_rank:
                 by_length.setdefault(point.x, []).append((line.name, point))
-    shared = [length for length, points in by_length.items() if len(points) > 1]
-    if not shared:
-        return plain
-    length = max(shared)
-    ranked = sorted(by_length[length], key=lambda item: item[1].y, reverse=figure.best == "max")
-    (name, best), (second, next_best) = ranked[:2]
-    if best.y == 0 or next_best.y == 0:
-        return plain
-    if figure is not MEMORY and _overlap(best, next_best):
-        return f"{plain}: {name} and {second} lie within their spread at {tokens(length)}"
-    if figure is MEMORY and next_best.y / best.y - 1 < _SAME:
-        return f"{name} and {second} need the same memory at {tokens(length)}: {binary_bytes(best.y * GIB)}"
-    if figure is MEMORY:
-        sizes = [binary_bytes(point.y * GIB) for point in (best, next_best)]
-        return f"{name} needs least memory at {tokens(length)}: {sizes[0]}, {second} {sizes[1]}"
-    if figure is MFU:
-        return (
-            f"MFU at {tokens(length)}: {percent(best.y / 100)} with {name}, {percent(next_best.y / 100)} with {second}"
-        )
-    return f"{name} is fastest at {tokens(length)}: {count(best.y)} tokens/s, {best.y / next_best.y:.3g}× {second}"
-
-
-def _overlap(a: Point, b: Point) -> bool:
-    return a.low <= b.high and b.low <= a.high
+    length = max((length for length, points in by_length.items() if len(points) > 1), default=0)
+    if not length:
+        return otherwise
+    is_higher_better = BY_KEY[metric].better == "higher"
+    (name, best), (second, other) = sorted(by_length[length], key=lambda one: one[1].y, reverse=is_higher_better)[:2]
+    if best.y == 0 or other.y == 0:
+        return otherwise
+    at = tokens(length)
+    if metric == MEMORY:
+        if other.y / best.y - 1 < _SAME:
+            return f"{name} and {second} need the same memory at {at}: {binary_bytes(best.y)}"
+        return f"{name} needs least memory at {at}: {binary_bytes(best.y)}, {second} {binary_bytes(other.y)}"
+    if best.low <= other.high and other.low <= best.high:
+        return f"{otherwise}: {name} and {second} lie within their spread at {at}"
+    if metric == MFU:
+        return f"MFU at {at}: {percent(best.y)} with {name}, {percent(other.y)} with {second}"
+    return f"{name} is fastest at {at}: {count(best.y)} tokens/s, {best.y / other.y:.3g}× {second}"
 
 
 def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel | None:
@@ -254,51 +250,70 @@ def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel |
         method, predicted = method_of(record), number(record, "predicted_peak_bytes")
         measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
         if method and predicted and measured:
-            size = measured / GIB
-            found.setdefault(method, []).append(Point(predicted / GIB, size, size, size))
-    ratios = [point.x / point.y for points in found.values() for point in points]
+            found.setdefault(method, []).append(Point(predicted, measured, measured, measured))
+    ratios = [100 * (point.x / point.y - 1) for points in found.values() for point in points]
     if len(ratios) < 2:
         return None
-    low, high = 100 * (min(ratios) - 1), 100 * (max(ratios) - 1)
-    panel = Panel(
+    lines = [Line(name, styles[name], tuple(found[name])) for name in sorted(found)]
+    factor, unit = _memory_unit(lines, is_scatter=True)
+    return Panel(
         "prediction",
         "scatter",
-        f"Memory predictions are {low:+.0f}% to {high:+.0f}% off what was measured",
-        "predicted peak (GiB)",
-        "measured peak (GiB)",
-        tuple(Line(name, styles[name], tuple(found[name])) for name in sorted(found)),
+        f"Memory predictions are {min(ratios):+.0f}% to {max(ratios):+.0f}% off what was measured",
+        f"predicted peak{unit}",
+        f"measured peak{unit}",
+        tuple(_scaled(lines, factor, factor)),
     )
-    return in_fitting_unit(panel)
 
 
-def in_fitting_unit(panel: Panel) -> Panel:
-    """A panel of GiB in MiB when all of it lies below 1 GiB."""
-    is_scatter = panel.kind == "scatter"
-    points = [point for line in panel.lines for point in line.points]
-    if any(point.high >= 1 or (is_scatter and point.x >= 1) for point in points):
-        return panel
-
-    def smaller(point: Point) -> Point:
-        x = point.x * 1024 if is_scatter else point.x
-        return Point(x, point.y * 1024, point.low * 1024, point.high * 1024)
-
-    lines = tuple(replace(line, points=tuple(map(smaller, line.points))) for line in panel.lines)
-    x_label, y_label = (label.replace("GiB", "MiB") for label in (panel.x_label, panel.y_label))
-    return replace(panel, lines=lines, x_label=x_label, y_label=y_label)
+# --- curves over steps ------------------------------------------------------------------------------------------------
 
 
-def curve_panel(
-    key: str, title: str, y_label: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
-) -> Panel:
-    """Curves over optimizer steps, one per run."""
-    lines = tuple(
-        Line(name, index, tuple(Point(x, y, y, y) for x, y in points), is_dashed=name.startswith(DASHED))
-        for index, (name, points) in enumerate(curves)
+def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
+    """Loss and step time of the newest run of every method and length, at most 8, where they have several steps."""
+    newest: dict[tuple[str | None, str], Record] = {}
+    for record in records:
+        if record.get("path") is not None and record.get("steps"):
+            newest[method_of(record), str(record.get("seq_len"))] = record
+    chosen = sorted(newest.values(), key=lambda record: str(record.get("run_id")))[-MOST_CURVES:]
+    rows = [run_rows(Path(record["path"])) for record in chosen]
+    names = _curve_names(chosen)
+    titles: tuple[tuple[str, str, str, Callable[[list[Line]], str]], ...] = (
+        ("loss", "training loss", "Training loss", _lowest_loss),
+        ("step_time_s", "step time (s)", "Seconds per step over the run", lambda _: ": a flat line is a steady run"),
     )
-    return Panel(key, "curves", title, "optimizer step", y_label, lines)
+    for metric, label, title, end in titles:
+        lines = _curves(zip(names, (series(run, metric) for run in rows), strict=True))
+        if lines:
+            title += end(lines) if len(lines) > 1 else ""
+            yield Panel(metric, "curves", title, "optimizer step", label, tuple(lines))
 
 
-def curve_names(records: Sequence[Record]) -> list[str]:
+def comparison_panels(comparison: Comparison | None) -> list[Panel]:
+    """The losses of both sides of a comparison over each other."""
+    if comparison is None:
+        return []
+    sides = (("A", comparison.curves_a), ("B", comparison.curves_b))
+    lines = _curves((f"{side} {name}", found) for side, each in sides for name, found in each[-MOST_CURVES // 2 :])
+    title = "Training loss of both sides"
+    return [Panel("compare", "curves", title, "optimizer step", "training loss", tuple(lines))] if lines else []
+
+
+def _curves(named: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> list[Line]:
+    """Those with more than one point; the second side of a comparison is dashed."""
+    thin = [(name, thinned(points, _MOST_POINTS)) for name, points in named if len(points) > 1]
+    return [
+        Line(name, index, tuple(Point(x, y, y, y) for x, y in points), is_dashed=name.startswith("B "))
+        for index, (name, points) in enumerate(thin)
+    ]
+
+
+def _lowest_loss(lines: Sequence[Line]) -> str:
+    lowest = min(lines, key=lambda line: line.points[-1].y)
+    return f"; lowest at its end: {lowest.name}, {plain(lowest.points[-1].y, 3)}"
+
+
+def _curve_names(records: Sequence[Record]) -> list[str]:
     """A short name for every run, of what tells it from the others: method, length, and its id where those repeat."""
     several = len({record.get("seq_len") for record in records}) > 1
     names = []
@@ -306,6 +321,90 @@ def curve_names(records: Sequence[Record]) -> list[str]:
         length = whole(record, "seq_len")
         method = method_of(record) or "?"
         names.append(f"{method} {tokens(length)}" if several and length else method)
-    repeated = {name for name in names if names.count(name) > 1}
     ids = [(text(record, "run_id") or "?")[-6:] for record in records]
-    return [f"{name} {run_id}" if name in repeated else name for name, run_id in zip(names, ids, strict=True)]
+    return [f"{name} {own}" if names.count(name) > 1 else name for name, own in zip(names, ids, strict=True)]
+
+
+# --- needles and the matrix -------------------------------------------------------------------------------------------
+
+
+def needle_panels(records: Sequence[Record]) -> list[Panel]:
+    """The needles of the newest run of every length that looked for some, as a grid of depths over lengths.
+
+    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger.
+    """
+    newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows_of(record, NEEDLES)}
+    found = [
+        (tokens(length), row)
+        for length, record in sorted(newest.items())
+        for row in sorted(
+            (row for row in rows_of(record, NEEDLES) if number_of(row, "depth") is not None),
+            key=lambda row: number_of(row, "depth") or 0.0,
+        )
+    ]
+    if not found:
+        return []
+    most = max(0.0, *(number_of(row, "gain") or 0.0 for _, row in found))
+    cells = []
+    for label, row in found:
+        gain, share = number_of(row, "gain"), percent(number_of(row, "accuracy"))
+        words = share if gain is None else f"{share}, {gain:+.2f}"
+        strength = (gain or 0.0) / most if most > 0 else 0.0
+        cells.append(Cell(label, percent(number_of(row, "depth")), strength, words))
+    right = sum(number_of(row, "accuracy") or 0.0 for _, row in found) / len(found)
+    title = f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token"
+    x_label, y_label = "sequence length (tokens)", "depth of the needle"
+    return [Panel("needles", "grid", title, x_label, y_label, cells=tuple(cells))]
+
+
+@dataclass(frozen=True)
+class MatrixCell:
+    """figure: the large line; details: the small one; status: of its newest run, or `not run`; best: of its row."""
+
+    figure: str
+    details: str
+    status: str
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A row per length (as people say it), a cell per method."""
+
+    methods: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]
+
+
+def method_matrix(records: Sequence[Record]) -> Matrix | None:
+    """Lengths against methods, where there are two of each; else None, because the table says it all."""
+    cells = _cells(records)
+    lengths = sorted({length for found in cells.values() for length in found})
+    if len(lengths) < 2 or len(cells) < 2:
+        return None
+    shows_mfu = share_a_peak(records)
+    rows = []
+    for length in lengths:
+        runs = [cells[method].get(length, []) for method in cells]
+        speeds = [pooled(found, SPEED) for found in runs]
+        ranked = [speed.middle for speed in speeds if speed is not None and speed.may_rank]
+        fastest = max(ranked) if len(ranked) > 1 else None
+        row = (_matrix_cell(*pair, fastest, shows_mfu=shows_mfu) for pair in zip(runs, speeds, strict=True))
+        rows.append((tokens(length), tuple(row)))
+    return Matrix(tuple(cells), tuple(rows))
+
+
+def _matrix_cell(
+    records: Sequence[Record], speed: Pooled | None, fastest: float | None, *, shows_mfu: bool
+) -> MatrixCell:
+    """A later failure does not hide a result."""
+    if not records:
+        return MatrixCell(NOT_RUN, "", NOT_RUN)
+    if speed is None:
+        status = status_of(records[-1])
+        return MatrixCell("OOM" if status == "oom" else status, "", status)
+    mfu, memory = pooled(records, MFU), pooled(records, MEMORY)
+    warned = " !" if any(map(is_above_peak, records)) else ""
+    details = [percent(mfu.middle if mfu else None) + warned] if shows_mfu else []
+    details.append(binary_bytes(memory.middle if memory else None))
+    details += [f"{speed.runs} runs"] if speed.runs > 1 else []
+    return MatrixCell(count(speed.middle), " · ".join(details), "completed", speed.middle == fastest)

@@ -15,8 +15,8 @@ from engine.attention.auto import check_attention
 from engine.attention.presets import resolve_attention
 from engine.config import RunConfig
 from engine.config_checks import check_config
+from engine.devices import published_peak
 from engine.errors import ConfigError, RunError
-from engine.peak_table import peak_flops
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LaunchJudge:
         if train.peak_flops_per_device is not None:
             return train.peak_flops_per_device
         try:
-            known = peak_flops(self.planner.capacity(config).device_name, train.compute_dtype)
+            known = published_peak(self.planner.capacity(config).device_name, train.compute_dtype)
         except ConfigError:
             return None
         if known is None and config.cluster.backend == "gloo":

@@ -89,9 +89,10 @@ class HostKeys:
             return
         if found:
             text = f"its host key is not the one that is known: it shows {shown}, not {_known_in_words(found)}"
-            remedy = f"if the node was installed anew: {_way_to_forget(host, found[0])}, then burst hosts trust"
+            forget, trust = _way_to_forget(host, found[0]), host.command("hosts", "trust")
+            remedy = f"if the node was installed anew: `{forget}`, then `{trust}`"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
-        remedy = f"compare the fingerprint, then: burst hosts trust --hosts {host.name}"
+        remedy = f"compare the fingerprint, then: `{host.command('hosts', 'trust')}`"
         text = f"its host key is unknown: {shown}"
         if authority := next(iter(self._named(host.key_names)), None):
             text += f"; {authority.file} has a @cert-authority for it, but burst checks no host certificates, only keys"
@@ -100,7 +101,7 @@ class HostKeys:
 
 def _way_to_forget(host: Host, key: KnownKey) -> str:
     if Path(key.file).expanduser() == trust_file():
-        return f"burst hosts forget --hosts {host.name}"
+        return host.command("hosts", "forget")
     return f"ssh-keygen -R {shlex.quote(host.key_names[0])} -f {shlex.quote(key.file)}"
 
 

@@ -12,12 +12,12 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster.access.hosts import Host, is_host_name
+from cluster.access.hosts import Host, is_host_name, reaching
 from cluster.access.known_hosts import trust_file
 from cluster.errors import HostsError
 from cluster.remote_text import one_line
@@ -43,9 +43,10 @@ class JumpHop:
     port: int | None = None
 
 
-def resolve_hosts(names: Sequence[str], ssh: SshConfig) -> tuple[Host, ...]:
+def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str] = ()) -> tuple[Host, ...]:
     """The hosts that `names` stand for, in order. Raises HostsError with every name that cannot be reached this way.
 
+    overrides: what was typed, for the commands that errors tell to type.
     One `ssh -G` per name takes 5 ms; a few run at the same time.
     """
     resolver = Resolver(ssh, _openssh(ssh))
@@ -54,7 +55,8 @@ def resolve_hosts(names: Sequence[str], ssh: SshConfig) -> tuple[Host, ...]:
     problems = [problem for answer in answers if isinstance(answer, HostsError) for problem in answer.problems]
     if problems:
         raise HostsError(list(dict.fromkeys(problems)))
-    return tuple(answer for answer in answers if isinstance(answer, Host))
+    words = reaching(overrides)
+    return tuple(replace(answer, reached_by=words) for answer in answers if isinstance(answer, Host))
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,20 @@ class SshConnection:
         """Start a command; see `Connection.start`."""
         return self._start(argv, max_output_bytes, Deadline.after(self._host.connect_timeout_s))
 
+    def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
+        """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
+
+        def handle(channel: paramiko.Channel, origin: tuple[str, int], server: tuple[str, int]) -> None:
+            threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
+
+        try:
+            return self._transport.request_port_forward("127.0.0.1", 0, handle)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            text = f"cannot forward a port: {words(error)}"
+            raise SshError(
+                self._host.name, SshFailure.PROTOCOL, text, "AllowTcpForwarding in its sshd_config?"
+            ) from error
+
     def close(self) -> None:
         """End the connection, and the way to it if nobody else uses that."""
         self._transport.close()

@@ -101,7 +101,7 @@ def add_keys(keys: Sequence[ShownKey], file: Path | None = None) -> int:
             if any(known.blob != key.blob for known in same):
                 raise ClusterError(
                     f"{key.host.name}: {path} holds another {key.kind} key; nothing was added. If the node was "
-                    f"installed anew: burst hosts forget --hosts {key.host.name}"
+                    f"installed anew: `{key.host.command('hosts', 'forget')}`"
                 )
             if not same and key.line not in added:
                 added.append(key.line)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cluster.access.connection import Connection
 from cluster.checks.finding import Finding, Verdict
@@ -15,9 +13,6 @@ from cluster.checks.ssh import clock_findings
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from engine.config_cluster import ClusterConfig
-
-if TYPE_CHECKING:
-    from cluster.checks.bandwidth import BandwidthMatrix
 
 PAIRS = "net.pairs"
 SHARED = "host.shared"
@@ -46,21 +41,11 @@ class Wanted:
 
     pairs: bool = True
     shared: bool = True
-    bandwidth: bool = False
 
     @property
     def any(self) -> bool:
         """Whether connections are needed after the nodes' own checks."""
-        return self.pairs or self.shared or self.bandwidth
-
-
-@dataclass(frozen=True)
-class Between:
-    """What the tests between nodes found."""
-
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    bandwidth: BandwidthMatrix | None = None
+        return self.pairs or self.shared
 
 
 def compare_nodes(
@@ -111,14 +96,12 @@ def check_between(
     views: Mapping[str, NodeView],
     config: ClusterConfig,
     wanted: Wanted,
-    *,
-    on_phase: Callable[[str], None] = lambda text: None,
-) -> Between:
+) -> list[Finding]:
     """The tests that need several nodes at once, over their open connections; with fewer than two there are none."""
     probes = {name: view.probe for name, view in views.items() if view.probe is not None}
     reached = {name: connections[name] for name in probes if name in connections}
     if len(reached) < 2:
-        return Between(notes=("bandwidth needs two nodes that can be reached",) if wanted.bandwidth else ())
+        return []
     addresses = node_addresses({name: probes[name] for name in reached}, config)
     found: list[Finding] = []
     if wanted.pairs:
@@ -126,7 +109,7 @@ def check_between(
     if wanted.shared and config.shared_folder is not None:
         folder = config.shared_folder
         found += _guarded(SHARED, reached, lambda: _test_shared_folder(reached, folder))
-    return _with_bandwidth(found, reached, addresses, on_phase) if wanted.bandwidth else Between(tuple(found))
+    return found
 
 
 def _guarded(check: str, nodes: Iterable[str], test: Callable[[], list[Finding]]) -> list[Finding]:
@@ -154,32 +137,6 @@ def _test_shared_folder(reached: Mapping[str, Connection], folder: str) -> list[
     from cluster.checks.storage import check_shared_folder
 
     return check_shared_folder(reached, folder)
-
-
-def _with_bandwidth(
-    found: Sequence[Finding],
-    reached: Mapping[str, Connection],
-    addresses: Mapping[str, str],
-    on_phase: Callable[[str], None],
-) -> Between:
-    from cluster.checks.bandwidth import PairRate, bandwidth_findings, measure_bandwidth
-
-    able = {name: reached[name] for name in addresses}
-    if len(able) < 2:
-        return Between(tuple(found), ("bandwidth needs two nodes with an address that others can connect to",))
-    total = len(able) * (len(able) - 1)
-    counter = itertools.count(1)
-
-    def tell(rate: PairRate) -> None:
-        done = next(counter)
-        if done % max(1, total // 10) == 0:
-            on_phase(f"measured {done} of {total} directions, {rate.source} to {rate.target} last")
-
-    try:
-        matrix = measure_bandwidth(able, addresses, on_pair=tell)
-        return Between((*found, *bandwidth_findings(matrix)), (), matrix)
-    except Exception as error:
-        return Between(tuple(found), (f"bandwidth was not measured: {type(error).__name__}: {one_line(str(error))}",))
 
 
 def node_addresses(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> dict[str, str]:

@@ -20,16 +20,12 @@ _NUMBER = re.compile(r"(?<![\w.:/+-])\d+(?:\.\d+)?(?!\.?\w|[:/])")
 
 @dataclass(frozen=True)
 class NodeFold:
-    """Nodes with the same verdict and the same findings; in these, `nodes` stands where each node's own name stood.
-
-    history: which of them failed more than once lately, in words.
-    """
+    """Nodes with the same verdict and the same findings; in these, `nodes` stands where each node's own name stood."""
 
     nodes: str
     names: tuple[str, ...]
     verdict: Verdict
     findings: tuple[Finding, ...]
-    history: str = ""
 
 
 def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -> list[NodeFold]:
@@ -62,7 +58,7 @@ def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
     columns = zip(*(_shown(report, all_findings) for report in members), strict=True)
     findings = [_with_nodes(_join([_anonymous(finding) for finding in column]), nodes) for column in columns]
     findings.sort(key=lambda finding: -_ORDER.index(finding.severity))
-    return NodeFold(nodes, names, members[0].verdict, tuple(findings), _history(members))
+    return NodeFold(nodes, names, members[0].verdict, tuple(findings))
 
 
 def _join(findings: list[Finding]) -> Finding:
@@ -79,17 +75,6 @@ def _join(findings: list[Finding]) -> Finding:
 def _span(numbers: tuple[str, ...]) -> str:
     low, high = min(numbers, key=float), max(numbers, key=float)
     return low if float(low) == float(high) else f"{low} to {high}"
-
-
-def _history(members: list[NodeReport]) -> str:
-    """Which of these nodes failed more than once lately: `failed 3 of the last 5 checks`."""
-    often: dict[str, list[str]] = {}
-    for report in members:
-        if report.record is not None and report.record.failed > 1:
-            often.setdefault(str(report.record), []).append(report.node)
-    if [len(names) for names in often.values()] == [len(members)]:
-        return next(iter(often))
-    return "; ".join(f"{fold_nodes(names)} {text}" for text, names in often.items())
 
 
 def _anonymous(finding: Finding) -> Finding:

@@ -18,10 +18,7 @@ CHECKS: tuple[Callable[[GpuView], list[Finding]], ...] = (
     gpu_identity.check_lost,
     gpu_identity.check_count,
     gpu_identity.check_model,
-    gpu_identity.check_memory,
-    gpu_identity.check_vbios,
     gpu_identity.check_driver,
-    gpu_identity.check_cuda,
     gpu_kernel.check_xid,
     gpu_kernel.check_sxid,
     gpu_memory.check_recovery,
@@ -30,19 +27,14 @@ CHECKS: tuple[Callable[[GpuView], list[Finding]], ...] = (
     gpu_memory.check_sram,
     gpu_memory.check_row_remap,
     gpu_links.check_pcie,
-    gpu_links.check_replays,
     gpu_links.check_nvlink,
-    gpu_links.check_nvlink_errors,
     gpu_links.check_p2p,
     gpu_links.check_fabric_manager,
     gpu_speed.check_throttle,
-    gpu_speed.check_temperature,
     gpu_speed.check_power_limit,
     gpu_speed.check_clocks,
-    gpu_identity.check_persistence,
     gpu_identity.check_mig,
     gpu_memory.check_busy,
-    gpu_memory.check_ghost_memory,
     gpu_smoke.check_cuda_smoke,
 )
 
@@ -70,7 +62,7 @@ class _GpuGroup:
             return {}
         values = {name: _common(map(value, view.gpus)) for name, value in _TRAITS.items()}
         values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": gpu_links.nvlink_trait(view)}
-        values |= {"gpu.driver": _common([view.smi.driver]), "gpu.cuda": _common([view.smi.cuda])}
+        values["gpu.driver"] = _common([view.smi.driver])
         return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
@@ -94,11 +86,8 @@ def _clocks(gpu: Gpu) -> object:
 
 _TRAITS: Mapping[str, Callable[[Gpu], object]] = {
     "gpu.model": lambda gpu: gpu.model,
-    "gpu.memory": lambda gpu: _with_unit(gpu.memory_mib, "MiB"),
-    "gpu.vbios": lambda gpu: gpu.vbios,
     "gpu.ecc_mode": lambda gpu: gpu.ecc.mode,
     "gpu.mig": lambda gpu: gpu.mig,
-    "gpu.persistence": lambda gpu: gpu.persistence,
     "gpu.power_limit": lambda gpu: _with_unit(gpu.power_limit_w, "W"),
     "gpu.clocks": _clocks,
 }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView, Opinion, gap_opinion, spread, unknown
 from cluster.parse.nvidia_smi import Gpu, SmiFailure, SmiLog, SmiTrouble
-from cluster.parse.nvidia_smi_xml import Gap, Word
+from cluster.parse.nvidia_smi_xml import Gap
 
 _DMESG = "look for NVRM and Xid in `dmesg` on the node"
 _REMEDIES = {
@@ -91,17 +89,24 @@ def check_count(view: GpuView) -> list[Finding]:
 
 def check_model(view: GpuView) -> list[Finding]:
     """gpu.model: one model, the expected one."""
-    return _uniform(view, _Property("gpu.model", "model", lambda gpu: gpu.model), view.config.expected.gpu_model)
+    silent, expected = view.unanswered("gpu.model"), view.config.expected.gpu_model
+    if silent:
+        return silent
+    known = Counter(gpu.model for gpu in view.gpus if isinstance(gpu.model, str))
+    usual = known.most_common(1)[0][0] if known else ""
 
+    def judge(gpu: Gpu) -> Opinion | None:
+        if isinstance(gpu.model, Gap):
+            return unknown(f"model: {gpu.model.value}")
+        if expected is not None and expected not in gpu.model:
+            remedy = "take the node out of the list, or correct cluster.expected.gpu_model"
+            return Opinion(Verdict.FAIL, f"model {gpu.model}", f"model {expected}", remedy)
+        if gpu.model != usual:
+            remedy = "replace the GPU: ranks of one job wait for the slowest"
+            return Opinion(Verdict.FAIL, f"model {gpu.model}", f"model {usual}, as most GPUs of the node", remedy)
+        return None
 
-def check_memory(view: GpuView) -> list[Finding]:
-    """gpu.memory: one size."""
-    return _uniform(view, _Property("gpu.memory", "memory", _mib))
-
-
-def check_vbios(view: GpuView) -> list[Finding]:
-    """gpu.vbios: one version; mixed ones work, but differ in clocks and power."""
-    return _uniform(view, _Property("gpu.vbios", "VBIOS", lambda gpu: gpu.vbios, odd=Verdict.WARN))
+    return view.each("gpu.model", judge, f"model {spread(known)}")
 
 
 def check_driver(view: GpuView) -> list[Finding]:
@@ -117,15 +122,6 @@ def check_driver(view: GpuView) -> list[Finding]:
         remedy = f"install driver {expected} on the node, or correct cluster.expected.driver"
         opinion = Opinion(Verdict.FAIL, f"driver {driver}", f"driver {expected}", remedy)
     return [view.node("gpu.driver", opinion)]
-
-
-def check_cuda(view: GpuView) -> list[Finding]:
-    """gpu.cuda: the CUDA version that the driver supports is known; nodes are compared by it."""
-    if isinstance(view.smi, SmiTrouble):
-        return view.unanswered("gpu.cuda")
-    version = view.smi.cuda
-    opinion = unknown("CUDA version: not told") if isinstance(version, Gap) else Opinion(Verdict.OK, f"CUDA {version}")
-    return [view.node("gpu.cuda", opinion)]
 
 
 def check_mig(view: GpuView) -> list[Finding]:
@@ -147,58 +143,6 @@ def check_mig(view: GpuView) -> list[Finding]:
         return None
 
     return view.each("gpu.mig", judge, "MIG is off")
-
-
-def check_persistence(view: GpuView) -> list[Finding]:
-    """gpu.persistence: the driver stays loaded while nobody uses the GPU."""
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        if isinstance(gpu.persistence, Gap):
-            return gap_opinion(gpu.persistence, "persistence mode")
-        if gpu.persistence == "Enabled":
-            return None
-        remedy = "start nvidia-persistenced, or `nvidia-smi -pm 1`: without it each program sets the GPU up anew"
-        return Opinion(Verdict.WARN, f"persistence mode {gpu.persistence}", "Enabled", remedy)
-
-    return view.each("gpu.persistence", judge, "persistence mode is on")
-
-
-@dataclass(frozen=True)
-class _Property:
-    """Something that all GPUs of a node share. odd: how bad it is when one differs."""
-
-    check: str
-    what: str
-    value: Callable[[Gpu], Word]
-    odd: Verdict = Verdict.FAIL
-
-
-def _uniform(view: GpuView, shared: _Property, expected: str | None = None) -> list[Finding]:
-    """The GPUs of a node must agree: with `expected`, which is a part of the value, and with most of them."""
-    silent = view.unanswered(shared.check)
-    if silent:
-        return silent
-    what = shared.what
-    known = Counter(word for word in map(shared.value, view.gpus) if isinstance(word, str))
-    usual = known.most_common(1)[0][0] if known else ""
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        word = shared.value(gpu)
-        if isinstance(word, Gap):
-            return unknown(f"{what}: {word.value}")
-        if expected is not None and expected not in word:
-            remedy = f"take the node out of the list, or correct cluster.expected ({what})"
-            return Opinion(Verdict.FAIL, f"{what} {word}", f"{what} {expected}", remedy)
-        if word != usual:
-            remedy = "replace the GPU or update it: ranks of one job wait for the slowest"
-            return Opinion(shared.odd, f"{what} {word}", f"{what} {usual}, as most GPUs of the node", remedy)
-        return None
-
-    return view.each(shared.check, judge, f"{what} {spread(known)}")
-
-
-def _mib(gpu: Gpu) -> Word:
-    return gpu.memory_mib if isinstance(gpu.memory_mib, Gap) else f"{gpu.memory_mib:.0f} MiB"
 
 
 def _begins_with(version: str, expected: str) -> bool:

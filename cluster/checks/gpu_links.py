@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import AGAIN_SECTION, GpuView, Opinion, gap_opinion, unknown
+from cluster.checks.gpu_view import GpuView, Opinion, gap_opinion, unknown
 from cluster.parse.gpus_links import (
     FabricManager,
     GpuLinks,
     read_fabric_manager,
-    read_nvlink_errors,
     read_nvlinks,
     read_p2p,
 )
 from cluster.parse.nvidia_smi import Gpu, SmiTrouble
 from cluster.parse.nvidia_smi_xml import Gap
 
-REPLAYS_GROWN_WARN = 1  # packets sent again within some seconds
-NVLINK_ERRORS_WARN = 1
-# Counters that mean a link broke down and was set up again, not one flipped bit that was sent again.
-NVLINK_GRAVE_COUNTERS = ("Recovery Errors", "Link recovery failed events")
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
 NVLINKS_OF_MODEL = {
     "NVIDIA A100-SXM4-40GB": 12,
@@ -64,32 +58,6 @@ def check_pcie(view: GpuView) -> list[Finding]:
     return view.each("gpu.pcie", judge, "PCIe links at full width")
 
 
-def check_replays(view: GpuView) -> list[Finding]:
-    """gpu.pcie_replays: no packet was sent again between two looks."""
-    check = "gpu.pcie_replays"
-    silent = view.unanswered(check)
-    if silent:
-        return silent
-    if isinstance(view.again, SmiTrouble):
-        words = f"nvidia-smi at the second look: {view.again.failure.value}"
-        return [view.node(check, unknown(words, evidence=view.again.evidence))]
-    later = {gpu.address: gpu.pcie.replays for gpu in view.again.gpus}
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        before, after = gpu.pcie.replays, later.get(gpu.address, Gap.MISSING)
-        if isinstance(before, Gap) or isinstance(after, Gap):
-            return gap_opinion(before if isinstance(before, Gap) else after, "PCIe replay counter")
-        if after < before:
-            return unknown(f"the PCIe replay counter went back from {before:g} to {after:g}")
-        grown = after - before
-        if grown < REPLAYS_GROWN_WARN:
-            return None
-        observed = f"{grown:.0f} PCIe replays while nothing was asked of the link"
-        return Opinion(Verdict.WARN, observed, "none", f"a bad contact or cable: {_RESEAT}", AGAIN_SECTION)
-
-    return view.each(check, judge, "no PCIe replays")
-
-
 def check_nvlink(view: GpuView) -> list[Finding]:
     """gpu.nvlink: every link is up, every GPU has as many as the others, at the same speed."""
     check = "gpu.nvlink"
@@ -110,29 +78,6 @@ def check_nvlink(view: GpuView) -> list[Finding]:
         return _judge_links(links.get(gpu.index), wanted, speed)
 
     return view.each(check, judge, f"{usual} NVLinks of {speed} GB/s per GPU")
-
-
-def check_nvlink_errors(view: GpuView) -> list[Finding]:
-    """gpu.nvlink_errors: the counters, which count since the driver loaded, are 0."""
-    check = "gpu.nvlink_errors"
-    errors = read_nvlink_errors(view.probe.section("gpu.nvlink_errors"))
-    links = read_nvlinks(view.probe.section("gpu.nvlink"))
-    silent = view.unanswered(check)
-    if silent:
-        return silent
-    if links is not None and not _expects_nvlink(view) and not any(gpu.active for gpu in links.values()):
-        return [view.node(check, Opinion(Verdict.SKIP, "GPUs without NVLink"))]
-    if links is None:
-        return [view.node(check, unknown("NVLinks cannot be read", evidence=_evidence(view, "gpu.nvlink")))]
-    if errors is None:
-        return [
-            view.node(check, unknown("NVLink errors cannot be read", evidence=_evidence(view, "gpu.nvlink_errors")))
-        ]
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        return _judge_errors(errors.get(gpu.index, {}), links.get(gpu.index, GpuLinks({})))
-
-    return view.each(check, judge, "no NVLink errors")
 
 
 def check_p2p(view: GpuView) -> list[Finding]:
@@ -203,22 +148,6 @@ def _judge_links(found: GpuLinks | None, wanted: int, speed: float | None) -> Op
         words = ", ".join(f"{link} at {found.links[link]:g} GB/s" for link in slow)
         return Opinion(Verdict.FAIL, f"NVLink {words}", f"{speed} GB/s, as other links here", remedy)
     return None
-
-
-def _judge_errors(counters: Mapping[int, Mapping[str, int]], links: GpuLinks) -> Opinion | None:
-    """Both answers must know the same links, and all links that are up the same counters: either may break off."""
-    names = max((set(found) for found in counters.values()), key=len, default=set())
-    is_whole = bool(names) and bool(links.active) and set(counters) <= set(links.links)
-    if not is_whole or any(set(counters.get(link, {})) != names for link in links.active):
-        return unknown("error counters of its NVLinks are missing")
-    grown = {(link, name): count for link, found in counters.items() for name, count in found.items() if count}
-    total = sum(grown.values())
-    if total < NVLINK_ERRORS_WARN:
-        return None
-    grave = any(name in NVLINK_GRAVE_COUNTERS for _, name in grown)
-    evidence = ", ".join(f"link {link} {name}: {count}" for (link, name), count in list(grown.items())[:4])
-    severity = Verdict.FAIL if grave else Verdict.WARN
-    return Opinion(severity, f"{total} NVLink errors since the driver loaded", "none", _RESEAT, evidence)
 
 
 def _judge_fabric(gpu: Gpu) -> Opinion | None:

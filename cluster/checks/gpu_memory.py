@@ -17,6 +17,7 @@ REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
 IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
 APPS_SECTION = "gpu.apps"
 
+_HIDDEN = "find it with `fuser -v /dev/nvidia*` (containers, other users), else reset the GPU"
 _RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
 
 
@@ -140,28 +141,10 @@ def check_busy(view: GpuView) -> list[Finding]:
         if not compute and gpu.used_mib <= IDLE_MEMORY_MIB:
             return None
         who = ", ".join(_describe(process, owners) for process in compute[:4]) or "no process visible"
-        remedy = "wait, or ask the owner; only then stop it" if compute else "see gpu.ghost_memory"
+        remedy = "wait, or ask the owner; only then stop it" if compute else _HIDDEN
         return Opinion(Verdict.FAIL, f"{gpu.used_mib:.0f} MiB in use: {who}", "a free GPU", remedy)
 
     return view.each(check, judge, "no GPU is in use", _again(view))
-
-
-def check_ghost_memory(view: GpuView) -> list[Finding]:
-    """gpu.ghost_memory: no memory is in use without a process that could be asked to free it."""
-    check = "gpu.ghost_memory"
-    blind = _blind(view, check)
-    if blind:
-        return blind
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        if isinstance(gpu.processes, Gap) or isinstance(gpu.used_mib, Gap):
-            return unknown("memory in use or processes: not told")
-        if gpu.processes or gpu.used_mib <= IDLE_MEMORY_MIB:
-            return None
-        remedy = "find it with `fuser -v /dev/nvidia*` (containers, other users), else reset the GPU"
-        return Opinion(Verdict.FAIL, f"{gpu.used_mib:.0f} MiB in use without a process", "no such memory", remedy)
-
-    return view.each(check, judge, "no memory in use without a process", _again(view))
 
 
 def _blind(view: GpuView, check: str) -> list[Finding]:

@@ -10,8 +10,6 @@ from cluster.parse.nvidia_smi_xml import Gap
 THROTTLE_FAIL_MASK = 0x8 | 0x40 | 0x80  # hardware: slowdown, thermal, power brake
 THROTTLE_FINE_MASK = 0x1 | 0x2 | 0x4  # idle, clocks as set, at the power limit: normal in work
 # Every other bit warns: 0x20, with which the driver lowers clocks because of heat, and what is not known yet.
-MARGIN_FAIL_C = 0  # at the temperature where the GPU slows itself down
-MARGIN_WARN_C = 5
 
 
 def check_throttle(view: GpuView) -> list[Finding]:
@@ -29,28 +27,6 @@ def check_throttle(view: GpuView) -> list[Finding]:
         return Opinion(severity, f"slowed down: {', '.join(names)} (0x{mask:x})", "full clocks", remedy)
 
     return view.each("gpu.throttle", judge, "nothing slows a GPU down")
-
-
-def check_temperature(view: GpuView) -> list[Finding]:
-    """gpu.temperature: GPU and memory stay below the point where they slow down."""
-
-    def judge(gpu: Gpu) -> Opinion | None:
-        heat = gpu.temperature
-        gap = gap_opinion(heat.margin_c, "distance to the slowdown temperature")
-        if heat.memory_margin_c is Gap.UNREADABLE:
-            return gap_opinion(heat.memory_margin_c, "temperature of the memory")
-        margins = {"GPU": heat.margin_c, "its memory": heat.memory_margin_c}
-        known = {part: margin for part, margin in margins.items() if not isinstance(margin, Gap)}
-        part, margin = min(known.items(), key=lambda item: item[1], default=("", float("inf")))
-        if margin > MARGIN_WARN_C:
-            return gap
-        observed = f"{part} {margin:g} degrees below slowdown" if margin > 0 else f"{part} slows down because of heat"
-        severity = Verdict.FAIL if margin <= MARGIN_FAIL_C else Verdict.WARN
-        now = "" if isinstance(heat.gpu_c, Gap) else f"GPU at {heat.gpu_c:g} C"
-        remedy = "check fans, filters, air flow and inlet temperature of the node"
-        return Opinion(severity, observed, f"more than {MARGIN_WARN_C} degrees below slowdown", remedy, now)
-
-    return view.each("gpu.temperature", judge, "cool")
 
 
 def check_power_limit(view: GpuView) -> list[Finding]:

@@ -10,7 +10,6 @@ from cluster.checks.host_fleet import check_fleet, check_memory
 from cluster.checks.host_software import nccl_trait
 from cluster.checks.report import run_parts
 from cluster.parse.host import (
-    parse_cpu,
     parse_engine,
     parse_image,
     parse_nccl_settings,
@@ -29,7 +28,7 @@ def probe_settings(config: ClusterConfig) -> dict[str, str]:
     """What host.sh must know of the configuration: variables to export, quoted, before its sections."""
     settings = {
         "BURST_RUNTIME": config.container.runtime,
-        "BURST_PYTHON": config.python,
+        "BURST_PYTHON": config.python if config.container.runtime == "bare" else None,
         "BURST_ENGINE": config.container.command,
         "BURST_IMAGE": config.container.image,
         "BURST_SHARED_FOLDER": config.shared_folder,
@@ -47,7 +46,7 @@ class HostGroup:
         return run_parts(PARTS, probe, config)
 
     def traits(self, probe: NodeProbe) -> Mapping[str, str]:
-        """What must be the same everywhere: versions, cores, NCCL settings and the image."""
+        """What must be the same everywhere: versions, NCCL settings and the image."""
         found = {name: _known(read, probe) for name, read in _TRAITS.items()}
         return {name: value for name, value in found.items() if value}
 
@@ -73,8 +72,6 @@ def _image(probe: NodeProbe) -> str | None:
 
 
 _TRAITS: Mapping[str, Callable[[NodeProbe], str | None]] = {
-    "host.cores": lambda probe: str(parse_cpu(probe).cores),
-    "host.kernel": lambda probe: parse_software(probe).kernel,
     "host.python": _python,
     "host.torch": _torch,
     "host.nccl": _nccl,

@@ -1,4 +1,4 @@
-"""Processes of a node that should not be there: zombies, ones stuck in the kernel, leftovers of runs."""
+"""Processes of a node that should not be there: leftovers of runs."""
 
 from __future__ import annotations
 
@@ -6,43 +6,12 @@ from collections.abc import Sequence
 
 from cluster.checks.finding import Finding
 from cluster.checks.report import Part, Report, age
-from cluster.parse.host import Process, RunProcesses, parse_runs, parse_stuck
+from cluster.parse.host import Process, RunProcesses, parse_runs
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from engine.config_cluster import ClusterConfig
 
-# Younger ones are still to be reaped, or wait for a disk as any process may.
-OLD_ZOMBIE_S = 300.0
-OLD_WAIT_S = 60.0
 _NAMED = 5
-
-
-def judge_stuck(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-    """host.zombies and host.stuck; both lists hold only what was there twice, a second apart."""
-    found = parse_stuck(probe)
-    zombies = [process for process in found if process.state == "Z"]
-    waiting = [process for process in found if process.state == "D"]
-    return [
-        _judge_old(
-            Report(probe.node, "host.zombies", "none"),
-            zombies,
-            OLD_ZOMBIE_S,
-            "their parents do not wait for them: end the parents, or in a container run it with --init",
-        ),
-        _judge_old(
-            Report(probe.node, "host.stuck", "none"),
-            waiting,
-            OLD_WAIT_S,
-            "they wait for a device or a file server and cannot be killed: look at the kernel log; a reboot ends them",
-        ),
-    ]
-
-
-def _judge_old(report: Report, processes: Sequence[Process], old_s: float, remedy: str) -> Finding:
-    old = sorted((one for one in processes if one.age_s >= old_s), key=lambda one: -one.age_s)
-    if not old:
-        return report.ok(f"none older than {age(old_s)}" if processes else "none")
-    return report.warn(_names(old), remedy)
 
 
 def judge_runs(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
@@ -75,7 +44,4 @@ def _names(processes: Sequence[Process]) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-PARTS = (
-    Part("host.processes", ("host.zombies", "host.stuck"), judge_stuck),
-    Part("host.runs", ("host.runs",), judge_runs),
-)
+PARTS = (Part("host.runs", ("host.runs",), judge_runs),)

@@ -1,17 +1,15 @@
-"""Room and limits of a node: disks, inodes, shared memory, main memory, what a session may use, CPU settings."""
+"""Room and limits of a node: disks, inodes, shared memory, main memory, what a session may use."""
 
 from __future__ import annotations
 
 import math
 
 from cluster.checks.finding import Finding
-from cluster.checks.report import Part, Report, age, gib
+from cluster.checks.report import Part, Report, gib
 from cluster.parse.host import (
     GIB,
-    Cpu,
     Filesystem,
     Limits,
-    parse_cpu,
     parse_disks,
     parse_limits,
     parse_memory,
@@ -28,8 +26,6 @@ INODES_FREE_SHARE = (0.01, 0.05)
 MEMORY_FREE_SHARE = (0.05, 0.20)
 # Sockets and files of eight ranks with their data loaders on many nodes; 1024 is what sessions often get.
 NOFILE = (1024, 8192)
-LOAD_PER_CORE = 1.0
-YOUNG_UPTIME_S = 600.0
 
 
 def judge_disks(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
@@ -127,55 +123,8 @@ def judge_memory(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
     return [report.warn(text, remedy) if share < MEMORY_FREE_SHARE[1] else report.ok(text)]
 
 
-def judge_cpu(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-    """host.governor, host.numa_balancing, host.load and host.uptime."""
-    cpu = parse_cpu(probe)
-    return [_judge_governor(probe, cpu), _judge_numa(probe, cpu), _judge_load(probe, cpu), _judge_uptime(probe, cpu)]
-
-
-def _judge_governor(probe: NodeProbe, cpu: Cpu) -> Finding:
-    report = Report(probe.node, "host.governor", "performance")
-    if not cpu.governors:
-        return report.skip("the kernel leaves the clock to the hardware (usual in virtual machines)")
-    others = sorted(set(cpu.governors) - {"performance"})
-    if not others:
-        return report.ok(f"performance on {len(cpu.governors)} cores")
-    slow = sum(governor != "performance" for governor in cpu.governors)
-    remedy = "cpupower frequency-set -g performance"
-    return report.warn(f"{', '.join(others)} on {slow} of {len(cpu.governors)} cores", remedy)
-
-
-def _judge_numa(probe: NodeProbe, cpu: Cpu) -> Finding:
-    report = Report(probe.node, "host.numa_balancing", "off")
-    if cpu.numa_balancing is None:
-        return report.skip("the kernel has none")
-    if cpu.numa_balancing == 0:
-        return report.ok("off")
-    if cpu.numa_nodes == "0":
-        return report.ok("on, without effect: there is one NUMA node")
-    return report.warn("on: the kernel moves pages under running ranks", "sysctl -w kernel.numa_balancing=0")
-
-
-def _judge_load(probe: NodeProbe, cpu: Cpu) -> Finding:
-    report = Report(probe.node, "host.load", f"at most {LOAD_PER_CORE:g} per core")
-    text = f"{cpu.load:g} on {cpu.cores} cores in the last minute"
-    if cpu.cores < 1:
-        return report.unknown("the number of cores is not known")
-    if cpu.load > LOAD_PER_CORE * cpu.cores:
-        return report.warn(text, "look with `top` on the node for what keeps it busy")
-    return report.ok(text)
-
-
-def _judge_uptime(probe: NodeProbe, cpu: Cpu) -> Finding:
-    report = Report(probe.node, "host.uptime")
-    if cpu.uptime_s < YOUNG_UPTIME_S:
-        return report.warn(f"started {age(cpu.uptime_s)} ago", "was that intended? See `last -x` and the kernel log")
-    return report.ok(age(cpu.uptime_s))
-
-
 PARTS = (
     Part("host.disk", ("host.disk", "host.inodes", "host.shm"), judge_disks),
     Part("host.limits", ("host.memlock", "host.nofile"), judge_limits),
     Part("host.memory", ("host.memory_free",), judge_memory),
-    Part("host.cpu", ("host.governor", "host.numa_balancing", "host.load", "host.uptime"), judge_cpu),
 )

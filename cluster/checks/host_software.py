@@ -1,4 +1,4 @@
-"""What is installed on a node: kernel, Python packages, NCCL settings, container engine, image, shared folder."""
+"""What is installed on a node: Python packages, NCCL settings, container engine, image, shared folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from cluster.probe.section import NodeProbe, Section, SectionState
 from cluster.remote_text import one_line
 from engine.config_cluster import ClusterConfig
 
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON = (3, 11)  # of ranks
+OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
 # The first engine with `docker run --gpus`.
 OLDEST_DOCKER = (19, 3)
 # For an image whose size is not known yet: images with CUDA and PyTorch take 10 to 20 GiB, and have to fit in twice.
@@ -48,27 +49,23 @@ _UNANSWERED = re.compile(r"cannot connect|is the docker daemon running|connectio
 
 
 def judge_software(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-    """host.kernel, host.python, host.torch, host.nccl and host.tools."""
+    """host.python, host.torch and host.nccl."""
     software = parse_software(probe)
-    tools = Report(probe.node, "host.tools")
-    return [
-        Report(probe.node, "host.kernel").ok(software.kernel),
-        _judge_python(Report(probe.node, "host.python"), config, software),
-        *_judge_packages(probe, config, software),
-        tools.ok(f"{', '.join(software.tools)}: could measure RDMA and NCCL, which burst's TCP transfers do not")
-        if software.tools
-        else tools.skip("neither ib_write_bw nor nccl-tests is installed"),
-    ]
+    python = _judge_python(Report(probe.node, "host.python"), config, software)
+    return [python, *_judge_packages(probe, config, software)]
 
 
 def _judge_python(report: Report, config: ClusterConfig, software: Software) -> Finding:
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    remedy = f"install Python {oldest} or newer, or set cluster.container.runtime=docker"
-    if config.container.runtime == "docker":
-        return report.ok(software.python) if software.python else report.skip("none; ranks use that of the image")
+    has_ranks = config.container.runtime != "docker"
+    oldest = ".".join(map(str, OLDEST_PYTHON if has_ranks else OLDEST_NODE_PYTHON))
+    remedy = f"install Python {oldest} or newer"
+    remedy += ", or set cluster.container.runtime=docker" if has_ranks else " as python3: it supervises the ranks"
     if software.python is None:
-        return report.fail("no python3, and ranks run on the node itself", remedy)
-    if tuple(int(part) for part in software.python.split(".")[:2]) < OLDEST_PYTHON:
+        return report.fail("no python3", remedy)
+    version = tuple(int(part) for part in software.python.split(".")[:2])
+    if version < OLDEST_NODE_PYTHON:
+        return report.fail(f"{software.python} is older than {oldest}", remedy)
+    if has_ranks and version < OLDEST_PYTHON:
         return report.warn(f"{software.python} is older than {oldest}", remedy)
     return report.ok(software.python)
 
@@ -216,7 +213,7 @@ def judge_shared(probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
 
 
 PARTS = (
-    Part("host.software", ("host.kernel", "host.python", "host.torch", "host.nccl", "host.tools"), judge_software),
+    Part("host.software", ("host.python", "host.torch", "host.nccl"), judge_software),
     Part("host.nccl", ("host.nccl_conf",), judge_nccl),
     Part("host.docker", ("host.docker", "host.docker_disk", "host.docker_gpu"), judge_engine),
     Part("host.image", ("host.image",), judge_image),

@@ -11,10 +11,8 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ib_health import check_counters, check_gpudirect, check_kernel
 from cluster.checks.ib_links import (
     check_count,
-    check_firmware,
     check_gid,
     check_mtu,
-    check_netdev,
     check_pcie,
     check_rate,
     check_state,
@@ -30,8 +28,6 @@ from engine.config_cluster import ClusterConfig, ExpectedHardware
 _PORT_CHECKS: Mapping[str, Callable[[Report, ComputePorts], list[Finding]]] = {
     "ib.state": check_state,
     "ib.rate": check_rate,
-    "ib.firmware": check_firmware,
-    "ib.netdev": check_netdev,
     "ib.mtu": check_mtu,
     "ib.pcie": check_pcie,
 }
@@ -66,15 +62,13 @@ class InfinibandGroup:
         return findings + check_gpudirect(Report(probe.node, "ib.gpudirect"), adapters, probe.section("ib.gpudirect"))
 
     def traits(self, probe: NodeProbe) -> Mapping[str, str]:
-        """What all nodes must have alike: link layer, adapter, firmware, MTU. Count and rate: see `check_fleet`."""
+        """What all nodes must have alike: link layer and MTU. Count and rate: see `check_fleet`."""
         try:
             active = choose_compute_ports(parse_adapters(probe.section("ib.ports")), ExpectedHardware()).active
         except UnreadableError:
             return {}
         values: dict[str, list[object]] = {
             "ib.link_layer": [port.link_layer or None for port in active],
-            "ib.adapter": [port.hca_type for port in active],
-            "ib.firmware": [port.firmware for port in active],
             "ib.mtu": [port.netdev_mtu for port in active],
         }
         # A port that does not tell leaves the trait out: what the others have is not what the node has.

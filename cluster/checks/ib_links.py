@@ -1,4 +1,4 @@
-"""Checks of ports as they stand: how many are up, how fast, with what firmware, interface and PCIe link."""
+"""Checks of ports as they stand: how many are up, how fast, with what MTU, GID and PCIe link."""
 
 from __future__ import annotations
 
@@ -95,48 +95,6 @@ def check_rate(report: Report, compute: ComputePorts) -> list[Finding]:
             remedy = "look at the cable (mlxlink -c), its transceivers and the speed of the switch port"
             findings.append(report.on(port.name).fail(text, remedy, _evidence(port)))
     return findings or _all_ok(report, compute.active, f"{rate:g} Gb/s on all" if rate is not None else "")
-
-
-def check_firmware(report: Report, compute: ComputePorts) -> list[Finding]:
-    """Whether adapters of one kind have one firmware."""
-    kinds: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    findings = []
-    for port in compute.ports:
-        if port.firmware is None:
-            findings.append(
-                report.on(port.device).unknown("its firmware is not readable", "look at ibstat on the node")
-            )
-        else:
-            kinds[port.board_id or port.hca_type or ""][port.firmware].append(port.device)
-    for versions in kinds.values():
-        if len(versions) > 1:
-            text = "; ".join(f"{version} on {', '.join(sorted(set(names)))}" for version, names in versions.items())
-            findings.append(report.warn(text, "update them to one version (mlxfwmanager)"))
-    shown = ", ".join(sorted({version for versions in kinds.values() for version in versions}))
-    return findings or _all_ok(report, compute.ports, shown)
-
-
-def check_netdev(report: Report, compute: ComputePorts) -> list[Finding]:
-    """Whether the interfaces of ports are up: RoCE needs their addresses; IP over InfiniBand is on all or on none."""
-    findings = []
-    with_ip = [port for port in compute.active if port.netdev_is_up]
-    for port in compute.active:
-        where = report.on(port.name)
-        if port.link_layer == ETHERNET and port.netdev is None:
-            findings.append(
-                where.fail("no network interface belongs to it", "look for its driver (mlx5_core) in dmesg")
-            )
-        elif port.netdev is not None and port.netdev_is_up is None:
-            findings.append(where.unknown(f"{port.netdev}: state not readable", f"look at ip link show {port.netdev}"))
-        elif port.netdev is not None and not port.netdev_is_up:
-            remedy = f"ip link set {port.netdev} up, and give it its address for good"
-            if port.link_layer == ETHERNET:
-                findings.append(where.fail(f"{port.netdev} is down", remedy))
-            elif with_ip:
-                findings.append(where.warn(f"{port.netdev} is down, other ports carry IP", remedy))
-    if not findings and compute.active and not with_ip:
-        return [report.skip("no port carries IP; InfiniBand needs none")]
-    return findings or _all_ok(report, compute.active, f"{len(with_ip)} are up")
 
 
 def check_mtu(report: Report, compute: ComputePorts) -> list[Finding]:

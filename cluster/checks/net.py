@@ -16,7 +16,6 @@ from cluster.probe.section import NodeProbe
 from engine.config_cluster import ClusterConfig
 
 _MIN_MTU = 1280
-_SLOW_MBPS = 1000
 
 
 class NetworkGroup:
@@ -35,7 +34,7 @@ class NetworkGroup:
         if interface is None:
             return [report.fail(choice.reason, "name the one that nodes share: cluster.interface=NAME")]
         shown = f"{interface.name}, {', '.join(interface.addresses)}"
-        return [report.ok(shown, choice.reason), _mtu(probe.node, interface), _speed(probe.node, interface)]
+        return [report.ok(shown, choice.reason), _mtu(probe.node, interface)]
 
     def traits(self, probe: NodeProbe) -> Mapping[str, str]:
         """None: which interface counts is known with the configuration only, see `check_fleet`."""
@@ -46,13 +45,12 @@ GROUP = NetworkGroup()
 
 
 def check_fleet(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-    """Whether the interfaces that the nodes talk over lie in one subnet, and which has another MTU or speed."""
+    """Whether the interfaces that the nodes talk over lie in one subnet, and which has another MTU."""
     chosen = {node: choose_interface(parse_interfaces(probe), config.interface) for node, probe in probes.items()}
     traits = {}
     for node, interface in chosen.items():
         if interface is not None:
-            told = {"net.mtu": interface.mtu, "net.speed": interface.speed_mbps}
-            traits[node] = {check: str(value) for check, value in told.items() if value is not None}
+            traits[node] = {} if interface.mtu is None else {"net.mtu": str(interface.mtu)}
     compared = profile_findings(traits, config.expected)
     odd = [finding for finding in compared if finding.severity in (Verdict.WARN, Verdict.FAIL)]
     return check_subnets(chosen) + odd
@@ -109,12 +107,3 @@ def _mtu(node: str, interface: NetInterface) -> Finding:
     if interface.mtu < _MIN_MTU:
         return report.warn(str(interface.mtu), f"ip link set {interface.name} mtu 1500")
     return report.ok(str(interface.mtu))
-
-
-def _speed(node: str, interface: NetInterface) -> Finding:
-    report = Report(node, "net.speed", expected=f"at least {_SLOW_MBPS} Mbit/s")
-    if interface.speed_mbps is None:
-        return report.skip(f"{interface.name} ({interface.kind}) tells no speed")
-    if interface.speed_mbps < _SLOW_MBPS:
-        return report.warn(str(interface.speed_mbps), "look at the cable and the switch port (ethtool)")
-    return report.ok(str(interface.speed_mbps))

@@ -80,7 +80,7 @@ def _connect_all(
         targets = [agents[name].target for name in [*names[at + 1 :], *names[:at]]]
         if not targets:
             return []
-        request = {"do": "connect", "targets": targets, "timeout_s": timeout_s, "width": width}
+        request = {"targets": targets, "timeout_s": timeout_s, "width": width}
         return read_links(node, [str(target[0]) for target in targets], agents[node].ask(request, one_node_s))
 
     hosts = [connections[node].host.with_name(node) for node in names]

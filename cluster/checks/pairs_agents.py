@@ -116,7 +116,7 @@ class PairAgent:
         result = self._process.wait(_END_WAIT_S)
         said = one_line(result.stderr or self._buffer, 160)
         if result.exit_code == 127:
-            return AgentError("python3 is not installed", "install python3 (3.6 or newer): the pair tests run in it")
+            return AgentError("python3 is not installed", "install python3 (3.9 or newer): the pair tests run in it")
         if result.exit_code == 3:
             return AgentError("the agent came to its deadline")
         return AgentError(f"the agent ended with exit code {result.exit_code}{f': {said}' if said else ''}")

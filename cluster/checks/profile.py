@@ -17,9 +17,8 @@ COUNTS = frozenset({"gpu.count", "ib.count"})
 # A difference in these is worth a look, and no reason to leave the node out.
 SOFT_CHECKS = frozenset(
     {
-        *("gpu.vbios", "gpu.persistence", "gpu.power_limit", "gpu.clocks", "gpu.ecc_mode"),
-        *("ib.adapter", "ib.firmware"),
-        *("host.cores", "host.kernel", "host.python", "host.docker", "host.nccl_conf"),
+        *("gpu.power_limit", "gpu.clocks", "gpu.ecc_mode"),
+        *("host.python", "host.docker", "host.nccl_conf"),
     }
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

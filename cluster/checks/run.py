@@ -3,7 +3,6 @@
 reach, ask, judge      each node in a thread of its own, bounded by its own timeouts
 compare                traits, clocks, memory, subnets: pure, from the answers
 between nodes          connects of all pairs, the shared folder: over the connections that are still open
-remember               one line in the history
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
@@ -24,7 +23,6 @@ from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.fleet import PAIRS, SHARED, NodeView, Wanted, by_node, check_between, compare_nodes, read_traits
 from cluster.checks.groups import LoadedGroup, load_groups
-from cluster.checks.history import Record, add_check
 from cluster.checks.selection import REACH, Selection
 from cluster.checks.ssh import answer_findings, incomplete_finding, reach_finding
 from cluster.checks.verdicts import FleetReport, NodeReport
@@ -34,9 +32,6 @@ from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from engine.config_cluster import ClusterConfig
 from engine.errors import BurstError, ConfigError
-
-if TYPE_CHECKING:
-    from cluster.checks.bandwidth import BandwidthMatrix
 
 Connect = Callable[[Host], Connection]
 
@@ -69,30 +64,25 @@ class SilentObserver:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is checked. groups: None: those of the selection. history: the file, None: nothing is remembered.
-
+    """What is checked. groups: None: those of the selection.
     cuda_smoke: try CUDA inside the image of the configuration, which takes time of its own on top of `timeout_s`.
     """
 
     selection: Selection = field(default_factory=Selection)
     timeout_s: float = DEFAULT_TIMEOUT_S
-    bandwidth: bool = False
     cuda_smoke: bool = False
-    history: Path | None = None
     groups: tuple[LoadedGroup, ...] | None = None
     connect: Connect | None = None
 
     def loaded_groups(self) -> tuple[LoadedGroup, ...]:
-        """The groups that nodes are asked about; transfers need to know the interfaces of group net."""
-        if self.groups is not None:
-            return self.groups
-        return load_groups((*self.selection.groups, *(("net",) if self.bandwidth else ())))
+        """The groups that nodes are asked about."""
+        return load_groups(self.selection.groups) if self.groups is None else self.groups
 
     def between_nodes(self, config: ClusterConfig) -> Wanted:
         """The tests between nodes that are asked for and can be made."""
         asks_net = any(group.name == "net" for group in self.loaded_groups())
         shared = config.shared_folder is not None and self.selection.wants(SHARED)
-        return Wanted(asks_net and self.selection.wants(PAIRS), shared, self.bandwidth)
+        return Wanted(asks_net and self.selection.wants(PAIRS), shared)
 
 
 @dataclass(frozen=True)
@@ -149,14 +139,12 @@ def check_nodes(
         compared = compare_nodes(views, question.groups, config)
         if wanted.any:
             observer.phase("testing between nodes")
-        between = check_between(connections.opened, views, config, wanted, on_phase=observer.phase)
-    reports, added = {}, by_node(between.findings)
+        between = check_between(connections.opened, views, config, wanted)
+    reports, added = {}, by_node(between)
     for name, outcome in outcomes.items():
         found = (*compared.findings[name], *added.get(name, ()))
         reports[name] = NodeReport(name, _select(options.selection, name, found), outcome.elapsed_s)
-    return _finish(
-        reports, config, options, begin, notes=(*compared.notes, *between.notes), bandwidth=between.bandwidth
-    )
+    return FleetReport(reports, time.monotonic() - begin, compared.notes)
 
 
 def check_this_machine(config: ClusterConfig, options: CheckOptions | None = None) -> FleetReport:
@@ -172,22 +160,7 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions | None = Non
     compared = compare_nodes(views, question.groups, config, clocks=False)
     found = _select(options.selection, probe.node, compared.findings[probe.node])
     reports = {probe.node: NodeReport(probe.node, found, time.monotonic() - begin)}
-    return _finish(reports, config, options, begin, notes=compared.notes)
-
-
-def _finish(
-    reports: Mapping[str, NodeReport],
-    config: ClusterConfig,
-    options: CheckOptions,
-    begin: float,
-    *,
-    notes: tuple[str, ...],
-    bandwidth: BandwidthMatrix | None = None,
-) -> FleetReport:
-    """The report with the records of the nodes, after noting this check in the history."""
-    records, trouble = _remember(options.history, config, reports)
-    nodes = {name: replace(report, record=records.get(name)) for name, report in reports.items()}
-    return FleetReport(nodes, time.monotonic() - begin, (*notes, *trouble), bandwidth)
+    return FleetReport(reports, time.monotonic() - begin, compared.notes)
 
 
 class _Connections:
@@ -312,18 +285,6 @@ def _select(selection: Selection, node: str, findings: Sequence[Finding]) -> tup
     wanted = selection.apply(findings)
     reached = not any(finding.check == REACH and finding.severity is not Verdict.OK for finding in wanted)
     return (*wanted, *(selection.missing(node, wanted) if reached else ()))
-
-
-def _remember(
-    path: Path | None, config: ClusterConfig, reports: Mapping[str, NodeReport]
-) -> tuple[Mapping[str, Record], tuple[str, ...]]:
-    """(records by node, what went wrong): that a history cannot be kept does not spoil the check."""
-    if path is None:
-        return {}, ()
-    try:
-        return add_check(path, config.name, {name: report.verdict for name, report in reports.items()}), ()
-    except OSError as error:
-        return {}, (f"the history of nodes cannot be kept: {path}: {error.strerror or error}",)
 
 
 def watch(check: Callable[[], FleetReport], pause: Callable[[], None]) -> Iterator[FleetReport]:

@@ -58,7 +58,7 @@ def read_selection(only: Iterable[str] = (), skip: Iterable[str] = ()) -> Select
     problems: list[str] = []
     selection = Selection(_words(only, "--only", problems), _words(skip, "--skip", problems))
     problems += [
-        f"--skip {word}: a node that cannot be reached is not usable; skip ssh.clock or ssh.round_trip"
+        f"--skip {word}: a node that cannot be reached is not usable; skip ssh.clock alone"
         for word in selection.skip
         if word in (SSH_GROUP, *_ALWAYS)
     ]

@@ -1,4 +1,4 @@
-"""Group ssh: can the node be reached, how long does it take to answer, is its clock right."""
+"""Group ssh: can the node be reached, is its clock right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cluster.errors import SshError, SshFailure
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 
-ROUND_TRIP_WARN_S = 1.0
 SKEW_WARN_S = 1.0
 SKEW_FAIL_S = 5.0
 _QUORUM = 3  # clocks that can outvote ours
@@ -33,6 +32,8 @@ _REMEDIES = {
     SshFailure.REFUSED: "start sshd on the node, or check the port",
     SshFailure.UNREACHABLE: "check cables, routes and the jump host",
     SshFailure.TIMEOUT: "look at the node's console: is it up, is it overloaded?",
+    SshFailure.HOST_KEY_UNKNOWN: "compare its fingerprint, then trust it with `burst hosts trust`",
+    SshFailure.HOST_KEY_CHANGED: "compare its fingerprint, then `burst hosts forget` and `burst hosts trust`",
     SshFailure.AUTH: "add your public key to authorized_keys on the node, or set cluster.ssh.user and identity_file",
     SshFailure.PROTOCOL: "check that the port belongs to sshd",
     SshFailure.LOST: "look at the node's console and its kernel log",
@@ -42,38 +43,22 @@ _REMEDIES = {
 
 def reach_finding(error: SshError, node: str) -> Finding:
     """FAIL: the node could not be reached; which of the many ways, and what to do about this one."""
-    host_key = error.kind in (SshFailure.HOST_KEY_UNKNOWN, SshFailure.HOST_KEY_CHANGED)
-    default = (
-        f"compare fingerprints, then: burst hosts trust --hosts {node}" if host_key else _REMEDIES.get(error.kind, "")
-    )
     return Finding(
         REACH,
         node,
         Verdict.FAIL,
         one_line(error.detail, 400),
         _EXPECTED.get(error.kind, ""),
-        one_line(error.remedy, 400) or default,
+        one_line(error.remedy, 400) or _REMEDIES.get(error.kind, ""),
         evidence=error.kind.value,
     )
 
 
 def answer_findings(probe: NodeProbe) -> list[Finding]:
-    """Findings of one node that was reached: that it was, whether its answer is whole, how long a command takes."""
+    """Findings of one node that was reached: that it was, whether its answer is whole."""
     findings = [Finding(REACH, probe.node, Verdict.OK, "reached, its host key is the known one")]
     if probe.trouble:
         findings.append(incomplete_finding(probe))
-    if probe.round_trip_s is not None:
-        slow = probe.round_trip_s > ROUND_TRIP_WARN_S
-        findings.append(
-            Finding(
-                "ssh.round_trip",
-                probe.node,
-                Verdict.WARN if slow else Verdict.OK,
-                f"an empty command takes {probe.round_trip_s:.3g} s",
-                f"at most {ROUND_TRIP_WARN_S:g} s",
-                "look at the load of the node and at the link to it" if slow else "",
-            )
-        )
     return findings
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.checks.finding import Finding, Verdict, worst
-from cluster.checks.history import Record
-
-if TYPE_CHECKING:
-    from cluster.checks.bandwidth import BandwidthMatrix
 
 USABLE = frozenset({Verdict.OK, Verdict.WARN, Verdict.SKIP})
 EXIT_OK, EXIT_FAILED, EXIT_UNKNOWN = 0, 1, 3
@@ -24,12 +20,11 @@ def overall(severities: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All findings of one node. record: how it did in earlier checks and this one; None when that is not kept."""
+    """All findings of one node."""
 
     node: str
     findings: tuple[Finding, ...]
     elapsed_s: float = 0.0
-    record: Record | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -48,14 +43,11 @@ class NodeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        document: dict[str, Any] = {
+        return {
             "verdict": self.verdict.value,
             "elapsed_s": round(self.elapsed_s, 3),
             "findings": [finding.to_dict() for finding in self.findings],
         }
-        if self.record is not None:
-            document["history"] = {"failed": self.record.failed, "of": self.record.of}
-        return document
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,6 @@ class FleetReport:
     nodes: Mapping[str, NodeReport]
     elapsed_s: float = 0.0
     notes: tuple[str, ...] = ()
-    bandwidth: BandwidthMatrix | None = None
 
     @property
     def usable(self) -> tuple[str, ...]:
@@ -84,7 +75,6 @@ class FleetReport:
             "usable": list(self.usable),
             "elapsed_s": round(self.elapsed_s, 3),
             "notes": list(self.notes),
-            **({"bandwidth": self.bandwidth.to_dict()} if self.bandwidth is not None else {}),
         }
 
 

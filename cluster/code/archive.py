@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import os
-import secrets
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from cluster.errors import ClusterError
 
 PACKAGES = ("engine",)  # what ranks import of us
 _ROOT = Path(__file__).resolve().parent.parent.parent
-CACHE_VARIABLE = "BURST_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -56,25 +53,3 @@ def _pack(files: dict[str, bytes]) -> bytes:
             member.size, member.mode = len(data), 0o600
             archive.addfile(member, io.BytesIO(data))
     return gzip.compress(stream.getvalue(), compresslevel=6, mtime=0)
-
-
-def keep_archive(archive: CodeArchive) -> None:
-    """Leave the archive in this user's cache, where plan.sh finds it. Raises CodeError."""
-    path = archive_path(archive.code_id)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists() and path.read_bytes() == archive.data:
-            return
-        part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
-        part.write_bytes(archive.data)
-        part.chmod(0o600)
-        part.replace(path)
-    except OSError as error:
-        raise CodeError(f"cannot keep the code of this run at {path}: {error.strerror or error}") from error
-
-
-def archive_path(code_id: str) -> Path:
-    """Where `keep_archive` leaves the archive of this name."""
-    given = os.environ.get(CACHE_VARIABLE)
-    folder = Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "burst"
-    return folder / "code" / f"{code_id}.tar.gz"

@@ -25,8 +25,7 @@ class Restarts:
 
     def after(self, run: RunFolder) -> Restarts:
         """With one more, after the attempt that lies in the folder of `run`."""
-        steps = (event.get("step", 0) for event in run.read_events() if event.get("kind") == "checkpoint")
-        step = max(steps, default=0)
+        step = max(run.saved_steps(), default=0)
         return Restarts(1, step) if step > self.saved else Restarts(self.in_a_row + 1, self.saved)
 
 

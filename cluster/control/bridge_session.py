@@ -8,11 +8,11 @@ import time
 from collections import OrderedDict, deque
 
 from cluster.access.connection import Connection
+from cluster.code.node.boot import OLD_PYTHON
 from cluster.errors import ClusterError, SshError, SshFailure
-from cluster.image.bundle import OLD_PYTHON
-from cluster.image.node.frames import Frame, FrameReader, Message, pack_message
 from cluster.remote_text import one_line
 from cluster.supervise.bundle import bridge_command, bridge_text
+from cluster.supervise.node.frames import Frame, FrameReader, Message, pack_message
 
 _READ_BYTES = 1 << 18
 _EPITAPH_S = 3.0

@@ -151,7 +151,7 @@ class _Lead:
             elif not self.requests.level and self.failure is None and not self.fleet.is_at_limit:
                 self._heed_signs()
                 self._heed_hang()
-            self.fleet.give_up(self.clock)
+            self.fleet.give_up(self.clock, self.timing)
             self._show()
             self.clock.sleep(self.timing.poll_s)
         self._show()

@@ -22,8 +22,7 @@ _SWEEP_S = 10.0
 class Part:
     """One node of the run; times are those of the controller's monotonic clock.
 
-    is_absent: nothing of the run was ever started there. give_up_at: when it is no longer waited for. kill_at: when its
-    processes are killed.
+    is_absent: nothing of the run was ever started there. kill_at: when its processes are killed.
     """
 
     node: NodePlan
@@ -35,7 +34,6 @@ class Part:
     is_absent: bool = False
     was_alive: bool = False
     given_up: str | None = None
-    give_up_at: float | None = None
     kill_at: float | None = None
     ended_at: float | None = None
 
@@ -248,13 +246,15 @@ class Fleet:
         if part.order is None:
             death = torchrun_death(part.node, self._run, self.log_starts.get(part.name, 0))
             part.order = StopOrder(cause, clock.time_ns(), death)
-        part.kill_at, part.give_up_at = kill_at, kill_at + timing.kill_s
+        part.kill_at = kill_at
         part.link.stop(cause, grace_s)
 
-    def give_up(self, clock: Clock) -> None:
+    def give_up(self, clock: Clock, timing: LaunchTiming) -> None:
         """No longer wait for nodes that were to have ended long ago; what cannot be heard by then is lost."""
         for part in self.parts:
-            if part.is_open and part.give_up_at is not None and clock.monotonic() > part.give_up_at:
+            is_mute = part.is_mute and part.status.heard_s > timing.mute_s
+            patience_s = 0.0 if is_mute else timing.kill_s
+            if part.is_open and part.kill_at is not None and clock.monotonic() > part.kill_at + patience_s:
                 why = f" ({part.status.problem})" if part.status.problem else ""
                 part.given_up = f"it did not end in time{why}"
                 if part.status.problem:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from cluster.access.nodes import fold_nodes
 from cluster.advice import advice
 from cluster.control.evidence import Findings, collect_evidence, torchrun_log
 from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
 from cluster.failure import Failure, find_failure
+from cluster.node_checkpoints import roots_of
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
 from engine.checkpoint.commit import checkpoints_folder, list_checkpoints
 from engine.checkpoint.manifest import MANIFEST_FILE
-from engine.config_checkpoint import CheckpointConfig
 from engine.run.records import read_json_object
 from engine.runs import RunFolder
 
@@ -58,15 +58,19 @@ def complete(failure: Failure, case: Case) -> Failure:
     failure = _located(failure, case)
     if failure.kind == "oom":
         failure = replace(failure, memory=_compared(failure, case))
-    checkpoint = last_checkpoint(case.run, case.plan.config.train.checkpoint)
-    failure = replace(failure, checkpoint=None if checkpoint is None else str(checkpoint))
+    failure = replace(failure, checkpoint=last_checkpoint(case.run, case.plan))
     return replace(failure, advice=advice(failure, case.run.path, case.plan.config))
 
 
-def last_checkpoint(run: RunFolder, settings: CheckpointConfig) -> Path | None:
-    """The checkpoint of the most steps that was committed, or None."""
-    known = list_checkpoints(checkpoints_folder(settings, run.path))
-    return next((checkpoint.path for checkpoint in known if (checkpoint.path / MANIFEST_FILE).exists()), None)
+def last_checkpoint(run: RunFolder, plan: LaunchPlan) -> str | None:
+    """The checkpoint of the most steps that was committed: its folder here, or that on the run's nodes; or None."""
+    known = list_checkpoints(checkpoints_folder(plan.config.train.checkpoint, run.path))
+    here = next((checkpoint for checkpoint in known if (checkpoint.path / MANIFEST_FILE).exists()), None)
+    told = max(run.saved_steps(), default=0)
+    if plan.launcher != "ssh" or told <= (0 if here is None else here.step):
+        return None if here is None else str(here.path)
+    root = roots_of(plan)[plan.nodes[0].name]
+    return f"{root}/step-{told:08d} on {fold_nodes([node.name for node in plan.nodes])}"
 
 
 def _find(case: Case) -> Failure:

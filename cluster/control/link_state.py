@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.control.bridge_session import BeatClock, BridgeSession
 from cluster.control.link import NodeStatus, StartRefusedError
-from cluster.image.node.frames import Message
+from cluster.supervise.node.frames import Message
 
 
 @dataclass

@@ -10,8 +10,8 @@ from cluster.control.link import StartRefusedError
 from cluster.control.link_state import LinkState, PendingStart
 from cluster.control.mirror import Mirror, MirrorError
 from cluster.control.node_answers import LIVE_PHASES, as_integer, as_pids, as_status
-from cluster.image.node.frames import Frame, Message
 from cluster.remote_text import one_line
+from cluster.supervise.node.frames import Frame, Message
 
 
 class AgainError(Exception):

@@ -10,7 +10,7 @@ from cluster.access.hosts import Host
 from cluster.control.link import NodeLink
 from cluster.control.local_link import LocalLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
-from engine.runs import RunFolder
+from engine.runs import RunFolder, typed_overrides
 
 if TYPE_CHECKING:
     from cluster.access.ssh import SshPool
@@ -61,7 +61,7 @@ def _ssh_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming) -> list[Nod
     from cluster.access.resolve import resolve_hosts
     from cluster.access.ssh import SshPool
 
-    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh)
+    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
     pool = SharedPool(SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S), len(hosts))
     links: list[NodeLink] = []
     for host, node in zip(hosts, plan.nodes, strict=True):

@@ -22,8 +22,8 @@ from cluster.control.link_state import LinkState, PendingStart
 from cluster.control.mirror import Mirror, MirrorError, MirrorGapError
 from cluster.control.node_talk import AgainError, NodeTalk
 from cluster.errors import SshError, SshFailure
-from cluster.image.node.frames import FrameError, Message, pack_message
 from cluster.remote_text import one_line
+from cluster.supervise.node.frames import FrameError, Message, pack_message
 
 # No use in trying again: a person must do something first.
 _LASTING = (SshFailure.AUTH, SshFailure.HOST_KEY_CHANGED, SshFailure.HOST_KEY_UNKNOWN, SshFailure.DNS)

@@ -23,6 +23,7 @@ class LaunchTiming:
     lost_s: float | None = None  # a node that says nothing for so long is lost
     vanish_s: float = 3.0  # for news of the last step to arrive, once a rank has ended well
     kill_s: float = 15.0  # for a node to end once all of its processes were to be killed; then it is given up
+    mute_s: float = 8.0  # at once if nothing was heard of it for so long
     sync_s: float = 30.0  # for the last lines of logs to arrive from a node that has ended
     stacks_s: float = 10.0  # for the ranks of a run that hangs to write their stacks
 

@@ -79,10 +79,11 @@ class _Question:
 
     def ask(self, host: Host, pool: SshPool) -> _Answer:
         with pool.connect(host) as connection:
-            return self._read(probe_node(connection, self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings))
+            probe = probe_node(connection, self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings)
+        return self._read(probe, host.reached_by)
 
     def ask_this_machine(self) -> _Answer:
         return self._read(probe_local(self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings))
 
-    def _read(self, probe: NodeProbe) -> _Answer:
-        return _Answer(read_facts(probe, self.config), read_live(probe) if self.with_live else ())
+    def _read(self, probe: NodeProbe, reached_by: Sequence[str] = ()) -> _Answer:
+        return _Answer(read_facts(probe, self.config, reached_by), read_live(probe) if self.with_live else ())

@@ -1,4 +1,4 @@
-"""An environment as text: for a shell, for `docker run --env-file`, for programs, for Hydra.
+"""An environment as text: for a shell, or for `docker run --env-file`.
 
 A value that a format cannot say is refused, never changed: a variable that silently differs on one node is worse than
 an error.
@@ -7,12 +7,9 @@ an error.
 from __future__ import annotations
 
 import enum
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
-
-import yaml
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
@@ -28,13 +25,11 @@ class Format(enum.StrEnum):
 
     SH = "sh"
     DOTENV = "dotenv"
-    JSON = "json"
-    HYDRA = "hydra"
 
     @property
     def suffix(self) -> str:
         """What file names end in."""
-        return {Format.SH: ".sh", Format.DOTENV: ".env", Format.JSON: ".json", Format.HYDRA: ".yaml"}[self]
+        return ".sh" if self is Format.SH else ".env"
 
 
 class UnsayableError(ClusterError):
@@ -48,10 +43,6 @@ def render_environment(environment: NodeEnvironment, form: Format) -> str:
             raise UnsayableError(f"{one_line(variable.name)!r} is no name of a variable")
         if "\0" in variable.value or not _is_unicode(variable.value):
             raise _unsayable(variable, form, "NUL characters and broken Unicode cannot be in an environment file")
-    if form is Format.JSON:
-        return json.dumps(environment.to_dict(), indent=2, ensure_ascii=False) + "\n"
-    if form is Format.HYDRA:
-        return _hydra(environment)
     line = _sh_line if form is Format.SH else _dotenv_line
     head = f"# Environment of ranks on {one_line(environment.node)}, by `burst env`."
     return "\n".join([head, *_commented(environment.variables, line)]) + "\n"
@@ -81,29 +72,6 @@ def _dotenv_line(variable: EnvironmentVariable) -> str:
     if len(text.encode()) > DOTENV_LINE_BYTES:
         raise _unsayable(variable, Format.DOTENV, f"its lines hold at most {DOTENV_LINE_BYTES >> 10} KiB")
     return text
-
-
-def _hydra(environment: NodeEnvironment) -> str:
-    """What Hydra sets before a job: hydra.job.env_set, at the root of the configuration."""
-    for variable in environment.variables:
-        if variable.value == "???":
-            raise _unsayable(variable, Format.HYDRA, "??? says that a value is missing")
-    head = ["# @package _global_", f"# Environment of ranks on {one_line(environment.node)}, by `burst env`."]
-    lines = ["hydra:", "  job:", "    env_set:" if environment.variables else "    env_set: {}"]
-    for variable in environment.variables:
-        lines += [f"      # {one_line(variable.reason, 2000)}", f"      {variable.name}: {_yaml_text(variable.value)}"]
-    return "\n".join([*head, *lines]) + "\n"
-
-
-def _yaml_text(value: str) -> str:
-    """Quoted always: OmegaConf reads a bare 1e3 as a number, PyYAML does not."""
-    width = 16 * len(value) + 80
-    return yaml.safe_dump(_no_interpolation(value), default_style='"', width=width).rstrip("\n")
-
-
-def _no_interpolation(value: str) -> str:
-    r"""`${` as `\${`, and the backslashes before it doubled, so that OmegaConf gives back the very text."""
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
 def _is_unicode(value: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from cluster.access.hosts import node_command
 from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, Route, StorageRoute
 from cluster.errors import ClusterError
 from cluster.parse.fabric import GpuAddress, NetInterface
@@ -31,8 +32,8 @@ _ROUTE_KINDS = frozenset({"local", "broadcast", "multicast", "anycast"})
 _MAX_ROUTES = 4096
 
 
-def read_facts(probe: NodeProbe, config: ClusterConfig) -> NodeEnvironmentFacts:
-    """What the node's environment depends on.
+def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
+    """What the node's environment depends on. reached_by: the overrides with which a command reaches it.
 
     Raises ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand off
     on a node that has it.
@@ -41,9 +42,10 @@ def read_facts(probe: NodeProbe, config: ClusterConfig) -> NodeEnvironmentFacts:
         adapters = parse_adapters(probe.section("ib.ports"))
         interfaces = read_interfaces(probe)
     except UnreadableError as error:
+        look = node_command(probe.node, "check-nodes", "--only", "ib,net", reached_by=reached_by)
         raise ClusterError(
             f"{probe.node}: cannot tell what network it has: {error}{f' ({probe.trouble})' if probe.trouble else ''}. "
-            f"Look at it with `burst check-nodes --only ib,net --hosts {probe.node}`"
+            f"Look at it with `{look}`"
         ) from error
     notes: list[str] = []
     choice = explain_interface(interfaces, config.interface)

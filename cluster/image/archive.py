@@ -1,30 +1,32 @@
-"""Reading `docker save`: both layouts, as a stream, so that an image never lies unpacked on this machine.
+"""What the engine saves, as blobs of a registry: `docker save` is read once, as a stream, and packed on the way.
 
-classic   ID/layer.tar per layer, HASH.json (settings), manifest.json
-OCI       blobs/sha256/HASH for everything (layers perhaps compressed), index.json, mostly manifest.json, too
+classic   ID/layer.tar (or HASH.tar) per layer, HASH.json (settings), manifest.json; a layer may be a link to another
+OCI       blobs/sha256/HASH for everything, layers perhaps packed already, index.json, and manifest.json, too
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import zstandard
 
 from cluster.errors import ClusterError
+from cluster.image.node.registry import Blob
 
-MAX_DOCUMENT_BYTES = 16 << 20
-_PIECE_BYTES = 1 << 20
+Packing = Literal["zstd", "none"]
+_MAX_DOCUMENT_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
 _HEAD_BYTES = 512
-_DOCUMENT_NAMES = ("manifest.json", "index.json", "oci-layout", "repositories")
-
-# (pieces of the uncompressed layer, its size or None) -> its diff id
-AddLayer = Callable[[Iterator[bytes], int | None], str]
+_LEVEL = 3  # about 300 MB/s per core; higher ones win little on images
+_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+_CONFIG = "application/vnd.oci.image.config.v1+json"
+_LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 class ArchiveError(ClusterError):
@@ -32,109 +34,104 @@ class ArchiveError(ClusterError):
 
 
 @dataclass(frozen=True)
-class SavedImage:
-    """config: the settings, byte by byte; their hash is the image id of the classic store."""
+class PackedImage:
+    """All that a registry needs: blobs by digest, one of them the manifest."""
 
-    config: bytes
-    diff_ids: tuple[str, ...]
+    blobs: dict[str, Blob]
+    manifest: str
 
     @property
-    def config_name(self) -> str:
-        """HASH.json."""
-        return f"{hashlib.sha256(self.config).hexdigest()}.json"
+    def size_bytes(self) -> int:
+        """What a node gets that has nothing of it."""
+        return sum(blob.have for blob in self.blobs.values())
 
 
-def read_archive(stream: IO[bytes], add_layer: AddLayer) -> SavedImage:
-    """The image in the tar `stream`; every layer goes through `add_layer` once, in the order of the archive.
-
-    Raises ArchiveError when it is damaged, or when layers that its settings name are not in it.
-    """
+def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
+    """The image in the tar `stream`, its layers packed. Raises ArchiveError when it is damaged or incomplete."""
     documents: dict[str, bytes] = {}
-    found: set[str] = set()
+    links: dict[str, str] = {}
+    layers: dict[str, str] = {}
+    blobs: dict[str, Blob] = {}
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
-                reader = archive.extractfile(member) if member.isreg() else None
-                if reader is None:
+                if member.issym():
+                    links[member.name] = posixpath.normpath(f"{posixpath.dirname(member.name)}/{member.linkname}")
+                if not member.isreg():
                     continue
+                reader = archive.extractfile(member)
+                assert reader is not None
                 head = reader.read(_HEAD_BYTES)
-                if _is_document(member, head):
+                if member.size <= _MAX_DOCUMENT_BYTES and head[:1] in (b"{", b"[") and head[257:262] != b"ustar":
                     documents[member.name] = head + reader.read()
-                elif member.name.endswith("/layer.tar") or member.name.startswith("blobs/sha256/"):
-                    pieces = _pieces(head, reader)
-                    packed = _compression(head)
-                    found.add(add_layer(_unpack(pieces, packed), None if packed else member.size))
-    except (tarfile.TarError, EOFError, zlib.error, zstandard.ZstdError) as error:
+                elif member.name.endswith(".tar") or member.name.startswith("blobs/sha256/"):
+                    layers[member.name] = _add(blobs, _packed(head, reader, packing))
+    except (tarfile.TarError, EOFError, zstandard.ZstdError) as error:
         raise ArchiveError(f"the archive that the engine wrote is damaged: {error}") from error
-    config = _config(documents)
-    diff_ids = tuple(_parse(config, "settings").get("rootfs", {}).get("diff_ids") or ())
-    missing = [diff_id for diff_id in diff_ids if diff_id not in found]
-    if missing:
-        raise ArchiveError(f"the engine left {len(missing)} of {len(diff_ids)} layers out of its archive: {missing[0]}")
-    return SavedImage(config, diff_ids)
-
-
-def _is_document(member: tarfile.TarInfo, head: bytes) -> bool:
-    if member.size > MAX_DOCUMENT_BYTES:
-        return False
-    name = member.name
-    if name in _DOCUMENT_NAMES or ("/" not in name and name.endswith(".json")):
-        return True
-    return name.startswith("blobs/") and head[257:262] != b"ustar" and head.lstrip()[:1] == b"{"
-
-
-def _config(documents: dict[str, bytes]) -> bytes:
-    """The settings of the one image."""
-    if "manifest.json" in documents:
-        rows = _parse(b'{"rows": %b}' % documents["manifest.json"], "manifest.json")["rows"]
-        if (
-            isinstance(rows, list)
-            and len(rows) == 1
-            and isinstance(rows[0], dict)
-            and rows[0].get("Config") in documents
-        ):
-            return documents[rows[0]["Config"]]
-        raise ArchiveError("manifest.json does not name the settings of exactly one image")
-    name = "index.json"
-    for _ in range(4):  # an index may lead to an index
-        document = _parse(documents.get(name, b""), name)
-        if "config" in document:
-            return documents.get(_blob_name(document["config"]), b"")
-        platforms = [row for row in document.get("manifests", ()) if _blob_name(row) in documents]
-        if not platforms:
-            break
-        name = _blob_name(platforms[0])
-    raise ArchiveError("neither manifest.json nor index.json leads to the settings of an image")
-
-
-def _blob_name(row: Any) -> str:
-    return "blobs/" + str(row.get("digest", "")).replace(":", "/")
-
-
-def _parse(text: bytes, what: str) -> dict[str, Any]:
+    config, names = _image(documents)
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ArchiveError(f"{what} in the engine's archive: {error}") from error
-    if not isinstance(value, dict):
-        raise ArchiveError(f"{what} in the engine's archive: not a JSON object")
-    return value
+        digests = [layers[links.get(name, name)] for name in names]
+    except KeyError as error:
+        raise ArchiveError(f"the engine left a layer out of its archive: {error}") from error
+    config_digest = _add(blobs, _document(_CONFIG, config))
+    rows = [_row(blobs, digest) for digest in (config_digest, *digests)]
+    manifest = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": rows[0], "layers": rows[1:]}
+    manifest_digest = _add(blobs, _document(_MANIFEST, json.dumps(manifest).encode()))
+    return PackedImage(blobs, manifest_digest)
 
 
-def _compression(head: bytes) -> str | None:
-    if head[:2] == b"\x1f\x8b":
-        return "gzip"
-    return "zstd" if head[:4] == b"\x28\xb5\x2f\xfd" else None
+def _image(documents: dict[str, bytes]) -> tuple[bytes, list[str]]:
+    """The settings of the one image, byte by byte, and the names of its layers from the bottom up."""
+    try:
+        (row,) = json.loads(documents["manifest.json"])
+        return documents[row["Config"]], [str(name) for name in row["Layers"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArchiveError("manifest.json in the engine's archive does not describe exactly one image") from error
+
+
+def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Blob]:
+    """A layer in `packing`; one that is gzip already stays as it is, as every engine takes it."""
+    there = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head[:4] == b"\x28\xb5\x2f\xfd" else "none"
+    pieces = _pieces(head, reader)
+    if there == "zstd" and packing == "none":
+        pieces, there = map(zstandard.ZstdDecompressor().decompressobj().decompress, pieces), "none"
+    if there == "none" and packing == "zstd":
+        pieces, there = _pack(pieces), "zstd"
+    return _blob(_LAYER + ("" if there == "none" else f"+{there}"), pieces)
+
+
+def _pack(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    # Without the size in its head: the same layer gives the same bytes, however the engine hands it over.
+    packer = zstandard.ZstdCompressor(level=_LEVEL, threads=-1).compressobj()
+    for piece in pieces:
+        yield packer.compress(piece)
+    yield packer.flush()
+
+
+def _document(media_type: str, body: bytes) -> tuple[str, Blob]:
+    return _blob(media_type, iter([body]))
+
+
+def _blob(media_type: str, pieces: Iterator[bytes]) -> tuple[str, Blob]:
+    blob, digest = Blob(media_type), hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        blob.append(piece)
+    blob.size = blob.have
+    return f"sha256:{digest.hexdigest()}", blob
+
+
+def _add(blobs: dict[str, Blob], named: tuple[str, Blob]) -> str:
+    digest, blob = named
+    blobs.setdefault(digest, blob)
+    return digest
+
+
+def _row(blobs: dict[str, Blob], digest: str) -> dict[str, Any]:
+    return {"mediaType": blobs[digest].media_type, "digest": digest, "size": blobs[digest].size}
 
 
 def _pieces(head: bytes, reader: IO[bytes]) -> Iterator[bytes]:
     yield head
-    while piece := reader.read(_PIECE_BYTES):
+    while piece := reader.read(_READ_BYTES):
         yield piece
-
-
-def _unpack(pieces: Iterator[bytes], packed: str | None) -> Iterator[bytes]:
-    if packed is None:
-        return pieces
-    unpacker: Any = zlib.decompressobj(wbits=31) if packed == "gzip" else zstandard.ZstdDecompressor().decompressobj()
-    return (unpacker.decompress(piece) for piece in pieces)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from typing import Any
 
 from cluster.errors import ClusterError
-from cluster.image.node.engine import Engine, EngineError
+from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.node.identity import image_identity, layers_of
-from cluster.image.store import Store, StoredImage
+from cluster.image.status import is_unknown
 from cluster.remote_text import one_line
 from engine.errors import ConfigError
+
+_TIMEOUT_S = 60.0
 
 
 def engine_words(command: str) -> tuple[str, ...]:
@@ -37,6 +40,23 @@ def _full_name(name: str, tags: list[str]) -> str:
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
+def _inspect(command: tuple[str, ...], name: str) -> dict[str, Any] | None:
+    """What the local engine knows about image `name`; None if it has no such image."""
+    where = f"the local engine ({shlex.join(command)})"
+    try:
+        done = subprocess.run([*command, "image", "inspect", "--", name], capture_output=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{where}: did not answer in time") from error
+    except OSError as error:
+        raise ClusterError(f"{where}: cannot run {command[0]}: {error.strerror}") from error
+    if done.returncode:
+        said = one_line(done.stderr)
+        if is_unknown(said):
+            return None
+        raise ClusterError(f"{where}: {said or f'ended with {done.returncode}'}")
+    return dict(json.loads(done.stdout)[0])
+
+
 class LocalImage:
     """Image `name` as the local engine has it. Raises ClusterError when the engine does not answer or has no such."""
 
@@ -44,41 +64,30 @@ class LocalImage:
         self._command = command
         if name.startswith("-") or not name.strip() or any(char.isspace() for char in name):
             raise ConfigError(f"{one_line(name, 60)!r} is no image name; expected NAME:TAG")
-        try:
-            found = Engine(command).inspect(name)
-        except EngineError as error:
-            raise ClusterError(f"the local engine ({shlex.join(command)}): {one_line(str(error))}") from error
+        found = _inspect(command, name)
         if found is None:
             raise ClusterError(
                 f"the local engine has no image {name!r}; build it with `burst image build`, or name one of "
                 f"`{shlex.join(command)} image ls`"
             )
-        self._image_id = str(found["Id"])
+        self.image_id = str(found["Id"])
         self.name = _full_name(name, [str(tag) for tag in found.get("RepoTags") or ()])
         self.identity = image_identity(found)
         self.diff_ids = tuple(layers_of(found))
         self.size_bytes = int(found.get("Size") or 0)
 
-    def export(self, store: Store, on_bytes: Callable[[int], None] = lambda size: None) -> StoredImage:
-        """The image in `store`, exported now unless it is there already."""
-        return store.find(self.identity, self.name) or self._save(store, on_bytes)
-
-    def _save(self, store: Store, on_bytes: Callable[[int], None]) -> StoredImage:
+    def pack(self, packing: Packing) -> PackedImage:
+        """The image as blobs of a registry. Raises ClusterError when the engine cannot save it."""
         # By its id: the name may have moved on to another image since it was looked at.
-        process = subprocess.Popen(
-            [*self._command, "save", "--", self._image_id], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            image = store.add(process.stdout, self.identity, self.name, on_bytes)
-        except ClusterError as error:
-            process.kill()
-            said = one_line(process.stderr.read())
-            raise ClusterError(f"cannot export {self.name}: {said or error}") from error
-        finally:
-            if process.poll() is None:
+        command = [*self._command, "save", self.image_id]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            try:
+                return pack_archive(process.stdout, packing)
+            except (ClusterError, OSError) as error:
+                process.kill()
+                said = one_line(process.stderr.read())
+                raise ClusterError(f"cannot export {self.name}: {said or error}") from error
+            finally:
                 process.stdout.close()
-            with process:
-                pass
-        return image

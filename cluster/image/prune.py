@@ -1,52 +1,55 @@
-"""Removing what pushes keep for the next one: packed layers on the nodes and here; images only where we may."""
+"""Removing images that burst built and nobody uses any more, where the engine lets them go."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from cluster.access.hosts import Host
-from cluster.image.fleet import Fleet
-from cluster.image.node.frames import Message
+from cluster.access.connection import Connection
+from cluster.errors import ClusterError
 from cluster.remote_text import one_line
+
+LABEL = "org.burst.image"
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was (or would be) removed on one node. images: names of images that carry our label and that nobody uses."""
+    """What was (or would be) removed on one node, by name."""
 
     node: str
-    files: int = 0
-    bytes: int = 0
-    images: tuple[str, ...] = field(default=())
+    images: tuple[str, ...] = ()
     problem: str = ""
 
 
-def prune_nodes(
-    fleet: Fleet,
-    hosts: Sequence[Host],
-    *,
-    engine: Sequence[str],
-    repository: str | None,
-    dry_run: bool,
-    shared_folder: str | None = None,
-) -> list[Pruned]:
-    """What became of every node, in the order of `hosts`. repository: of images that shall go, too, without a tag."""
+def prune_node(connection: Connection, engine: Sequence[str], image: str, *, dry_run: bool) -> Pruned:
+    """Remove the other tags of `image`'s repository that carry our label and that no container was made from.
 
-    def question(node: str) -> Message:
-        options = {"repository": repository, "dry_run": dry_run, "shared": shared_folder}
-        return {"op": "prune", "node": node, "engine": list(engine), **options}
+    The label alone is not enough: whatever somebody builds upon our image inherits it. Raises ClusterError.
+    """
+    repository = repository_of(image)
+    listed = _call(connection, engine, "image", "ls", "--filter", f"label={LABEL}=1", "--format", "{{json .}}")
+    rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
+    names = {f"{row.get('Repository')}:{row.get('Tag')}": str(row.get("ID")) for row in rows}
+    removed = []
+    for name, image_id in sorted(names.items()):
+        if repository_of(name) != repository or name in (image, f"{image}:latest") or name.endswith(":<none>"):
+            continue
+        if _call(connection, engine, "ps", "--all", "--quiet", "--filter", f"ancestor={image_id}").strip():
+            continue
+        if dry_run or connection.run([*engine, "image", "rm", "--", name]).ok:
+            removed.append(one_line(name, 120))
+    return Pruned(connection.host.name, tuple(removed))
 
-    answers = fleet.ask(question, "pruned")
-    return [_pruned(host.name, answers.get(host.name), fleet.problems.get(host.name, "")) for host in hosts]
+
+def repository_of(name: str) -> str:
+    """The name without its tag; a port of a registry is no tag."""
+    head, _, last = name.rpartition("/")
+    return f"{head}/{last.partition(':')[0]}".lstrip("/")
 
 
-def _pruned(node: str, answer: Message | None, problem: str) -> Pruned:
-    if answer is None:
-        return Pruned(node, problem=problem or "did not answer")
-    try:
-        error = "" if answer["error"] is None else one_line(str(answer["error"]), 300)
-        images = tuple(one_line(str(name), 120) for name in answer["images"])
-        return Pruned(node, int(answer["files"]), int(answer["bytes"]), images, error)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return Pruned(node, problem="its agent gave an answer that makes no sense")
+def _call(connection: Connection, engine: Sequence[str], *words: str) -> str:
+    done = connection.run([*engine, *words])
+    if not done.ok:
+        raise ClusterError(f"its container engine: {one_line(done.stderr, 300)}")
+    return done.stdout.decode("utf-8", "replace")

@@ -1,56 +1,53 @@
-"""The executor of an `ImagePlan`: agents on the nodes, one event loop here; nobody waits for a lost node."""
+"""The executor of an `ImagePlan`: a registry here, a relay on each node, and the node's own engine that pulls."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
-import queue
-import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-import paramiko
-
+from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys
-from cluster.image.node.frames import Message
-from cluster.image.plan import ImagePlan, NodePlan, Route
-from cluster.image.routes import Feed, Link, Order, Routes
-from cluster.image.session import AgentSession, StoredBlobs
-from cluster.image.store import Store, StoredImage
+from cluster.access.ssh import SshConnection
+from cluster.errors import ClusterError, SshError, SshFailure
+from cluster.image.archive import PackedImage
+from cluster.image.local import LocalImage
+from cluster.image.node.registry import Limiter
+from cluster.image.plan import (
+    ImagePlan,
+    NodePlan,
+    NodeSurvey,
+    PushOptions,
+    Route,
+    build_nodes,
+    choose_packing,
+    is_podman,
+)
+from cluster.image.relays import Feed, PushSecrets
+from cluster.image.status import read_node_image
 from cluster.remote_text import one_line
 
+Connect = Callable[[Host], SshConnection]
 _TICK_S = 0.25
-
-
-@dataclass(frozen=True)
-class PushTiming:
-    """When a node counts as lost, in seconds."""
-
-    silence_s: float = 12.0  # agents speak twice a second
-    doubt_s: float = 2.0  # after a link broke: whoever speaks within that is alive, only the link is not
-    shared_wait_s: float = 30.0  # until a file that one node wrote into a shared folder is seen by the others
+STALL_S = 5.0
+_PULL_STALL_S = 900.0  # an engine that says nothing while nothing arrives: a large layer may take so long to unpack
 
 
 @dataclass
 class NodeResult:
-    """What became of one node. received_bytes: on the wire, by its agent's count. notes: what did not go as planned."""
+    """What became of one node. received_bytes: on the wire. notes: what did not go as planned."""
 
     node: str
     ok: bool
     route: str
     received_bytes: int = 0
-    skipped_bytes: int = 0
-    resumed_bytes: int = 0
     seconds: float = 0.0
     identity: str | None = None
-    is_verified: bool = False
     error: str = ""
     notes: list[str] = field(default_factory=list)
-    received: dict[str, int] = field(default_factory=dict)  # bytes by diff id of the layer
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -59,17 +56,16 @@ class NodeResult:
 
 @dataclass
 class NodeProgress:
-    """How far a node is, for whoever shows it. here_bytes counts what earlier pushes left there, too."""
+    """How far a node is, for whoever shows it."""
 
     node: str
     phase: str
     received_bytes: int = 0
-    here_bytes: int = 0
     total_bytes: int = 0
 
 
 class PushObserver(Protocol):
-    """Whoever shows a push to a person."""
+    """Whoever shows a push to a person; called from a thread of its own."""
 
     def progress(self, nodes: Sequence[NodeProgress]) -> None:
         """Called several times a second."""
@@ -79,284 +75,203 @@ class PushObserver(Protocol):
 
 
 class Push:
-    """One push; `run` does it. `sessions` hold the agents that answered the survey; they are closed by their owner."""
+    """One push of `image` to `hosts`; a context manager, at whose end all connections are closed.
+
+    stall_s: after so long without a byte a relay asks whoever feeds it whether it lives.
+    """
 
     def __init__(
         self,
-        plan: ImagePlan,
-        image: StoredImage,
-        store: Store,
-        sessions: Mapping[str, AgentSession],
-        events: queue.Queue[tuple[str, Message]],
+        image: LocalImage,
+        engine: Sequence[str],
+        hosts: Sequence[Host],
+        connect: Connect,
         *,
-        observer: PushObserver,
-        timing: PushTiming = PushTiming(),
+        stall_s: float = STALL_S,
     ) -> None:
-        self._plan, self._image, self._store = plan, image, store
-        self._sessions, self._events = dict(sessions), events
-        self._observer, self._timing = observer, timing
-        self._id = f"push-{secrets.token_hex(8)}"
-        self._star = plan.options.shared_folder is not None
-        self._routes = Routes(plan.chains, star=self._star)
-        self._key = EphemeralKey() if self._routes.listeners() else None
-        self._begin = time.monotonic()
-        self.results = {node.node: _first_result(node, plan.identity) for node in plan.nodes}
-        self._progress = {node.node: _first_progress(image, node) for node in plan.nodes}
-        self._open = {node.node for node in plan.nodes if _has_work(node)}
-        self._arrived: dict[str, set[int]] = {name: set() for name in self._open}
-        self._doubts: dict[str, tuple[str, float, str]] = {}  # node: who lost the link to it, when, and why
+        self._image, self._engine, self._hosts, self._connect = image, tuple(engine), hosts, connect
+        self._stall_s = stall_s
+        self._connections: dict[str, SshConnection] = {}
+        self._feeds: dict[str, Feed] = {}
+        self.secrets = PushSecrets()
+        self.results: dict[str, NodeResult] = {}
 
-    def run(self) -> tuple[NodeResult, ...]:
-        """The result of every node, in the order of the plan."""
-        for name in sorted(self._open):
-            self._sessions[name].offer(self._blobs(self._plan.node(name).encoding))
-            self._sessions[name].send(self._setup(self._plan.node(name)))
-        for name in self._routes.listeners():
-            assert self._key is not None
-            self._sessions[name].send({"op": "listen", "public_key": self._key.public})
-        for order in self._routes.heads():
-            self._do(order)
-        while self._open:
-            with contextlib.suppress(queue.Empty):
-                node, message = self._events.get(timeout=_TICK_S)
-                self._handle(node, message)
-            self._look_at_silence()
-            self._observer.progress(list(self._progress.values()))
-        return tuple(self.results[node.node] for node in self._plan.nodes)
+    def __enter__(self) -> Push:
+        return self
 
-    def _handle(self, node: str, message: Message) -> None:
-        handlers: dict[str, Callable[[str, Message], None]] = {
-            "progress": self._on_progress,
-            "listening": self._on_listening,
-            "link_lost": self._on_link_lost,
-            "arrived": self._on_arrived,
-            "corrupt": self._on_corrupt,
-            "refused": self._on_refused,
-            "done": self._on_done,
-            "failed": self._on_failed,
-            "gone": self._on_gone,
-        }
-        handler = handlers.get(message["op"])
-        if handler is None or node not in self.results:
-            return
-        try:
-            handler(node, message)
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
-            self._lose(node, "its agent sent a message that makes no sense")
+    def __exit__(self, *_: object) -> None:
+        feeds = dict(self._feeds)
+        fan_out([feed.connection.host for feed in feeds.values()], lambda host: feeds[host.name].close())
+        for connection in self._connections.values():
+            connection.close()
 
-    def _on_progress(self, node: str, message: Message) -> None:
-        progress = self._progress[node]
-        progress.received_bytes, progress.here_bytes = int(message["received"]), int(message["here"])
-        if node in self._open:
-            progress.phase = one_line(str(message["phase"]), 20)
-            self.results[node].received_bytes = progress.received_bytes
+    @property
+    def sent_bytes(self) -> int:
+        """What left this machine."""
+        return sum(feed.sent_bytes for feed in self._feeds.values())
 
-    def _on_listening(self, node: str, message: Message) -> None:
-        if node not in self._routes.feeder:
-            return  # lost meanwhile
-        if message["error"] is not None:
-            why = one_line(str(message["error"]))
-            self._note(node, f"no other node can log in there for this push ({why}): sent from here")
-            self._do(self._routes.from_launcher(node))
-        elif self._routes.feeder[node] is not None:
-            self._do(self._routes.order(node))
-
-    def _on_link_lost(self, sender: str, message: Message) -> None:
-        node = str(message["name"])
-        if self._routes.feeder.get(node) == sender and self._is_waiting(node):
-            self._doubts[node] = (sender, time.monotonic(), one_line(str(message["error"])))
-
-    def _on_arrived(self, node: str, message: Message) -> None:
-        number = int(message["blob"])
-        if node not in self._arrived:
-            return
-        self._arrived[node].add(number)
-        if self._star:
-            for reader in [name for name, writer in self._routes.feeder.items() if writer == node]:
-                self._sessions[reader].send({"op": "arrived", "blob": number})
-
-    def _on_corrupt(self, node: str, message: Message) -> None:
-        number = int(message["blob"])
-        layer = self._image.layers[number]
-        self._arrived[node].discard(number)
-        self._note(node, f"layer {layer.diff_id[7:19]} was damaged there; it is sent again")
-        encoding = self._plan.node(node).encoding
-        if self._routes.feeder.get(node, "") is None and not self._store.verify(layer, encoding):
-            self._lose(node, f"layer {layer.diff_id[7:19]} is damaged in {self._store.root}; run the command again")
-
-    def _on_refused(self, node: str, message: Message) -> None:
-        reason = one_line(str(message["error"]))
-        if self._star:
-            self._end(node, error=f"its engine wants all layers ({reason}); push to it without --via-shared")
-            return
-        self._note(node, f"its engine wants all layers, not only new ones ({reason}): all are sent")
-        self._progress[node].total_bytes = sum(
-            layer.packings[self._plan.node(node).encoding].size for layer in self._image.layers
-        )
-        self._sessions[node].send({"op": "complete"})
-        self._do(self._routes.from_launcher(node))
-
-    def _on_done(self, node: str, message: Message) -> None:
-        if node not in self._open:
-            return  # given up already
-        result = self.results[node]
-        result.identity = one_line(str(message["identity"]), 64)
-        result.is_verified = result.identity == self._plan.identity
-        self._count(node, message)
-        self._end(node, error="" if result.is_verified else f"it holds image {result.identity[:12]} instead")
-
-    def _on_failed(self, node: str, message: Message) -> None:
-        self._count(node, message)
-        error = one_line(str(message["error"]), 400)
-        if message["stage"] not in ("load", "verify"):
-            self._lose(node, error)
-        elif node in self._open:
-            self._end(node, error=error)  # its layers are right: it goes on feeding the next node
-
-    def _on_gone(self, node: str, message: Message) -> None:
-        self._lose(node, one_line(str(message["error"]), 400), sweep=True)
-
-    def _count(self, node: str, message: Message) -> None:
-        rows = {int(number): int(size) for number, size in message["received"]}
-        self.results[node].received = {self._image.layers[number].diff_id: size for number, size in rows.items()}
-        self.results[node].received_bytes = sum(rows.values())
-
-    def _lose(self, node: str, why: str, *, sweep: bool = False) -> None:
-        """`node` is out: its result, and another feeder for whoever it fed."""
-        if node in self._open:
-            self._end(node, error=why)
-        self._doubts.pop(node, None)
-        if node in self._routes.feeder:
-            waiting = [name for name in self._routes.feeder if name != node and self._is_waiting(name)]
-            for order in self._routes.lost(node, waiting):
-                feeder = order.sender if isinstance(order, Link) else "the launcher"
-                self._note(order.node, f"{node} is lost: {feeder} sends instead")
-                self._do(order)
-        self._sessions[node].abandon(sweep=sweep)
-
-    def _end(self, node: str, *, error: str) -> None:
-        self._open.discard(node)
-        result = self.results[node]
-        result.ok, result.error = not error, error
-        result.seconds = time.monotonic() - self._begin
-        self._progress[node].phase = "failed" if error else "done"
-
-    def _is_waiting(self, node: str) -> bool:
-        """Whether it still lacks layers that it, or a node behind it, needs."""
-        return node in self._arrived and not self._arrived[node].issuperset(self._plan.node(node).fetch)
-
-    def _look_at_silence(self) -> None:
-        now = time.monotonic()
-        for node in sorted(self._routes.feeder.keys() | self._open):
-            silence = now - self._sessions[node].heard_at
-            if silence > self._timing.silence_s:
-                self._lose(node, f"it said nothing for {silence:.0f} s: the node or the way to it is down")
-        for node, (sender, since, why) in list(self._doubts.items()):
-            if self._sessions[node].heard_at > since + self._timing.doubt_s:
-                del self._doubts[node]
-                if self._routes.feeder.get(node) == sender:
-                    self._note(node, f"{sender} cannot send to it ({why}): sent from here")
-                    self._do(self._routes.from_launcher(node))
-
-    def _do(self, order: Order) -> None:
-        host = self._sessions[order.node].connection.host
-        keys = host_key_lines(host) if isinstance(order, Link) else []
-        if isinstance(order, Link) and not keys:
-            self._note(order.node, "none of its host keys can be told to another node: sent from here")
-            order = self._routes.from_launcher(order.node)
-        if isinstance(order, Feed):
-            self._sessions[order.node].stop_feeding()
-            self._sessions[order.node].send({"op": "feed"})
-            return
-        assert self._key is not None
-        target = {"name": host.name, "address": host.address, "port": host.port, "user": host.user}
-        message = {"op": "link", **target, "host_keys": keys, "key": self._key.private}
-        self._sessions[order.sender].send(message)
-
-    def _setup(self, node: NodePlan) -> Message:
-        image, options = self._image, self._plan.options
-        blobs = [
-            {
-                "sha256": layer.packings[node.encoding].sha256,
-                "size": layer.packings[node.encoding].size,
-                "encoding": node.encoding,
-                "diff_id": layer.diff_id,
-                "unpacked": layer.unpacked_bytes,
-            }
-            for layer in image.layers
+    def plan(self, options: PushOptions, *, width: int = 64) -> ImagePlan:
+        """Ask every node what it has."""
+        outcomes = fan_out(self._hosts, self._survey, width=width).values()
+        surveys = [
+            outcome.value or NodeSurvey(outcome.host.name, problem=one_line(str(outcome.error), 400))
+            for outcome in outcomes
         ]
-        archive = {
-            "config": base64.b64encode(image.saved.config).decode("ascii"),
-            "config_name": image.saved.config_name,
-            "tag": image.name,
-            "layers": list(image.saved.diff_ids),
-        }
-        return {
-            "op": "setup",
-            "push": self._id,
-            "image": image.name,
-            "identity": image.identity,
-            "blobs": blobs,
-            "need": list(node.need),
-            "fetch": list(node.fetch),
-            "same": node.same,
-            "limit": options.limit,
-            "shared": options.shared_folder,
-            "shared_wait_s": self._timing.shared_wait_s,
-            "archive": archive,
-        }
-
-    def _blobs(self, encoding: str) -> StoredBlobs:
-        return StoredBlobs(
-            {
-                number: (self._store.path(layer, encoding), layer.packings[encoding].size)
-                for number, layer in enumerate(self._image.layers)
-            }
+        nodes = build_nodes(surveys, self._image.identity, options.route)
+        pulling = [node for node in nodes if node.route in (Route.DIRECT, Route.CHAIN)]
+        return ImagePlan(
+            self._image.name,
+            self._image.identity,
+            len(self._image.diff_ids),
+            self._image.size_bytes,
+            choose_packing(pulling),
+            options,
+            nodes,
         )
 
-    def _note(self, node: str, text: str) -> None:
-        self.results[node].notes.append(text)
-        self._observer.note(node, text)
+    def run(self, plan: ImagePlan, observer: PushObserver) -> tuple[NodeResult, ...]:
+        """The result of every node, in the order of the plan."""
+        packed = self._image.pack(plan.packing) if plan.pulling else None
+        self.results = {node.node: _first_result(node, plan.identity) for node in plan.nodes}
+        working = [node for node in plan.nodes if node.route is not Route.REFUSED and not node.is_up_to_date]
+        by_name = {node.node: node for node in working}
+        hosts = [host for host in self._hosts if host.name in by_name]
+        with self._shown(plan, packed, observer):
+            if packed is not None:
+                self._open_feeds(plan, packed)
+            outcomes = fan_out(hosts, lambda host: self._bring(by_name[host.name], packed), width=len(hosts))
+        for name, outcome in outcomes.items():
+            if outcome.error is not None:
+                self._fail(name, str(outcome.error))
+        return tuple(self.results[node.node] for node in plan.nodes)
 
+    def _survey(self, host: Host) -> NodeSurvey:
+        connection = self._connections[host.name] = self._connect(host)
+        there = read_node_image(connection, self._engine, self._image.name)
+        if there.problem:
+            return NodeSurvey(host.name, problem=f"its container engine: {there.problem}")
+        if there.identity == self._image.identity:
+            return NodeSurvey(host.name, there.identity)
+        other = read_node_image(connection, self._engine, self._image.image_id)
+        same = self._image.image_id if other.identity == self._image.identity else None
+        version = one_line(connection.run([*self._engine, "version"]).stdout, 2000)
+        return NodeSurvey(host.name, there.identity, same, version)
 
-class EphemeralKey:
-    """A key pair for one push: node to node, so that no key of a person ever leaves this machine."""
+    def _open_feeds(self, plan: ImagePlan, packed: PackedImage) -> None:
+        """A port here for every node that pulls, a relay there, and each relay's way to those before it."""
+        limiter = Limiter(plan.options.limit)
+        feeding = {feeder for node in plan.pulling for feeder in node.feeders}
+        blobs = {digest: (blob.media_type, blob.have) for digest, blob in packed.blobs.items()}
 
-    def __init__(self) -> None:
-        key = paramiko.ECDSAKey.generate(bits=256)
-        text = io.StringIO()
-        key.write_private_key(text)
-        self.private = text.getvalue()
-        self.public = f"{key.get_name()} {key.get_base64()}"
+        def work(host: Host) -> None:
+            feed = Feed(self._connections[host.name], packed, self.secrets, limiter, self._stall_s)
+            self._feeds[host.name] = feed
+            feed.start_relay(blobs, plan.options.limit, feeds_others=host.name in feeding)
+            if feed.problem:
+                self.results[host.name].notes.append(feed.problem)
 
+        names = {node.node for node in plan.pulling}
+        hosts = [host for host in self._hosts if host.name in names]
+        for name, outcome in fan_out(hosts, work, width=len(hosts)).items():
+            if outcome.error is not None:
+                self._fail(name, str(outcome.error))
+        for node in plan.pulling:
+            if node.node in self._feeds:
+                self._feeds[node.node].link([self._feeds[name] for name in node.feeders if name in self._feeds])
 
-def host_key_lines(host: Host) -> list[str]:
-    """The trusted keys of `host`, as known_hosts has them behind the name."""
-    known = HostKeys.load(host.known_hosts)
-    revoked = {key.blob for key in known.keys if key.is_revoked}
-    found = [key for key in known.find(host.key_names) if key.blob not in revoked]
-    return [f"{key.kind} {base64.b64encode(key.blob).decode('ascii')}" for key in found]
+    def _bring(self, node: NodePlan, packed: PackedImage | None) -> None:
+        """The image into one node's engine, under its name, and a look at what it became there."""
+        begin, result = time.monotonic(), self.results[node.node]
+        if result.error:
+            return
+        if node.same is not None:
+            self._call(node.node, "tag", node.same, self._image.name)
+        else:
+            assert packed is not None
+            self._pull(node, f"{self.secrets.token}/burst@{packed.manifest}")
+        there = read_node_image(self._connections[node.node], self._engine, self._image.name)
+        if there.identity != self._image.identity:
+            wanted = self._image.identity[:12]
+            raise ClusterError(there.problem or f"the engine holds {str(there.identity)[:12]} instead of {wanted}")
+        result.ok, result.identity, result.seconds = True, there.identity, time.monotonic() - begin
 
+    def _pull(self, node: NodePlan, name: str) -> None:
+        feed = self._feeds[node.node]
+        for port in feed.ports:
+            reference = f"127.0.0.1:{port}/{name}"
+            try:
+                self._pull_from(node, reference)
+                break
+            except ClusterError as error:
+                if port == feed.ports[-1] or "no space left" in str(error).lower() or isinstance(error, SshError):
+                    raise
+                why = one_line(str(error), 200)
+                self.results[node.node].notes.append(f"its relay failed ({why}): pulled from here")
+        self._call(node.node, "tag", reference, self._image.name)
+        self._call(node.node, "image", "rm", reference)
 
-def _has_work(node: NodePlan) -> bool:
-    return bool(node.need) or node.same is not None or (node.route is Route.NONE and not node.up_to_date)
+    def _pull_from(self, node: NodePlan, reference: str) -> None:
+        options = ("--tls-verify=false",) if is_podman(node.engine) else ()
+        process = self._connections[node.node].start((*self._engine, "pull", *options, reference))
+        moved = -1
+        try:
+            while True:
+                try:
+                    if not process.read(1 << 16, _PULL_STALL_S):
+                        break
+                except SshError as error:
+                    now = self._feeds[node.node].received_bytes
+                    if error.kind is not SshFailure.COMMAND_TIMEOUT or now == moved:
+                        raise
+                    moved = now
+            done = process.wait(_PULL_STALL_S)
+        finally:
+            process.close()
+        if done.exit_code != 0:
+            raise ClusterError(one_line(done.stderr, 400) or f"{self._engine[0]} pull ended with {done.exit_code}")
+
+    def _call(self, node: str, *words: str) -> None:
+        done = self._connections[node].run([*self._engine, *words])
+        if done.exit_code != 0:
+            raise ClusterError(f"{self._engine[0]} {words[0]}: {one_line(done.stderr, 400)}")
+
+    def _fail(self, node: str, text: str) -> None:
+        self.results[node].error = self.results[node].error or one_line(text, 400)
+
+    @contextlib.contextmanager
+    def _shown(self, plan: ImagePlan, packed: PackedImage | None, observer: PushObserver) -> Iterator[None]:
+        """Tell `observer` how far all nodes are for as long as the block lasts, and once more at its end."""
+        total, over, noted = packed.size_bytes if packed else 0, threading.Event(), set[tuple[str, str]]()
+
+        def look() -> None:
+            for name, result in self.results.items():
+                feed = self._feeds.get(name)
+                result.received_bytes = feed.received_bytes if feed is not None else 0
+                for text in result.notes:
+                    if (name, text) not in noted:
+                        noted.add((name, text))
+                        observer.note(name, text)
+            observer.progress([_progress(self.results[node.node], node, total) for node in plan.nodes])
+
+        def watch() -> None:
+            while not over.wait(_TICK_S):
+                look()
+
+        watcher = threading.Thread(target=watch, name="progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+        look()
 
 
 def _first_result(node: NodePlan, identity: str) -> NodeResult:
-    return NodeResult(
-        node.node,
-        ok=node.up_to_date,
-        route=node.route.value,
-        skipped_bytes=node.skipped_bytes,
-        resumed_bytes=node.resumed_bytes,
-        identity=identity if node.up_to_date else None,
-        is_verified=node.up_to_date,
-        error=node.problem,
-        notes=[node.note] if node.note else [],
-    )
+    known = identity if node.is_up_to_date else None
+    return NodeResult(node.node, node.is_up_to_date, node.route.value, identity=known, error=node.problem)
 
 
-def _first_progress(image: StoredImage, node: NodePlan) -> NodeProgress:
-    total = sum(image.layers[number].packings[node.encoding].size for number in node.fetch)
-    phase = "failed" if node.problem else "up to date" if node.up_to_date else "waiting"
-    return NodeProgress(node.node, phase, total_bytes=total)
+def _progress(result: NodeResult, node: NodePlan, total: int) -> NodeProgress:
+    phase = "up to date" if node.is_up_to_date else "failed" if result.error else "done" if result.ok else "receiving"
+    return NodeProgress(result.node, phase, result.received_bytes, total)

@@ -65,7 +65,7 @@ def read_node_image(connection: Connection, engine: Sequence[str], image: str) -
     result = connection.run([*engine, "image", "inspect", "--", image], timeout_s=_TIMEOUT_S)
     if result.exit_code != 0:
         said = one_line(result.stderr)
-        if "no such image" in said.lower():
+        if is_unknown(said):
             return NodeImage(node)
         return NodeImage(node, problem=said or f"{engine[0]} ended with {result.exit_code}")
     try:
@@ -74,6 +74,11 @@ def read_node_image(connection: Connection, engine: Sequence[str], image: str) -
         return NodeImage(node, identity, one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         return NodeImage(node, problem="its engine answered something that makes no sense")
+
+
+def is_unknown(said: str) -> bool:
+    """Whether an engine said that it has no such image: Docker's words, and Podman's."""
+    return "no such image" in said.lower() or "image not known" in said.lower()
 
 
 def build_status(image: str, found: Sequence[NodeImage], local: str | None) -> ImageStatus:

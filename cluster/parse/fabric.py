@@ -25,8 +25,6 @@ class HcaPort:
     rate_gbps: float | None = None
     pci_path: tuple[str, ...] = ()
     netdev: str | None = None
-    hca_type: str | None = None
-    firmware: str | None = None
     numa_node: int | None = None
     is_virtual_function: bool = False
     is_bond: bool = False
@@ -34,7 +32,6 @@ class HcaPort:
     pcie_width_max: int | None = None
     gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
-    board_id: str | None = None
     netdev_is_up: bool | None = None
     has_default_route: bool = False
     netdev_mtu: int | None = None
@@ -69,7 +66,6 @@ class NetInterface:
     kind: str = "ether"
     addresses: tuple[str, ...] = ()
     is_default_route: bool = False
-    speed_mbps: int | None = None
     pci_path: tuple[str, ...] = ()
     master: str | None = None
 

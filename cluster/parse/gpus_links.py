@@ -13,7 +13,6 @@ from cluster.remote_text import one_line
 _TITLE = re.compile(r"GPU (\d{1,3}): .*")
 _LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)
 _ALL_DOWN = re.compile(r"unable to retrieve nvlink information", re.IGNORECASE)
-_COUNTER = re.compile(r"\s*Link (\d{1,3}): ([A-Za-z][A-Za-z -]*?): *(\d{1,20})\s*")
 _CELL = re.compile(r"X|OK|CNS|GNS|TNS|NS|U|DR|DIS|N/A")
 
 
@@ -50,27 +49,6 @@ def read_nvlinks(section: Section) -> Mapping[int, GpuLinks] | None:
             elif not _ALL_DOWN.search(line):
                 return None
         found[index] = GpuLinks(links, any(_ALL_DOWN.search(line) for line in lines))
-    return found
-
-
-def read_nvlink_errors(section: Section) -> Mapping[int, Mapping[int, Mapping[str, int]]] | None:
-    """Counters by index of the GPU, link and name, `CRC Errors`; None as for `read_nvlinks`.
-
-    Newer drivers print traffic, bit error rates and the histogram of corrected symbols, too: no errors, left out.
-    """
-    blocks = _blocks(section)
-    if blocks is None:
-        return None
-    found = {}
-    for index, lines in blocks.items():
-        counters: dict[int, dict[str, int]] = {}
-        for line in lines:
-            match = _COUNTER.fullmatch(line)
-            if match and _is_error(match.group(2)):
-                counters.setdefault(int(match.group(1)), {})[match.group(2)] = int(match.group(3))
-            elif not match and not re.match(r"\s*Link \d+: ", line) and not _ALL_DOWN.search(line):
-                return None
-        found[index] = counters
     return found
 
 
@@ -123,10 +101,6 @@ def read_fabric_manager(section: Section) -> FabricManager | None:
     # `systemctl is-active` prints one word; anything else is a complaint of its own, such as "no bus".
     unit = unit if unit is not None and re.fullmatch(r"[a-z-]+", unit) else None
     return FabricManager(unit, "process" in values, version.group() if version else None)
-
-
-def _is_error(counter: str) -> bool:
-    return bool(re.search(r"errors?$|discards$|events$", counter, re.IGNORECASE)) and not counter.startswith("FEC")
 
 
 def _blocks(section: Section) -> Mapping[int, list[str]] | None:

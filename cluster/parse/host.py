@@ -39,18 +39,6 @@ class Filesystem:
 
 
 @dataclass(frozen=True)
-class Cpu:
-    """numa_balancing: None where the kernel has none. load: of the last minute. governors: one per core, if any."""
-
-    cores: int
-    governors: tuple[str, ...]
-    numa_balancing: int | None
-    numa_nodes: str | None
-    load: float
-    uptime_s: float
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes of main memory, from /proc/meminfo."""
 
@@ -66,8 +54,6 @@ class Process:
     owner: str
     age_s: float
     name: str
-    state: str = ""
-    parent: int = 0
     run_id: str = ""
 
 
@@ -84,10 +70,8 @@ class Software:
     """Versions on the node itself. python: None when there is none. packages: None when they cannot be listed.
     in_image: ranks run in containers, so that the image's versions count and not these."""
 
-    kernel: str
     python: str | None
     packages: Mapping[str, str] | None
-    tools: tuple[str, ...] = ()
     in_image: bool = False
 
     @property
@@ -157,20 +141,6 @@ def parse_shared(probe: NodeProbe) -> Filesystem | None:
     return _filesystem(section, "shared")
 
 
-def parse_cpu(probe: NodeProbe) -> Cpu:
-    """From `host.cpu`."""
-    section = _believed(probe, "host.cpu")
-    absent = _values(section, "absent")
-    return Cpu(
-        cores=int(_number(section, "cores")),
-        governors=tuple(_values(section, "governor")),
-        numa_balancing=None if "numa_balancing" in absent else int(_number(section, "numa_balancing")),
-        numa_nodes=next(iter(_values(section, "numa_online")), None),
-        load=_number(section, "load"),
-        uptime_s=_number(section, "uptime"),
-    )
-
-
 def parse_memory(probe: NodeProbe) -> Memory:
     """From `host.memory`."""
     section = _believed(probe, "host.memory")
@@ -183,21 +153,6 @@ def parse_memory(probe: NodeProbe) -> Memory:
     if kib["MemTotal"] == 0:
         raise _unreadable(section, "MemTotal is 0")
     return Memory(kib["MemTotal"] << 10, kib["MemAvailable"] << 10)
-
-
-def parse_stuck(probe: NodeProbe) -> tuple[Process, ...]:
-    """From `host.processes`: zombies (Z) and processes that wait in the kernel (D), seen so twice a second apart."""
-    section = _believed(probe, "host.processes")
-    if _number(section, "seen") < 1:
-        raise _unreadable(section, "not one process was seen")
-    found = []
-    for line in _values(section, "process"):
-        match = re.fullmatch(r"(\d{1,9}) ([ZD]) (\d{1,9}) (\d{1,10}|\?) (\d{1,18}) ?(.*)", line)
-        if match is None:
-            raise _unreadable(section, f"no process: {line[:40]!r}")
-        age_s = _age(section, int(match[5]))
-        found.append(Process(int(match[1]), f"uid {match[4]}", age_s, match[6], state=match[2], parent=int(match[3])))
-    return tuple(found)
 
 
 def parse_runs(probe: NodeProbe) -> RunProcesses:
@@ -223,7 +178,7 @@ def parse_runs(probe: NodeProbe) -> RunProcesses:
 def parse_software(probe: NodeProbe) -> Software:
     """From `host.software`."""
     section = _believed(probe, "host.software")
-    kernel, python = _value(section, "kernel"), None
+    python = None
     if "python" not in _values(section, "absent"):
         python = _value(section, "python")
         if re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", python) is None:
@@ -232,7 +187,7 @@ def parse_software(probe: NodeProbe) -> Software:
     if "read" in _values(section, "packages"):
         packages = _pairs(section, "package")
     in_image = _value(section, "runtime") == "docker"
-    return Software(kernel, python, packages, tuple(_values(section, "tool")), in_image)
+    return Software(python, packages, in_image)
 
 
 def parse_nccl_settings(probe: NodeProbe) -> NcclSettings:

@@ -137,7 +137,6 @@ def _names(interfaces: Sequence[NetInterface]) -> str:
 
 
 def _interface(link: _Link, details: Mapping[str, str], is_default_route: bool) -> NetInterface:
-    speed = _integer(details.get("speed", ""))
     return NetInterface(
         name=link.name,
         is_up=link.is_up,
@@ -146,7 +145,6 @@ def _interface(link: _Link, details: Mapping[str, str], is_default_route: bool) 
         kind=details["kind"] if link.kind == "ether" and details.get("kind") else link.kind,
         addresses=link.addresses[:_MAX_ADDRESSES],
         is_default_route=is_default_route,
-        speed_mbps=speed if speed is not None and speed > 0 else None,
         pci_path=pci_path(details.get("path", "")),
         master=link.master or details.get("master") or None,
     )

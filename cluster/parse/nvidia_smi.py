@@ -14,7 +14,6 @@ from cluster.parse.nvidia_smi_xml import (
     Word,
     add_up,
     broken_fields,
-    difference,
     first_number,
     normal_address,
     parse_xml,
@@ -77,13 +76,12 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class PcieLink:
-    """Lanes and generation now and at most, and packets sent again since the driver loaded."""
+    """Lanes and generation now and at most."""
 
     width: Number
     width_max: Number
     generation: Number
     generation_max: Number
-    replays: Number
 
 
 @dataclass(frozen=True)
@@ -109,16 +107,6 @@ class RowRemap:
 
 
 @dataclass(frozen=True)
-class Temperature:
-    """Degrees Celsius. margin_c: how far the GPU is below the point where it slows down, whichever way the driver says
-    it; memory_margin_c the same of its memory."""
-
-    gpu_c: Number
-    margin_c: Number
-    memory_margin_c: Number
-
-
-@dataclass(frozen=True)
 class Clocks:
     """MHz. application: what was set for compute; default: what it is from the factory."""
 
@@ -139,12 +127,9 @@ class Gpu:
     address: str
     model: Word
     uuid: Word
-    vbios: Word
     performance_state: Word
-    persistence: Word
     mig: Word
     mig_pending: Word
-    memory_mib: Number
     used_mib: Number
     recovery_action: Word
     throttle: int | Gap
@@ -155,7 +140,6 @@ class Gpu:
     pcie: PcieLink
     ecc: EccState
     remap: RowRemap
-    temperature: Temperature
     clocks: Clocks
     processes: tuple[GpuProcess, ...] | Gap
     broken: tuple[str, ...]
@@ -171,7 +155,6 @@ class SmiLog:
     """One answer. attached: how many GPUs the driver counts. notes: what was printed around the XML."""
 
     driver: Word
-    cuda: Word
     attached: Number
     gpus: tuple[Gpu, ...]
     notes: tuple[str, ...] = ()
@@ -201,13 +184,7 @@ def read_smi(section: Section) -> SmiLog | SmiTrouble:
     if root.tag != "nvidia_smi_log" or len(elements) > MAX_GPUS:
         return SmiTrouble(SmiFailure.NOT_XML, f"element {one_line(root.tag)} with {len(elements)} GPUs")
     gpus = tuple(_gpu(index, element) for index, element in enumerate(elements))
-    return SmiLog(
-        read_word(root, "driver_version"),
-        read_word(root, "cuda_version"),
-        read_number(root, "attached_gpus"),
-        gpus,
-        notes,
-    )
+    return SmiLog(read_word(root, "driver_version"), read_number(root, "attached_gpus"), gpus, notes)
 
 
 _DOCUMENT = re.compile(r"<\?xml|<nvidia_smi_log>")
@@ -247,12 +224,9 @@ def _gpu(index: int, node: Element) -> Gpu:
         address=normal_address(node.get("id", "")) or one_line(node.get("id", ""), 40),
         model=read_word(node, "product_name"),
         uuid=read_word(node, "uuid"),
-        vbios=read_word(node, "vbios_version"),
         performance_state=read_word(node, "performance_state"),
-        persistence=read_word(node, "persistence_mode"),
         mig=read_word(node, "mig_mode/current_mig"),
         mig_pending=read_word(node, "mig_mode/pending_mig"),
-        memory_mib=read_number(node, "fb_memory_usage/total"),
         used_mib=read_number(node, "fb_memory_usage/used"),
         recovery_action=_recovery_action(node),
         throttle=_throttle(node),
@@ -263,7 +237,6 @@ def _gpu(index: int, node: Element) -> Gpu:
         pcie=_pcie(node),
         ecc=_ecc(node),
         remap=_remap(node),
-        temperature=_temperature(node),
         clocks=_clocks(node),
         processes=_processes(node),
         broken=tuple(broken_fields(node)),
@@ -307,7 +280,6 @@ def _pcie(node: Element) -> PcieLink:
         width_max=read_number(node, f"{link}/link_widths/max_link_width"),
         generation=read_number(node, f"{link}/pcie_gen/current_link_gen"),
         generation_max=read_number(node, f"{link}/pcie_gen/max_link_gen"),
-        replays=read_number(node, "pci/replay_counter"),
     )
 
 
@@ -335,21 +307,6 @@ def _remap(node: Element) -> RowRemap:
         retirement_pending="Yes" if "Yes" in retirement else retirement[0],
         repairs=tuple(f"{name.replace('_', ' ')}: {value}" for name, value in found.items() if value == "Yes"),
     )
-
-
-def _temperature(node: Element) -> Temperature:
-    """Hopper tells a distance to its limit and the threshold as a distance, too; before it both were temperatures."""
-    gpu = read_number(node, "temperature/gpu_temp")
-    slow = read_number(node, "temperature/gpu_temp_slow_tlimit_threshold")
-    # A distance without its threshold: 0 is the limit of normal operation, a little below the point of slowing down.
-    slow = 0.0 if slow in (Gap.MISSING, Gap.NOT_SUPPORTED) else slow
-    margin = difference(read_number(node, "temperature/gpu_temp_tlimit"), slow)
-    if isinstance(margin, Gap) and margin is not Gap.UNREADABLE:
-        older = difference(read_number(node, "temperature/gpu_temp_slow_threshold"), gpu)
-        margin = older if older is not Gap.MISSING else margin
-    memory_limit = read_number(node, "temperature/gpu_temp_max_mem_threshold")
-    memory_margin = difference(memory_limit, read_number(node, "temperature/memory_temp"))
-    return Temperature(gpu, margin, memory_margin)
 
 
 def _clocks(node: Element) -> Clocks:

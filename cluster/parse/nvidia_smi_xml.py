@@ -104,12 +104,12 @@ def read_word(node: Element, path: str) -> Word:
 
 
 def read_number(node: Element, path: str) -> Number:
-    """The number that begins the text at `path`: `81559 MiB`, `16x`, `-2 C`."""
+    """The number at `path`, in the unit that belongs there: `81559 MiB`, `16x`, `-2 C`."""
     word = read_word(node, path)
     if isinstance(word, Gap):
         return word
-    found = re.match(r"-?\d+(\.\d+)?(?=$|[ x])", word)
-    return float(found.group()) if found else Gap.UNREADABLE
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)(?:x| MiB| W| MHz| C)?", word)
+    return float(found[1]) if found else Gap.UNREADABLE
 
 
 def first_number(node: Element, paths: Iterable[str]) -> Number:
@@ -135,15 +135,6 @@ def add_up(values: Iterable[Number]) -> Number:
     if known:
         return sum(known)
     return Gap.NOT_SUPPORTED if Gap.NOT_SUPPORTED in gaps else Gap.MISSING
-
-
-def difference(left: Number, right: Number) -> Number:
-    for value in (left, right):
-        if isinstance(value, Gap):
-            return value
-    assert not isinstance(left, Gap)
-    assert not isinstance(right, Gap)
-    return left - right
 
 
 def broken_fields(node: Element) -> Iterable[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.access.connection import Connection
+from cluster.code.node.boot import OLD_PYTHON, boot_code, pack_modules, with_length
 from cluster.errors import ClusterError
-from cluster.image.node.boot import OLD_PYTHON, boot_code, pack_modules, with_length
 from cluster.remote_text import one_line
 
 _ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,7 +16,7 @@ from engine.config_cluster import ClusterConfig
 
 # What stops a run or spoils it. Whose the processes on a node are, its image, its Python and its clock are asked by the
 # survey; what only makes a node slow or untidy is for `burst check-nodes`.
-_HOST = frozenset({"host.inodes", "host.shm", "host.stuck", "host.docker_gpu"})
+_HOST = frozenset({"host.inodes", "host.shm", "host.docker_gpu"})
 _NET = frozenset({"net.subnet", "net.mtu"})
 _GPU_LEFT_OUT = frozenset({"gpu.busy"})
 _WITH_NCCL = frozenset({"host.memlock", "host.nccl_conf"})
@@ -29,7 +29,7 @@ def gate_selection(cluster: ClusterConfig) -> Selection:
     groups = ("gpu", "ib", "net", "host") if nccl else ("net", "host")
     wanted = _HOST | _NET | (_WITH_NCCL if nccl else frozenset())
     left_out = (name for name in EXPLANATIONS if name.startswith(("net.", "host.")) and name not in wanted)
-    return Selection(only=groups, skip=(*left_out, *_GPU_LEFT_OUT, "ssh.round_trip", "ssh.clock"))
+    return Selection(only=groups, skip=(*left_out, *_GPU_LEFT_OUT, "ssh.clock"))
 
 
 def check_health(hosts: Sequence[Host], cluster: ClusterConfig, *, force: bool = False) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.access.nodes import fold_nodes
+from cluster.code.node.boot import OLD_PYTHON
 from cluster.errors import ClusterError, SshError
-from cluster.image.node.boot import OLD_PYTHON
 from cluster.preflight.bundle import NoAnswerError
 from cluster.preflight.facts import DataFacts, RemoteFacts
 from cluster.preflight.survey import Survey, needed_modules

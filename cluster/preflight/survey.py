@@ -120,6 +120,6 @@ def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
         raise ClusterError(f"{host.name}: its answer makes no sense: {error}") from error
     facts = replace(facts, clock_offset_s=probe.clock_offset_s, clock_error_s=probe.clock_error_s)
     try:
-        return replace(facts, environment=read_facts(probe, question.config.cluster))
+        return replace(facts, environment=read_facts(probe, question.config.cluster, host.reached_by))
     except ClusterError as error:
         return replace(facts, environment_problem=str(error).removeprefix(f"{host.name}: "))

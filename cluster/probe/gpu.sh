@@ -62,11 +62,6 @@ command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi nvlink --status
 END
 
-    section gpu.nvlink_errors 20 <<'END'
-command -v nvidia-smi >/dev/null || exit 127
-nvidia-smi nvlink -e
-END
-
     # Compute processes with their owner and age. A process that /proc does not show belongs to another PID namespace.
     section gpu.apps 20 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
@@ -154,7 +149,7 @@ fi
 printf 'scanned\t%s\tend\n' "$scanned"
 END
 
-# A second look, seconds after the first: counters that grow, and GPUs that are still in use.
+# A second look, seconds after the first: GPUs that are still in use.
 if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
     section gpu.again 35 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
@@ -164,7 +159,6 @@ code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
     sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
         -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' \
         -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
-        -e '/<pci>/p; /<\/pci>/p; /<replay_counter>/p' \
         -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p' >&4; } 3>&1)
 exit "$code"
 END

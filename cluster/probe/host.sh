@@ -37,75 +37,12 @@ command -v stat >/dev/null 2>&1 || exit 127
 stat -f -c 'shared %S %b %a %c %d %T' -- "$BURST_SHARED_FOLDER"
 END
 
-section host.cpu 5 <<'END'
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)
-printf 'cores %s\n' "$cores"
-for file in "$root"/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor; do
-    [ -r "$file" ] && read -r governor <"$file" && printf 'governor %s\n' "$governor"
-done
-read_file() {
-    file=$root$2
-    [ -e "$file" ] || file=$2
-    if [ ! -e "$file" ]; then printf 'absent %s\n' "$1"; return; fi
-    # Not by `read`: it takes single bytes, and files of /proc/sys give only the first of them.
-    if line=$(cat "$file" 2>/dev/null); then printf '%s %s\n' "$1" "$line"; else printf 'unreadable %s\n' "$1"; fi
-}
-read_file numa_balancing /proc/sys/kernel/numa_balancing
-read_file numa_online /sys/devices/system/node/online
-read_file load /proc/loadavg
-read_file uptime /proc/uptime
-exit 0
-END
-
 section host.memory 5 <<'END'
 file=$root/proc/meminfo
 [ -e "$file" ] || file=/proc/meminfo
 while read -r key value unit; do
     case $key in MemTotal:|MemAvailable:|SwapTotal:|SwapFree:) printf '%s %s %s\n' "$key" "$value" "$unit" ;; esac
 done <"$file"
-END
-
-section host.processes 20 <<'END'
-# One line per process that is a zombie (Z) or waits in the kernel (D), seen twice, a second apart; then "seen COUNT".
-command -v awk >/dev/null 2>&1 || exit 127
-proc=$root/proc
-[ -r "$proc/1/stat" ] || proc=/proc
-read -r uptime rest <"$proc/uptime" || read -r uptime rest </proc/uptime
-printf 'uptime %s\nticks %s\n' "$uptime" "$(getconf CLK_TCK 2>/dev/null || echo 100)"
-# A process may name itself anything, line ends and ") Z 1" too: the fields begin after the LAST bracket of the file.
-states() {
-    awk -v proc="$proc" 'BEGIN {
-        for (i = 1; i < ARGC; i++) {
-            file = proc "/" ARGV[i] "/stat"; text = ""
-            while ((getline line < file) > 0) text = text " " line
-            close(file)
-            if (text == "") continue
-            seen++
-            last = 0
-            for (at = index(text, ")"); at > 0; at = index(substr(text, last + 1), ")")) last += at
-            name = substr(text, index(text, "(") + 1, last - index(text, "(") - 1)
-            split(substr(text, last + 2), field, " ")
-            if (field[1] == "Z" || field[1] == "D") {
-                uid = "?"; file = proc "/" ARGV[i] "/status"
-                while ((getline line < file) > 0) if (line ~ /^Uid:/) { split(line, ids, /[ \t]+/); uid = ids[2] }
-                close(file)
-                print "process", ARGV[i], field[1], field[2], uid, field[20], name
-            }
-        }
-        print "seen", seen + 0
-    }' "$@"
-}
-set --
-for folder in "$proc"/[0-9]*; do set -- "$@" "${folder##*/}"; done
-first=$(states "$@") || exit 1
-case $first in
-    *process\ *)
-        set --
-        for pid in $(printf '%s\n' "$first" | awk '$1 == "process" { print $2 }'); do set -- "$@" "$pid"; done
-        sleep 1
-        states "$@" | awk '$1 == "process"' ;;
-esac
-printf '%s\n' "$first" | awk '$1 == "seen"'
 END
 
 section host.runs 20 <<'END'
@@ -163,19 +100,15 @@ echo end
 END
 
 section host.software 15 <<'END'
-printf 'kernel %s\nruntime %s\n' "$(uname -r)" "${BURST_RUNTIME:-bare}"
+printf 'runtime %s\n' "${BURST_RUNTIME:-bare}"
 python=${BURST_PYTHON:-python3}
 case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
 if command -v "$python" >/dev/null 2>&1; then
     # The versions are in the packages' metadata: importing torch would take seconds.
-    "$python" - <<'PYTHON' || echo 'failed python'
+    "$python" - <<'PYTHON' 2>/dev/null || echo 'failed python'
 import sys
-print("python %d.%d.%d" % sys.version_info[:3])
-try:
-    from importlib.metadata import distributions
-except ImportError:
-    print("failed packages")
-    raise SystemExit
+print("python %d.%d.%d" % sys.version_info[:3], flush=True)
+from importlib.metadata import distributions
 found = {}
 for one in distributions():
     name = (one.metadata["Name"] or "").lower().replace("_", "-")
@@ -188,9 +121,6 @@ PYTHON
 else
     echo 'absent python'
 fi
-for tool in ib_write_bw all_reduce_perf; do
-    command -v "$tool" >/dev/null 2>&1 && printf 'tool %s\n' "$tool"
-done
 exit 0
 END
 

@@ -36,9 +36,6 @@ routes=$root/proc/net/route
 put_path() { place=$(cd -P "$2" 2>/dev/null && pwd -P); put "$1" "${place#"$base"}"; }
 
 put_device() {
-    put_file hca_type "$device/hca_type"
-    put_file fw_ver "$device/fw_ver"
-    put_file board_id "$device/board_id"
     put_path path "$device/device"
     put_file numa_node "$device/device/numa_node"
     put_file width "$device/device/current_link_width"

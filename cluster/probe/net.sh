@@ -55,7 +55,7 @@ base=$(cd -P "$root/" 2>/dev/null && pwd -P)
 for folder in "$root/sys/class/net/"*; do
     [ -d "$folder" ] || continue
     line="interface${tab}name=${folder##*/}"
-    for name in operstate carrier mtu speed type; do put_file "$name" "$folder/$name"; done
+    for name in operstate carrier mtu type; do put_file "$name" "$folder/$name"; done
     place=$(cd -P "$folder/device" 2>/dev/null && pwd -P)
     put path "${place#"$base"}"
     kind=

@@ -1,15 +1,13 @@
 """Runs on a node while nodes are tested against each other; sent over stdin, never written to disk there.
 
-Standard library of Python 3.6 and newer. Input: one JSON object per line; the first is the greeting
+Standard library of Python 3.9 and newer. Input: one JSON object per line; the first is the greeting
 
     {"nonce": WORD, "token": HEX, "address": "10.0.0.1", "deadline_s": 60}
 
 answered by {"port": N} or {"error": text}. Then requests, each with an `id`, answered in any order:
 
-    {"id": 1, "do": "connect", "targets": [[name, address, port], ...], "timeout_s": 3, "width": 64}
+    {"id": 1, "targets": [[name, address, port], ...], "timeout_s": 3, "width": 64}
         -> {"id": 1, "results": [[name, "ok" | kind, detail, milliseconds], ...]}
-    {"id": 2, "do": "send", "target": [name, address, port], "seconds": 2, "streams": 4, "timeout_s": 3}
-        -> {"id": 2, "bytes_per_s": R} as the receiver counted, or {"id": 2, "error": kind, "detail": text}
 
 Every line of output begins with the nonce, for a login shell may print what it likes. The agent ends when its input
 ends (the asking side died) and at its deadline, whatever it is doing. Only who knows the token gets an answer on its
@@ -24,7 +22,6 @@ import json
 import os
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
@@ -33,13 +30,7 @@ from typing import Any
 GREETING = b"burst-pair-1\n"
 CHALLENGE_BYTES = 16
 DIGEST_BYTES = 32
-PING, BULK = b"P", b"B"
-CHUNK_BYTES = 1 << 20
 MAX_PEERS = 1024
-MAX_STREAMS = 64
-WARM_UP_SHARE = 0.15
-# bytes, seconds from the first counted byte to the last
-REPORT = struct.Struct("!Qd")
 KINDS = {
     errno.ECONNREFUSED: "refused",
     errno.EHOSTUNREACH: "unreachable",
@@ -71,7 +62,7 @@ def receive(peer: socket.socket, count: int) -> bytes:
     return data
 
 
-def failure(error: BaseException) -> "list[str]":
+def failure(error: BaseException) -> list[str]:
     """(kind, detail) of what went wrong with a connection."""
     if isinstance(error, StrangerError):
         return ["stranger", str(error)]
@@ -87,7 +78,7 @@ def family_of(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def call(token: bytes, source: str, target: "tuple[str, int]", mode: bytes, timeout_s: float) -> socket.socket:
+def call(token: bytes, source: str, target: tuple[str, int], timeout_s: float) -> socket.socket:
     """A connection from address `source` to the agent at `target`, both sides proven."""
     peer = socket.socket(family_of(target[0]), socket.SOCK_STREAM)
     try:
@@ -102,7 +93,7 @@ def call(token: bytes, source: str, target: "tuple[str, int]", mode: bytes, time
         theirs = receive(peer, CHALLENGE_BYTES)
         if not hmac.compare_digest(receive(peer, DIGEST_BYTES), proof(token, b"server", ours, theirs)):
             raise StrangerError("another test answers on that port")
-        peer.sendall(proof(token, b"client" + mode, ours, theirs) + mode)
+        peer.sendall(proof(token, b"client", ours, theirs))
         return peer
     except BaseException:
         peer.close()
@@ -110,59 +101,21 @@ def call(token: bytes, source: str, target: "tuple[str, int]", mode: bytes, time
 
 
 def answer(token: bytes, peer: socket.socket, timeout_s: float) -> None:
-    """Serve one connection: prove, be proven, then say OK (ping) or count what comes (bulk)."""
+    """Serve one connection: prove, be proven, then say OK."""
     with peer:
         peer.settimeout(timeout_s)
         if receive(peer, len(GREETING)) != GREETING:
             return
         theirs, ours = receive(peer, CHALLENGE_BYTES), os.urandom(CHALLENGE_BYTES)
         peer.sendall(GREETING + ours + proof(token, b"server", theirs, ours))
-        shown = receive(peer, DIGEST_BYTES)
-        mode = receive(peer, 1)
-        if mode not in (PING, BULK) or not hmac.compare_digest(shown, proof(token, b"client" + mode, theirs, ours)):
-            return
-        if mode == PING:
+        if hmac.compare_digest(receive(peer, DIGEST_BYTES), proof(token, b"client", theirs, ours)):
             peer.sendall(b"+")
-            return
-        seconds = struct.unpack("!d", receive(peer, 8))[0]
-        # What is under way when the sender stops may take long on a slow link.
-        peer.settimeout(10 * timeout_s)
-        peer.sendall(REPORT.pack(*count_bytes(peer, seconds)))
-
-
-def count_bytes(peer: socket.socket, seconds: float) -> "tuple[int, float]":
-    """(bytes, seconds) of the window that all streams of a transfer share; all of it when nothing fell into the window.
-
-    It begins after the warm-up and ends when the sender stops, before the buffers are empty: else the streams that
-    still have something to send would count the share of those that are done.
-    """
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    warm_up_s = WARM_UP_SHARE * seconds
-    begin = since = last = counted_until = 0.0
-    everything = counted = 0
-    while True:
-        got = peer.recv_into(buffer)
-        if not got:
-            break
-        last = time.monotonic()
-        if not begin:
-            begin = last
-            continue
-        everything += got
-        if since and last - begin <= seconds:
-            counted, counted_until = counted + got, last
-        elif not since and last - begin >= warm_up_s:
-            since = last
-    if counted:
-        # A stream that was still running at the end of the window was running until there.
-        return counted, (begin + seconds if last - begin > seconds else counted_until) - since
-    return everything, max(last - begin, 1e-9)
 
 
 class Agent:
     """The listening socket of this node, and what is asked of it."""
 
-    def __init__(self, greeting: "dict[str, Any]") -> None:
+    def __init__(self, greeting: dict[str, Any]) -> None:
         self.nonce = str(greeting["nonce"])
         self.token = bytes.fromhex(str(greeting["token"]))
         self.address = str(greeting["address"])
@@ -170,7 +123,7 @@ class Agent:
         self.peers = threading.Semaphore(MAX_PEERS)
         self.listener = socket.socket(family_of(self.address), socket.SOCK_STREAM)
 
-    def say(self, reply: "dict[str, Any]") -> None:
+    def say(self, reply: dict[str, Any]) -> None:
         """One line of output, whole."""
         with self.lock:
             sys.stdout.write(f"{self.nonce} {json.dumps(reply)}\n")
@@ -208,19 +161,18 @@ class Agent:
         finally:
             self.peers.release()
 
-    def handle(self, request: "dict[str, Any]") -> None:
+    def handle(self, request: dict[str, Any]) -> None:
         """Answer one request."""
-        work = {"connect": self.connect, "send": self.send}.get(str(request.get("do")))
         reply: dict[str, Any]
         try:
-            reply = work(request) if work else {"error": "unknown request", "detail": str(request.get("do"))}
+            reply = self.connect(request)
         except Exception as error:
             kind, detail = failure(error)
             reply = {"error": kind, "detail": detail}
         reply["id"] = request.get("id")
         self.say(reply)
 
-    def connect(self, request: "dict[str, Any]") -> "dict[str, Any]":
+    def connect(self, request: dict[str, Any]) -> dict[str, Any]:
         """Say hello to every target, so many at a time."""
         todo: queue.Queue[Any] = queue.Queue()
         for target in request["targets"]:
@@ -241,59 +193,18 @@ class Agent:
             thread.join()
         return {"results": results}
 
-    def ping(self, target: "tuple[str, int]", timeout_s: float) -> "list[Any]":
+    def ping(self, target: tuple[str, int], timeout_s: float) -> list[Any]:
         """(ok or kind, detail, milliseconds) of one connection and its greeting."""
         begin = time.monotonic()
         try:
-            with call(self.token, self.address, target, PING, timeout_s) as peer:
+            with call(self.token, self.address, target, timeout_s) as peer:
                 receive(peer, 1)
         except (OSError, StrangerError) as error:
             return [*failure(error), 1000 * (time.monotonic() - begin)]
         return ["ok", "", 1000 * (time.monotonic() - begin)]
 
-    def send(self, request: "dict[str, Any]") -> "dict[str, Any]":
-        """Send over all streams for so long; what the receiver counted."""
-        _, address, port = request["target"]
-        seconds, timeout_s = float(request["seconds"]), float(request["timeout_s"])
-        streams = max(1, min(MAX_STREAMS, int(request["streams"])))
-        target = (str(address), int(port))
-        counts: list[tuple[int, float]] = []
-        errors: list[BaseException] = []
-        with contextlib.ExitStack() as stack:
-            peers = [
-                stack.enter_context(call(self.token, self.address, target, BULK, timeout_s)) for _ in range(streams)
-            ]
-            until = time.monotonic() + seconds
 
-            def work(peer: socket.socket) -> None:
-                try:
-                    counts.append(push(peer, seconds, until, timeout_s))
-                except (OSError, StrangerError) as error:
-                    errors.append(error)
-
-            for thread in [start(work, peer) for peer in peers]:
-                thread.join()
-        if errors:
-            kind, detail = failure(errors[0])
-            return {"error": kind, "detail": detail}
-        return {"bytes_per_s": sum(count / elapsed for count, elapsed in counts)}
-
-
-def push(peer: socket.socket, seconds: float, until: float, timeout_s: float) -> "tuple[int, float]":
-    """Send zeros until then; the receiver's count."""
-    peer.settimeout(max(timeout_s, seconds))
-    chunk = memoryview(bytes(CHUNK_BYTES))
-    peer.sendall(struct.pack("!d", seconds))
-    while time.monotonic() < until:
-        # Whole chunks would overrun the end on a slow link by what the buffers hold.
-        peer.send(chunk[: CHUNK_BYTES // 4])
-    peer.shutdown(socket.SHUT_WR)
-    peer.settimeout(10 * timeout_s)
-    count, elapsed = REPORT.unpack(receive(peer, REPORT.size))
-    return count, elapsed
-
-
-def start(work: "Any", *arguments: "Any") -> threading.Thread:
+def start(work: Any, *arguments: Any) -> threading.Thread:
     """A thread that does not keep the process alive."""
     thread = threading.Thread(target=work, args=arguments)
     thread.daemon = True
@@ -318,7 +229,7 @@ def main() -> None:
         for line in iter(sys.stdin.buffer.readline, b""):
             start(agent.handle, json.loads(line.decode()))
     sys.stdout.flush()
-    # Not sys.exit: threads in the middle of a transfer must not keep the node busy.
+    # Not sys.exit: threads in the middle of a greeting must not keep the node busy.
     os._exit(0)
 
 

@@ -31,7 +31,6 @@ _END_WAIT_S = 2.0
 class _Clock:
     """See the fields of the same name of `NodeProbe`."""
 
-    round_trip_s: float
     offset_s: float | None
     error_s: float
 
@@ -62,7 +61,6 @@ def probe_node(
     return NodeProbe(
         connection.host.name,
         read_sections(answer, fence),
-        clock.round_trip_s,
         clock.offset_s,
         clock.error_s,
         trouble,
@@ -100,12 +98,12 @@ def _read_clock(connection: Connection, timeout_s: float) -> _Clock:
     round_trip = time.monotonic() - begin
     found = _CLOCK.match(result.stdout) if result.exit_code == 0 else None
     if found is None:
-        return _Clock(round_trip, None, 0.0)
+        return _Clock(None, 0.0)
     fraction = found.group(2)
     # Whole seconds are cut, not rounded: the middle of that second is the best guess.
     told = float(found.group(1)) + (float(fraction) if fraction else 0.5)
     error = round_trip / 2 + (0.0 if fraction else 0.5)
-    return _Clock(round_trip, told - (sent_at + round_trip / 2), error)
+    return _Clock(told - (sent_at + round_trip / 2), error)
 
 
 def _converse(

@@ -51,14 +51,13 @@ class Section:
 class NodeProbe:
     """Everything one node answered.
 
-    round_trip_s: of an empty command on the open connection. clock_offset_s: the node's clock minus ours, by the middle
-    of the round trip; None when the node told no time. clock_error_s: by how much that may be wrong. trouble: why the
-    answer as a whole is not complete, in words; empty when it is.
+    clock_offset_s: the node's clock minus ours, by the middle of the round trip; None when the node told no time.
+    clock_error_s: by how much that may be wrong. trouble: why the answer as a whole is not complete, in words; empty
+    when it is.
     """
 
     node: str
     sections: Mapping[str, Section] = field(default_factory=dict)
-    round_trip_s: float | None = None
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
     trouble: str = ""

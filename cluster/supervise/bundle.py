@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.image.node.boot import boot_code, pack_modules, with_length
+from cluster.code.node.boot import boot_code, pack_modules, with_length
 from cluster.supervise.node.daemon import MODULES
 
 _BRIDGE = (
-    "cluster.image.node.frames",
+    "cluster.supervise.node.frames",
     *MODULES,
     "cluster.supervise.node.tail",
     "cluster.supervise.node.bridge",

@@ -72,7 +72,7 @@ def lay_hardware(folder: NodeFolder, files: Mapping[str, FakeFile], interfaces: 
     for path in (new, folder.fake, folder.bin):
         shutil.rmtree(path, ignore_errors=True)
     for name, file in files.items():
-        _write(new / _checked(name), file)
+        file.write(new / _checked(name))
     for name, path in (("root", folder.fake), ("bin", folder.bin)):
         (new / name).mkdir(parents=True, exist_ok=True)
         (new / name).rename(path)
@@ -95,15 +95,6 @@ def _link(root: Path, place: str, names: list[str] | tuple[str, ...]) -> None:
         path = root / place / name
         if not path.exists() and not path.is_symlink() and path.parent.is_dir():
             path.symlink_to(f"/{place}/{name}" if place else f"/{name}")
-
-
-def _write(path: Path, file: FakeFile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if file.link_to is not None:
-        path.symlink_to(file.link_to)
-        return
-    path.write_text(file.text, encoding="utf-8")
-    path.chmod(file.mode)
 
 
 def _checked(name: str) -> str:

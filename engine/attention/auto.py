@@ -16,6 +16,7 @@ from engine.attention.preview import MOST_RANKS_PLANNED, AttentionPreview, previ
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, RunConfig
 from engine.config_reader import to_plain
+from engine.devices import DEFAULT_DEVICE, find_device
 from engine.errors import ConfigError
 from engine.simulate.machine import Machine, find_machine
 
@@ -165,8 +166,8 @@ def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
     settings = config.cluster.machine
     name: str = settings.name
     if name == "auto":
-        known = [key for key in ("a100", "h100", "h200") if device_name and key in device_name.lower()]
-        name = "cpu" if config.cluster.backend == "gloo" or device_name == "cpu" else (*known, "h100")[0]
+        on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
+        name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
     changes = {key: value for key, value in to_plain(settings).items() if key != "name" and value is not None}
     return find_machine(name, changes)
 

@@ -6,7 +6,7 @@ V3  waits of one channel come in post order                   V6  no row is read
 V4  every view lies inside its slot                           V7  sends and receives match one to one
                                                               V8  both ends agree on steps, rows, kind and channel
                                                               V9  rows that were kept are not written
-Values are proven by `engine.attention.counting`; these rules say where a broken plan breaks.
+Values are proven by counting, in the tests; these rules say where a broken plan breaks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,20 +12,10 @@ from torch import Tensor
 from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.plan import LinkBytes, RankPlan
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.transport import Parcel, Transport
+from engine.attention.transport import SilentTransport, Transport
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.config_reader import to_plain
 from engine.parallel.mesh import Mesh, build_mesh
-
-
-class SilentTransport:
-    """Moves nothing: the time without communication. Values are then wrong; only the clock counts."""
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Nothing starts."""
-
-    def wait(self, messages: Sequence[int]) -> None:
-        """Nothing is waited for."""
 
 
 @dataclass(frozen=True)

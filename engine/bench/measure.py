@@ -41,17 +41,20 @@ def turns(items: Sequence[Item], rounds: Rounds) -> Iterator[tuple[bool, Item]]:
 
 
 def measure_in_turn(
-    variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: Rounds
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: Rounds,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Timings of calls on this process alone, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for counts, name in turns(list(variants), rounds):
         synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         variants[name]()
         synchronize(device)
         if counts:
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: summarise(values) for name, values in seconds.items()}
 
 

@@ -8,6 +8,7 @@ the same manifest, and a step counts when all of them have it.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sys
 import time
@@ -226,10 +227,10 @@ class Checkpointer:
     def restore_from(self, source: Path, target: Restorable, accept: Accept) -> Manifest:
         """As `restore`, from a run, its folder of checkpoints or one checkpoint, in which nothing is changed.
 
-        Of one that is named, damage is an error; else damaged ones are passed over and told.
+        Of one that is named, damage is an error; else damaged ones are passed over and told. A node without the folder
+        is sent what it needs.
         """
-        with self._agreeing(f"go on from {source}"):
-            root, named = find_source(source)
+        root, named = self._find_source(source)
         disk = self._find_disk(read_storage_id(root))
         for step in self._common_steps(root) if named is None else [named]:
             checkpoint = Checkpoint(step, root / f"step-{step:08d}")
@@ -242,6 +243,22 @@ class Checkpointer:
             if self._rank == 0:
                 self._note(f"the checkpoint of step {step} is passed over: {problem}")
         raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+
+    def _find_source(self, source: Path) -> tuple[Path, int | None]:
+        """As `find_source`; where there is nothing, as others found it. Raises CheckpointError when nobody has any."""
+        found: tuple[str, int | None] | None = None
+        problem: CheckpointError | None = None
+        try:
+            root, named = find_source(source)
+            found = os.path.relpath(root, source), named
+        except CheckpointError as error:
+            problem = error
+        others = [one for one in self._gather(found) if one is not None]
+        with self._agreeing(f"go on from {source}"):
+            if not others and problem is not None:
+                raise problem
+        place, named = found or others[0]
+        return Path(os.path.normpath(source / place)), named
 
     def _find_disk(self, storage: str) -> Disk:
         storages = self._gather(storage)

@@ -19,8 +19,8 @@ from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
 from engine.memory.fit import Predict, advise, fit_of, sequence_topology, too_large_model
 from engine.memory.host_layers import other_host_layers, with_fewest_on_host
-from engine.memory.overhead import plain_step_seconds
 from engine.simulate.machine import Machine
+from engine.step_time import plain_step_seconds
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01

@@ -12,9 +12,9 @@ from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate, estimate_memory
 from engine.memory.fit import Fit, Predict, Prediction, fit_of, method_on
 from engine.memory.kept import PolicyCost, policy_cost
-from engine.memory.overhead import extra_seconds
 from engine.memory.policy import policy_name
 from engine.simulate.machine import Machine
+from engine.step_time import extra_seconds
 
 # The closed form is within about a tenth of the exact prediction; a policy must fit although it were so much larger.
 MARGIN = 0.1

@@ -13,42 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import RunConfig
+from engine.devices import DEFAULT_DEVICE, find_device, unknown_device
 from engine.errors import ConfigError
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
 HOST_RESERVE_SHARE = 0.03
-DEFAULT_DEVICE = "h100"
-
-
-@dataclass(frozen=True)
-class KnownDevice:
-    """A device by a pattern of its name: memory as nvidia-smi reports it; host memory of the vendor's own server."""
-
-    name: str
-    pattern: str
-    total_mib: int
-    node_host_bytes: int | None
-    source: str
-
-
-# First match wins: variants before families. Host memory: of the DGX of that generation with eight devices.
-DEVICES = (
-    KnownDevice("b200", r"\bG?B200\b", 183359, 2 * 10**12, "NVIDIA DGX B200 user guide: 180 GB, host 2 TB"),
-    KnownDevice("h200", r"\bH200\b", 143771, 2 * 10**12, "NVIDIA H200 datasheet: 141 GB, DGX H200 host 2 TB"),
-    KnownDevice("h100-nvl", r"\bH100.NVL\b", 95830, None, "NVIDIA H100 NVL datasheet: 94 GB"),
-    KnownDevice("h100", r"\bH[18]00\b", 81559, 2 * 10**12, "NVIDIA H100 datasheet: 80 GB, DGX H100 host 2 TB"),
-    KnownDevice("h20", r"\bH20\b", 97871, None, "NVIDIA H20 specification: 96 GB"),
-    KnownDevice("a100-40gb", r"\bA100\b.*\b40.?GB\b", 40960, 10**12, "NVIDIA A100 datasheet: 40 GB; DGX host 1 TB"),
-    KnownDevice("a100", r"\bA[18]00\b", 81920, 2 * 10**12, "NVIDIA A100 datasheet: 80 GB, DGX A100 640GB host 2 TB"),
-    KnownDevice("l40s", r"\bL40S?\b", 46068, None, "NVIDIA L40S datasheet: 48 GB"),
-    KnownDevice("a40", r"\bA40\b", 46068, None, "NVIDIA A40 datasheet: 48 GB"),
-    KnownDevice("l4", r"\bL4\b", 23034, None, "NVIDIA L4 datasheet: 24 GB"),
-    KnownDevice("a10", r"\bA10G?\b", 23028, None, "NVIDIA A10 datasheet: 24 GB"),
-    KnownDevice("rtx5090", r"\bRTX.?5090\b", 32607, None, "NVIDIA RTX 5090: 32 GB"),
-    KnownDevice("rtx4090", r"\bRTX.?4090\b", 24564, None, "NVIDIA RTX 4090: 24 GB"),
-    KnownDevice("rtx3090", r"\bRTX.?3090\b", 24576, None, "NVIDIA RTX 3090: 24 GB"),
-)
 
 
 @dataclass(frozen=True)
@@ -110,16 +80,6 @@ class Capacity:
             "local_ranks": self.local_ranks,
             "host_is_device": self.host_is_device,
         }
-
-
-def find_device(name: str) -> KnownDevice | None:
-    """The known device that torch, a driver or a person calls so; a MIG slice is none."""
-    words = re.sub(r"[-_ ]+", " ", name)
-    if re.search(r"\bMIG\b", words, re.IGNORECASE):
-        return None
-    exact = [device for device in DEVICES if device.name == name.lower()]
-    found = [device for device in DEVICES if re.search(device.pattern, words, re.IGNORECASE)]
-    return (*exact, *found, None)[0]
 
 
 def capacity_of(
@@ -275,9 +235,10 @@ def _accelerator(name: str, local_ranks: int, machine: _Machine) -> Capacity:
         return Capacity(name, total, "nvidia-smi", hardware.host_bytes, hardware.host_source, local_ranks)
     known = find_device(name)
     if known is None:
-        names = ", ".join(device.name for device in DEVICES)
-        raise ConfigError(f"device: got {name!r}, expected cpu, a number of bytes such as 80e9, or one of {names}")
-    total = known.total_mib * MIB
-    source = f"{known.source}; {known.total_mib} MiB"
-    host_source = "unknown" if known.node_host_bytes is None else f"{known.source} per node (set memory.host_bytes)"
-    return Capacity(known.name, total, source, known.node_host_bytes, host_source, local_ranks)
+        raise ConfigError(f"device: {unknown_device(name, 'cpu, a number of bytes such as 80e9')}")
+    if known.memory_mib is None:
+        raise ConfigError(f"device: the memory of {known.name} is not known here; set memory.device_bytes")
+    source = f"{known.source}; {known.memory_mib} MiB"
+    host_bytes = known.server_host_bytes
+    host_source = "unknown" if host_bytes is None else f"{known.source}, per node (set memory.host_bytes)"
+    return Capacity(known.name, known.memory_mib * MIB, source, host_bytes, host_source, local_ranks)

@@ -12,6 +12,7 @@ Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engine.attention.balance import member_pairs
 from engine.attention.layers import LayerAttention, attention_layers
@@ -155,16 +156,17 @@ class _Recomputation:
         self._turn = attention_layers(config, method)
         padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
         self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
-        self._known: dict[LayerAttention, float] = {}
+        self._known: dict[LayerAttention, tuple[float, float]] = {}
 
     def layer_cost(self, index: int, policy: LayerPolicy, shape: RankShape) -> LayerCost:
         """One layer of the model."""
         model, train = self._config.model, self._config.train
         attention = self._turn[index % len(self._turn)]
         if attention not in self._known:
-            self._known[attention] = busiest_share(attention, self._blocks.ring)
-        share = self._known[attention]
-        rows = train.micro_batch_size * most_kept_rows(self._blocks, attention.recompute_before or 0)
+            most = most_kept_rows(self._blocks, attention.recompute_before or 0)
+            self._known[attention] = (most, busiest_share(attention, self._blocks.ring))
+        most, share = self._known[attention]
+        rows = train.micro_batch_size * most
         matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
         return LayerCost(
             policy=policy,
@@ -181,6 +183,7 @@ def most_kept_rows(blocks: Blocks, cut: int) -> float:
     return max(ring.rows(rank) - ring.rows_before(rank, cut) for rank in range(ring.size)) / blocks.grid.heads
 
 
+@lru_cache(maxsize=64)  # candidates differ in what lies where, but seldom in what is computed again
 def busiest_share(layer: LayerAttention, layout: Layout) -> float:
     """Part of the pairs computed again that the busiest ring member has."""
     if not layer.recompute_before:

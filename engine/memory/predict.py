@@ -33,10 +33,11 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import run_attention
 from engine.attention.topology import Topology
+from engine.attention.transport import SilentTransport
 from engine.config import RunConfig
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
-from engine.memory.rehearsal import SilentTransport, StandInFlashKernel, rehearsed_runtime
+from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
 from engine.memory.reserve import reserve_bytes
 from engine.memory.tracker import LiveTensorTracker
 from engine.memory.worst_rank import worst_ranks

@@ -17,7 +17,6 @@ from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients,
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.plan import LocalOp, RankPlan, Step, Tile
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.transport import Parcel
 
 Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this
@@ -71,16 +70,6 @@ def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: C
         if key not in found or measure(item) > measure(found[key]):
             found[key] = item
     return list(found.values())
-
-
-class SilentTransport:
-    """A Transport that moves nothing: for rehearsals, in which nobody reads a value."""
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Nothing."""
-
-    def wait(self, messages: Sequence[int]) -> None:
-        """Nothing."""
 
 
 class StandInFlashKernel:

@@ -138,6 +138,7 @@ class Faults:
 
 
 NO_FAULTS = Faults()
+FindFaults = Callable[[int, int], tuple[Faults, Sequence[str]]]  # of one rank of so many, with those of all in words
 
 
 def read_faults(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[Faults, list[str]]:

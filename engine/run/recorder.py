@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,16 +141,16 @@ class Recorder:
             self._tensorboard.close()
 
 
-def open_tensorboard(run: RunFolder) -> Any:
-    """A writer into RUN/tensorboard; raises ConfigError when the package is missing."""
+def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") -> Any:
+    """The SummaryWriter of `module` into RUN/tensorboard; raises ConfigError where it cannot be imported."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        writer = importlib.import_module(module).SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "train.tensorboard=true, but the package tensorboard is not installed; "
             "install it (pip install tensorboard) or set train.tensorboard=false"
         ) from error
-    return SummaryWriter(str(run.path / "tensorboard"))
+    return writer(str(run.path / "tensorboard"))
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from engine.config_schema import nearest
+from engine.devices import Device, find_device, unknown_device
 from engine.errors import ConfigError
 
 LinkKind = Literal["intra", "inter", "host"]
@@ -18,6 +19,7 @@ class Machine:
     """One device with its links. Rates are per device and per direction; every link carries both directions at once.
 
     forward_flops_per_s, backward_flops_per_s   attention kernels on a large tile, in the FLOPs of `tile_flops`
+    matmul_flops_per_s                          large products of matrices
     kernel_block_rows                           side of the blocks in which a kernel works; half of one is wasted per
                                                 row along the edge of a causal tile or a band
     tile_overhead_s                             added to every tile: launch, and ramp-up of the kernel
@@ -29,6 +31,7 @@ class Machine:
     name: str
     forward_flops_per_s: float
     backward_flops_per_s: float
+    matmul_flops_per_s: float
     kernel_block_rows: float
     tile_overhead_s: float
     elementwise_bytes_per_s: float
@@ -65,48 +68,13 @@ def machine_fields() -> tuple[str, ...]:
     return tuple(field.name for field in fields(Machine) if field.type == "float")
 
 
-# Kernels: what published kernels reach at head size 128 in bfloat16, not the peak of the datasheet.
-#   A100: FlashAttention-2 (Dao 2023): up to 73% (forward) and 63% (backward) of 312 TFLOP/s.
-#   H100: FlashAttention-3 (Shah et al. 2024): forward up to 740 TFLOP/s without a mask, somewhat more than 600 causal;
-#   its backward is about a fifth slower. H200 has the H100's compute units.
-# Memory and links: datasheets of A100 80GB SXM, H100 SXM, H200 SXM. NVLink 3 and 4 carry 600 and 900 GB/s, PCIe 4 and 5
-# x16 64 and 128 GB/s, counting both directions; half of it here. One InfiniBand port per GPU, as in DGX nodes: HDR
-# 200 Gbit/s (A100), NDR 400 Gbit/s (H100, H200). Latencies are of the order of an NCCL point-to-point message.
-# cpu: one core per rank, float32 flash kernel of torch, gloo over loopback and over 10 Gbit Ethernet; orders of
-# magnitude, since cores differ.
-_A100 = Machine(
-    name="a100",
-    forward_flops_per_s=228e12,
-    backward_flops_per_s=196e12,
-    kernel_block_rows=128,
-    tile_overhead_s=10e-6,
-    elementwise_bytes_per_s=2.04e12,
-    intra_bytes_per_s=300e9,
-    intra_latency_s=8e-6,
-    inter_bytes_per_s=25e9,
-    inter_latency_s=15e-6,
-    host_bytes_per_s=32e9,
-    host_latency_s=10e-6,
-)
-_H100 = Machine(
-    name="h100",
-    forward_flops_per_s=600e12,
-    backward_flops_per_s=480e12,
-    kernel_block_rows=128,
-    tile_overhead_s=10e-6,
-    elementwise_bytes_per_s=3.35e12,
-    intra_bytes_per_s=450e9,
-    intra_latency_s=8e-6,
-    inter_bytes_per_s=50e9,
-    inter_latency_s=15e-6,
-    host_bytes_per_s=64e9,
-    host_latency_s=10e-6,
-)
-_H200 = replace(_H100, name="h200", elementwise_bytes_per_s=4.8e12)
+# One core per rank, float32 flash kernel of torch, gloo over loopback and over 10 Gbit Ethernet; orders of magnitude,
+# since cores differ.
 _CPU = Machine(
     name="cpu",
     forward_flops_per_s=80e9,
     backward_flops_per_s=55e9,
+    matmul_flops_per_s=80e9,
     kernel_block_rows=512,
     tile_overhead_s=50e-6,
     elementwise_bytes_per_s=10e9,
@@ -117,25 +85,46 @@ _CPU = Machine(
     host_bytes_per_s=10e9,
     host_latency_s=1e-6,
 )
-MACHINES: Mapping[str, Machine] = {machine.name: machine for machine in (_A100, _H100, _H200, _CPU)}
 
 
 def find_machine(name: str, changes: Mapping[str, float | bool] | None = None) -> Machine:
-    """The machine of this name with some of its fields replaced.
+    """The machine of `cpu` or of a device of `engine.devices`, with some of its fields replaced.
 
     Raises ConfigError for an unknown name or field and for a rate that cannot be.
     """
-    if name not in MACHINES:
-        raise ConfigError(f"machine: got {name!r}, expected one of {', '.join(MACHINES)}{_nearest(name, MACHINES)}")
+    device = find_device(name)
+    if name != "cpu" and device is None:
+        raise ConfigError(f"device: {unknown_device(name, 'cpu, a number of bytes such as 80e9 for memory alone,')}")
+    machine = _CPU if device is None else _of_device(device)
     known = {*machine_fields(), "shared_nic"}
     unknown = [
-        f"machine: no such field: {field}{_nearest(field, known)}; fields are {', '.join(sorted(known))}"
+        f"machine: no such field: {field}{_near(field, known)}; fields are {', '.join(sorted(known))}"
         for field in changes or {}
         if field not in known
     ]
     if unknown:
         raise ConfigError(unknown)
-    return replace(MACHINES[name], **dict(changes or {}))  # type: ignore[arg-type]
+    return replace(machine, **dict(changes or {}))  # type: ignore[arg-type]
+
+
+def _of_device(device: Device) -> Machine:
+    """Times are of the order of a kernel's launch and ramp-up, of an NCCL message, of a copy to the host."""
+    forward, backward = device.kernel_shares
+    return Machine(
+        name=device.name,
+        forward_flops_per_s=forward * device.bf16_tflops * 1e12,
+        backward_flops_per_s=backward * device.bf16_tflops * 1e12,
+        matmul_flops_per_s=device.matmul_share * device.bf16_tflops * 1e12,
+        kernel_block_rows=128,
+        tile_overhead_s=10e-6,
+        elementwise_bytes_per_s=device.memory_gbps * 1e9,
+        intra_bytes_per_s=device.peer_gbps * 1e9,
+        intra_latency_s=8e-6,
+        inter_bytes_per_s=device.nic_gbps * 1e9,
+        inter_latency_s=15e-6,
+        host_bytes_per_s=device.host_gbps * 1e9,
+        host_latency_s=10e-6,
+    )
 
 
 def free_links(machine: Machine) -> Machine:
@@ -146,6 +135,6 @@ def free_links(machine: Machine) -> Machine:
     return replace(machine, **changes)  # type: ignore[arg-type]
 
 
-def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _near(name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known)
+    return f" (did you mean {near}?)" if near else ""

@@ -24,7 +24,6 @@ class Result:
 def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home: no configuration of the person who runs the tests, no run folder outside tmp_path."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "320")
     return tmp_path

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 from testkit import PYTHON_PATH
 from testkit.fake_plan import fake_plan
@@ -40,6 +41,12 @@ class LivingRun:
         self.controller = subprocess.Popen(command, env=environment, start_new_session=True)
         wait_for(lambda: bool(set(list_runs(runs_dir)) - before), "the run folder")
         (self.run,) = set(list_runs(runs_dir)) - before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def wait_steps(self, count: int = 5) -> None:
         """Returns once so many steps are recorded."""

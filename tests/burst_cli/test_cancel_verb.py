@@ -36,8 +36,7 @@ def processes(run: RunFolder) -> list[int]:
 
 
 def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
-    living = LivingRun(root, "wait")
-    try:
+    with LivingRun(root, "wait") as living:
         living.wait_steps()
         result = burst("cancel")
         assert result.code == 0
@@ -47,13 +46,10 @@ def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
         assert living.controller.wait(200) == 130
         assert processes(living.run) == []
         assert living.run.read_state()["exit_code"] == 130
-    finally:
-        living.clear()
 
 
 def test_run_whose_launcher_was_killed_ends_at_once(burst, root: Path) -> None:
-    living = LivingRun(root, "ignore")
-    try:
+    with LivingRun(root, "ignore") as living:
         living.wait_steps()
         living.kill()
         assert processes(living.run)
@@ -64,8 +60,6 @@ def test_run_whose_launcher_was_killed_ends_at_once(burst, root: Path) -> None:
         assert (entry["status_before"], entry["status"], entry["problem"]) == ("running", "cancelled", None)
         assert len(entry["nodes"]) == 1
         wait_for(lambda: processes(living.run) == [], "the end of all processes", 10.0)
-    finally:
-        living.clear()
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "oom"])

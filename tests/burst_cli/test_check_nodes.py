@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
+from testkit.clock import Clock
 
 from burst_cli.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
 from burst_cli.commands.check_nodes import Output, run_check
@@ -27,12 +27,10 @@ FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk":
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No history of the person who runs the tests, no Slurm around them."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Slurm around the tests."""
     for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path / "state"
 
 
 def check(nodes: dict[str, Any], output: Output | None = None, pause: Callable[[float], None] | None = None) -> int:
@@ -118,10 +116,10 @@ def test_watching_shows_everything_once_and_then_changes(capsys: pytest.CaptureF
 
 
 def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
-    result = burst("check-nodes", "--only", "host.memory,host.cores", "--json")
+    result = burst("check-nodes", "--only", "host.memory,host.nofile", "--json")
     document = json.loads(result.out)
     (node,) = document["nodes"].values()
-    assert {finding["check"] for finding in node["findings"]} <= {"host.memory", "host.cores"}
+    assert {finding["check"] for finding in node["findings"]} <= {"host.memory", "host.nofile"}
     assert "ssh.reach" not in str(node)
 
 
@@ -137,24 +135,23 @@ def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
         (["--hosts", "-oProxyCommand=id"], "is no host name"),
         (["--explain", "gpu.nonsense"], "lists the checks of a group"),
         (["--timeout", "0"], "--timeout"),
-        (["--bandwidth"], "two or more"),
+        (["--bandwidth"], "--collectives measures"),
+        (["--dry-run"], "the launch of --collectives"),
         (["--cuda-smoke"], "cluster.container.runtime=docker"),
         (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str, own_state: Path) -> None:
+def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str) -> None:
     result = burst("check-nodes", *argv)
     assert result.code == 2
     assert text in result.err
     assert "Traceback" not in result.err
-    assert not own_state.exists()
 
 
-def test_explaining_checks_nothing(burst: Burst, own_state: Path) -> None:
+def test_explaining_checks_nothing(burst: Burst) -> None:
     result = burst("check-nodes", "--explain", "ssh.clock")
     assert result.code == 0
     assert result.out.startswith("ssh.clock: ")
-    assert not own_state.exists()
 
 
 def test_help_names_the_exit_codes(burst: Burst) -> None:
@@ -198,13 +195,6 @@ def test_a_new_node_is_a_change() -> None:
     assert "odd" in shown
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def live_text(view: LiveCheckView, height: int = 40) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=100, height=height)
@@ -216,7 +206,7 @@ def test_the_live_table_follows_each_node() -> None:
     clock = Clock()
     view = LiveCheckView(Console(width=100, height=40), ["n1", "n2"], ["gpu"], clock)
     view.started("n1")
-    clock.now = 7.0
+    clock.now += 7.0
     assert "..." in live_text(view)
     assert "7" in live_text(view)
     view.finished(

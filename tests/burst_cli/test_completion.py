@@ -100,8 +100,7 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),
         ("burst config --sea", ["--search-path"]),
         ("burst config no.such.key=", []),
-        ("burst plan --device h", ["h200", "h100-nvl", "h100", "h20"]),
-        ("burst plan --machine h", ["h100", "h200"]),
+        ("burst plan --device h2", ["h200-nvl", "h200", "h20"]),
     ],
 )
 def test_candidates_are_the_same_in_every_shell(complete, shell: str, line: str, expected: list[str]) -> None:

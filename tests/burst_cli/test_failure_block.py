@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from testkit.fake_plan import TWO_RANKS, fake_plan
 
 from burst_cli.failure_block import failure_block, memory_line
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
+from cluster.plan import LaunchPlan
+from engine.config import RunConfig, TrainConfig
 from engine.config_checkpoint import CheckpointConfig
-from engine.runs import RunFolder
+from engine.runs import RunFolder, create_run
 
 GIB = 2**30
 RUN = RunFolder(Path("/runs/tiny/20260101-000000-abcdef"))
@@ -73,6 +77,10 @@ def test_lost_node_is_the_place() -> None:
     assert text.startswith("FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n")
 
 
+def plan_of(run: RunFolder, settings: CheckpointConfig) -> LaunchPlan:
+    return fake_plan(run.path, RunConfig(train=TrainConfig(checkpoint=settings), cluster=TWO_RANKS.cluster))
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
     run = RunFolder(tmp_path / "runs/tiny/20260101-000000-abcdef")
@@ -81,7 +89,24 @@ def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
         (root / name).mkdir(parents=True)
         if is_whole:
             (root / name / "MANIFEST.json").write_text("{}")
-    found = last_checkpoint(run, CheckpointConfig(folder=str(tmp_path / "shared") if elsewhere else None))
-    assert found == root / "step-00001200"
-    failure = Failure("node_lost", "NodeLost", "gone", host="node2", checkpoint=str(found))
+    found = last_checkpoint(run, plan_of(run, CheckpointConfig(folder=str(tmp_path / "shared") if elsewhere else None)))
+    assert found == str(root / "step-00001200")
+    failure = Failure("node_lost", "NodeLost", "gone", host="node2", checkpoint=found)
     assert f"last checkpoint {found}" in failure_block(run, failure).plain
+
+
+def test_last_checkpoint_on_nodes_is_named_by_what_the_ranks_told_in_any_attempt(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "runs/tiny/20260101-000000-abcdef", {})
+    plan = replace(plan_of(run, CheckpointConfig(folder="~/saved")), launcher="ssh")
+    assert last_checkpoint(run, plan) is None
+    for step in (900, 1200):
+        run.append_event("checkpoint", step=step)
+    run.transition("failed")
+    run.transition("starting")
+    node = plan.nodes[0].name
+    assert last_checkpoint(run, plan) == f"~/saved/{run.run_id}/step-00001200 on {node}"
+    fetched = run.path / "checkpoints" / "step-00000900"
+    fetched.mkdir()
+    (fetched / "MANIFEST.json").write_text("{}")
+    own = replace(plan, config=replace(plan.config, train=TrainConfig()))
+    assert last_checkpoint(run, own) == f"{plan.nodes[0].folder}/checkpoints/step-00001200 on {node}"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from testkit import PYTHON_PATH
 from testkit.fault_rig import confirm
 from testkit.fault_table import AROUND_RANKS
 from testkit.process_table import kill_run, run_processes, wait_until_gone
+from testkit.terminal import on_terminal
+from testkit.waiting import wait_for
 
 from burst_cli.app import main
 from burst_cli.compose import compose
@@ -53,15 +53,15 @@ class Launch:
         return run
 
     def wait_until(self, condition: Callable[[RunFolder], bool]) -> None:
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is None and any(condition(run) for run in list_runs(self.runs_dir)):
-                return
-            time.sleep(0.02)
-        self.process.kill()
-        for run in list_runs(self.runs_dir):
-            kill_run(run.run_id)
-        raise AssertionError(f"it never happened:\n{self.process.communicate()}")
+        """Return once it is so of a run that is being led; else end all of it."""
+        try:
+            wait_for(lambda: self.process.poll() is not None or any(map(condition, list_runs(self.runs_dir))))
+            assert self.process.poll() is None, self.process.communicate()
+        except AssertionError:
+            self.process.kill()
+            for run in list_runs(self.runs_dir):
+                kill_run(run.run_id)
+            raise
 
     def end(self) -> int:
         """The exit code; afterwards no process of the run may be left."""
@@ -223,34 +223,23 @@ def test_terminal_that_is_closed_does_not_hurt_the_run(tmp_path: Path) -> None:
 # --- on a terminal ----------------------------------------------------------------------------------------------------
 
 
-def on_terminal(tmp_path: Path, *flags: str) -> str:
+def shown(tmp_path: Path, *flags: str) -> str:
     """What a terminal of 100 columns receives."""
-    leader, follower = pty.openpty()
-    launch = Launch(tmp_path, "ok", *flags, stdin=follower, stdout=follower, stderr=follower)
-    os.close(follower)
-    received = b""
-    while True:
-        try:
-            block = os.read(leader, 65536)
-        except OSError:  # the last holder of the other end is gone
-            break
-        if not block:
-            break
-        received += block
-    os.close(leader)
-    assert launch.end() == 0
-    return received.decode()
+    launches: list[Launch] = []
+    text = on_terminal(lambda end: launches.append(Launch(tmp_path, "ok", *flags, stdin=end, stdout=end, stderr=end)))
+    assert launches[0].end() == 0
+    return text
 
 
 def test_terminal_shows_a_block_that_is_redrawn(tmp_path: Path) -> None:
-    text = on_terminal(tmp_path)
+    text = shown(tmp_path)
     assert "\x1b[" in text
     assert text.rstrip().endswith("\x1b[?25h") or "\x1b[?25h" in text  # the cursor is shown again
     assert "completed" in text
 
 
 def test_plain_never_redraws_on_a_terminal(tmp_path: Path) -> None:
-    text = on_terminal(tmp_path, "--plain")
+    text = shown(tmp_path, "--plain")
     assert "\x1b[2K" not in text
     assert "step 5/5" in text
 

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testkit.process_table import kill_run, run_processes
+from testkit.waiting import wait_for
 
 from burst_cli.app import main
 from engine.config import load_config
@@ -153,11 +153,10 @@ def test_ctrl_c_stops_training_at_the_end_of_a_step(folder: Path, document: dict
 
 def wait_for_steps(folder: Path, other_run_id: str, process: subprocess.Popen[str]) -> RunFolder:
     """The run that is not `other_run_id`, once it trains."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline and process.poll() is None:
-        for run in list_runs(folder / "runs"):
-            if run.run_id != other_run_id and len(run.read_metrics()) >= 3:
-                return run
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"it never trained: {process.communicate()}")
+
+    def trained() -> list[RunFolder]:
+        assert process.poll() is None, process.communicate()
+        runs = [run for run in list_runs(folder / "runs") if run.run_id != other_run_id]
+        return [run for run in runs if len(run.read_metrics()) >= 3]
+
+    return wait_for(trained, "three steps")[0]

@@ -38,6 +38,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--hosts", "n1", "--hostfile", "x"], "--hosts and --hostfile both name nodes"),
         (["--hosts", "-oProxyCommand=x"], "is no host name"),
         (["cluster.nodes=@all"], "groups (@NAME) are not known here"),
+        (
+            ["--hosts", "n1", "cluster.spare_nodes=@all"],
+            "cluster.spare_nodes: '@all': groups (@NAME) are not known here",
+        ),
         (["cluster.container.runtime=docker", "cluster.container.image=b:1"], "name this machine with --hosts"),
         (["--hosts", "n1", "cluster.environment=['RANK=1']"], "RANK is set by torchrun for every rank"),
         (["--hosts", "n1", "cluster.python=python3"], "cluster.python: got 'python3', expected an absolute path"),

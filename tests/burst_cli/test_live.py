@@ -5,20 +5,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from testkit.clock import Clock
 
 from burst_cli.live import PLAIN_INTERVAL_S, LiveView, PlainView, open_view
 from burst_cli.run_progress import RunProgress
 from engine.runs import RunFolder, create_run
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 from run_maker import health, make_run, plan_document, write_log
+from testkit.clock import Clock
 
 from burst_cli.fleet_rows import FleetHints, NodeRow, fit_rows, fold_rows, node_rows
 from burst_cli.fleet_view import fleet_view, heard_text
@@ -27,16 +28,6 @@ from cluster.control.link import NodeStatus
 from engine.runs import RunFolder, create_run
 
 NODES = {f"tb{number}": 2 for number in range(1, 65)}
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from run_maker import make_run, write_log
+from testkit.terminal import on_terminal
+from testkit.waiting import wait_for
 
 from burst_cli.log_files import fold_numbers, parse_ranks
 from burst_cli.log_view import SCREEN_CHARACTERS, visible_text
@@ -150,26 +152,17 @@ def test_progress_bar_shows_its_last_drawing() -> None:
 def test_long_line_is_cut_on_a_terminal_only(run: RunFolder) -> None:
     write_log(run, "tb1", 0, b"y" * 5_000 + b"\n")
     assert "y" * 5_000 in start_logs(runs_dir(run), "--ranks", "0").communicate(timeout=END_S)[0]
-    seen = on_terminal(runs_dir(run), "--ranks", "0")
+    seen = shown(runs_dir(run), "--ranks", "0")
     assert f"{'y' * SCREEN_CHARACTERS}… (+4,600 characters)" in seen.replace("\r\n", "")
     assert "y" * (SCREEN_CHARACTERS + 1) not in seen.replace("\r\n", "")
 
 
-def on_terminal(folder: Path, *argv: str) -> str:
+def shown(folder: Path, *argv: str) -> str:
     """What a terminal receives of `burst logs ARGV`."""
-    leader, follower = pty.openpty()
-    process = start_logs(folder, *argv, stdin=follower, stdout=follower, stderr=follower)
-    os.close(follower)
-    received = b""
-    while True:
-        try:
-            block = os.read(leader, 65536)
-        except OSError:  # the last holder of the other end is gone
-            break
-        received += block
-    os.close(leader)
-    assert process.wait(END_S) == 0
-    return received.decode()
+    processes: list[subprocess.Popen[str]] = []
+    text = on_terminal(lambda end: processes.append(start_logs(folder, *argv, stdin=end, stdout=end, stderr=end)))
+    assert processes[0].wait(END_S) == 0
+    return text
 
 
 def test_reader_that_leaves_is_no_error(run: RunFolder) -> None:
@@ -182,7 +175,7 @@ def test_reader_that_leaves_is_no_error(run: RunFolder) -> None:
 
 
 def test_colours_are_for_terminals(run: RunFolder) -> None:
-    assert "\x1b[36mtb1:0 |\x1b[0m rank 0 is here" in on_terminal(runs_dir(run))
+    assert "\x1b[36mtb1:0 |\x1b[0m rank 0 is here" in shown(runs_dir(run))
     assert "\x1b" not in start_logs(runs_dir(run)).communicate(timeout=END_S)[0]
 
 
@@ -249,10 +242,7 @@ class Reader:
             self.lines.append(line.rstrip("\n"))
 
     def wait_for(self, part: str) -> None:
-        deadline = time.monotonic() + END_S
-        while not any(part in line for line in self.lines):
-            assert time.monotonic() < deadline, f"never saw {part!r} in {self.lines[-5:]}"
-            time.sleep(0.02)
+        wait_for(lambda: any(part in line for line in self.lines), lambda: f"{part!r} in {self.lines[-5:]}", END_S)
 
     def end(self) -> int:
         code = self.process.wait(END_S)
@@ -307,7 +297,12 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
     """400 MB in three bursts: no line is lost in the count, and the memory of the reader stays small."""
     reader.wait_for("one")
     path = living.log_path("tb1", 0)
-    watched, peak = psutil.Process(reader.process.pid), 0
+    watched, peaks = psutil.Process(reader.process.pid), list[int]()
+
+    def has_come(line: str) -> bool:
+        peaks.append(watched.memory_info().rss)
+        return any(line in shown for shown in reader.lines)
+
     block = b"".join(b"step %09d of a loop that nobody meant to log\n" % number for number in range(20_000))
     with path.open("ab") as file:
         file.write(b"o\n")
@@ -316,14 +311,10 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
                 file.write(block)
             file.write(b"z" * (100 * MIB * (burst == 2)) + b"\nend of burst %d\n" % burst)
             file.flush()
-            deadline = time.monotonic() + END_S
-            while not any(f"end of burst {burst}" in line for line in reader.lines):
-                assert time.monotonic() < deadline
-                peak = max(peak, watched.memory_info().rss)
-                time.sleep(0.02)
+            wait_for(partial(has_come, f"end of burst {burst}"), timeout_s=END_S)
     living.transition("completed")
     assert reader.end() == 0
-    assert peak < 300 * MIB
+    assert max(peaks) < 300 * MIB
     skipped = [line for line in reader.lines if "not shown, see" in line]
     assert skipped
     assert str(path) in skipped[0]

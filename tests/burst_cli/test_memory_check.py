@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from testkit.fake_plan import node_facts
 
 from burst_cli.memory_check import MEMORY_PLAN_FILE, MemoryCheck, Place, check_memory, with_memory
 from burst_cli.plan_view import launch_notes
-from cluster.facts import NodeFacts
 from cluster.plan import build_launch_plan
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
@@ -171,7 +171,7 @@ def test_choice_that_cannot_be_predicted_is_that_of_the_closed_form() -> None:
 
 def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) -> None:
     check = settled_check()
-    plan = with_memory(build_launch_plan(check.config, NodeFacts("node", 4, 0), tmp_path / "run"), check)
+    plan = with_memory(build_launch_plan(check.config, node_facts(), tmp_path / "run"), check)
     files = dict(plan.files)
     assert "activation_checkpoint: none" in files["config.yaml"]
     document = json.loads(files[MEMORY_PLAN_FILE])

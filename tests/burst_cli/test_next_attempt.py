@@ -6,36 +6,24 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from testkit.clock import Clock
+from testkit.fake_plan import node_facts
 
 from burst_cli.failure_block import failure_block
-from burst_cli.next_attempt import lead_attempts, renewed_plan
+from burst_cli.launch_request import LaunchRequest, PreparedLaunch
+from burst_cli.next_attempt import lead_attempts, renewed_plan, with_spares
 from cluster.control.attempt import begin_attempt, finish
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchOutcome, SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
-from cluster.facts import NodeFacts
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.preflight.judge import NodeProblem, UnfitNodesError
 from engine.config import RunConfig
 from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 from engine.runs import RunFolder, create_run, new_run_path
-
-
-class Clock:
-    """Time that passes at once."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time_ns(self) -> int:
-        return int(self.now * 1e9)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Story:
@@ -43,10 +31,9 @@ class Story:
 
     def __init__(self, base: Path, *ends: tuple[str | None, int], allowed: int = 2) -> None:
         config = RunConfig(cluster=ClusterConfig(max_restarts=allowed))
-        facts = NodeFacts("here", 2, 0, "/usr/bin/python3", "/tmp", "")
-        self.plan = build_launch_plan(config, facts, new_run_path(base, "tiny"))
+        self.plan = build_launch_plan(config, node_facts("here"), new_run_path(base, "tiny"))
         self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
-        self.ends, self.stop, self.clock = list(ends), StopRequests(), Clock()
+        self.ends, self.stop, self.clock = list(ends), StopRequests(), Clock(0.0)
         self.starts: list[bool] = []
         self.deaf = 0  # so often the nodes cannot be asked
 
@@ -75,7 +62,7 @@ def test_a_run_that_fails_begins_again_until_it_is_complete(tmp_path: Path) -> N
     story = Story(tmp_path, ("signal", 0), ("hang", 0), (None, 0))
     assert story.tell() == "completed"
     assert story.starts == [True, True, True]
-    assert story.clock.now >= 5.0 + 10.0
+    assert story.clock.now >= 2.0 + 4.0
 
 
 def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:
@@ -108,9 +95,32 @@ def test_nodes_that_do_not_answer_are_asked_again(tmp_path: Path) -> None:
     assert lost.tell() == "failed"
 
 
-def test_only_nodes_that_were_reached_by_ssh_can_be_others(tmp_path: Path) -> None:
-    from burst_cli.launch_request import LaunchRequest
+@pytest.mark.parametrize(
+    ("dead", "spares", "taken"),
+    [
+        ("", "n3", "n1 n2"),
+        ("n2", "n3", "n1 n3"),
+        ("n2 n3", "n3 n4", "n1 n4"),
+        ("n1 n2", "n3 n4", "n3 n4"),
+        ("n2", "n1 n3", "n1 n3"),
+        ("n2", "", None),
+        ("n1 n2", "n3", None),
+    ],
+)
+def test_spare_nodes_take_the_place_of_those_that_are_not_fit(dead: str, spares: str, taken: str | None) -> None:
+    def prepare(names: tuple[str, ...]) -> PreparedLaunch:
+        if unfit := tuple(name for name in names if name in dead.split()):
+            raise UnfitNodesError([NodeProblem("ssh.refused", unfit, "it does not answer")])
+        return PreparedLaunch(None, None, names)  # type: ignore[arg-type]
 
+    if taken is None:
+        with pytest.raises(UnfitNodesError, match="it does not answer"):
+            with_spares(prepare, ("n1", "n2"), spares.split())
+    else:
+        assert with_spares(prepare, ("n1", "n2"), spares.split()).overrides == tuple(taken.split())
+
+
+def test_only_nodes_that_were_reached_by_ssh_can_be_others(tmp_path: Path) -> None:
     story = Story(tmp_path)
     with pytest.raises(ConfigError, match="takes no --hosts"):
         renewed_plan(story.plan, story.run, LaunchRequest(hosts="n1"))

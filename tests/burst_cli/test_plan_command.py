@@ -14,7 +14,6 @@ from burst_cli.compose import compose
 from burst_cli.schedule_picture import MAX_RANKS, shown_ranks
 from engine.attention.topology import Topology
 from engine.flops import attention_pairs, step_flops
-from engine.simulate.machine import MACHINES
 
 QUICK = ("--memory-by", "closed-form")
 
@@ -48,16 +47,16 @@ def test_the_table_shows_both_passes(burst) -> None:
 
 
 def test_a_machine_adds_predicted_seconds(burst) -> None:
-    shown = burst("plan", *QUICK, "exp=tiny", "--machine", "cpu").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--device", "cpu").out
     assert "predicted seconds (cpu)" in shown
-    time = document(burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--json"))["time"]
+    time = document(burst("plan", *QUICK, "exp=tiny", "--device", "cpu", "--json"))["time"]
     assert time["machine"] == "cpu"
     assert time["per_layer"]["backward"]["seconds"] > time["per_layer"]["forward"]["seconds"] > 0
 
 
 def test_fields_of_the_machine_can_be_changed(burst) -> None:
     fast, slow = (
-        document(burst("plan", *QUICK, "exp=tiny", "--json", "--machine", "cpu", "--with", f"intra_bytes_per_s={rate}"))
+        document(burst("plan", *QUICK, "exp=tiny", "--json", "--device", "cpu", "--with", f"intra_bytes_per_s={rate}"))
         for rate in ("1e9", "1e6")
     )
     assert slow["time"]["exposed_s"] > 100 * fast["time"]["exposed_s"]
@@ -79,7 +78,7 @@ def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
 def test_compare_shows_the_named_options_side_by_side(burst) -> None:
     plans = document(burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--json"))["plans"]
     assert [plan["preset"] for plan in plans] == ["ring", "striped"]
-    shown = burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--machine", "cpu").out
+    shown = burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--device", "cpu").out
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert rows == ["ring", "striped"]
 
@@ -106,14 +105,14 @@ def test_a_narrow_terminal_gets_a_column_per_option(burst, monkeypatch: pytest.M
 @pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_a_picture_is_drawn(burst, tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"plan.{suffix}"
-    result = burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--picture", str(path), "--json")
+    result = burst("plan", *QUICK, "exp=tiny", "--device", "cpu", "--picture", str(path), "--json")
     assert document(result)["picture"] == str(path)
     assert path.read_bytes().startswith(magic)
 
 
 def test_a_picture_names_method_ranks_and_channels(burst, tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
-    arguments = ["exp=tiny", "--ranks", "6", "--nodes", "2", "--machine", "h100", "--picture", str(path)]
+    arguments = ["exp=tiny", "--ranks", "6", "--nodes", "2", "--device", "h100", "--picture", str(path)]
     assert burst("plan", *QUICK, *arguments).code == 0
     text = path.read_text()
     words = ("burst on 6 ranks (2 x 3), h100", "rank 5", "forward: ", "backward: ", "exposed: ", "tile, causal")
@@ -126,7 +125,7 @@ def test_a_picture_names_method_ranks_and_channels(burst, tmp_path: Path) -> Non
 def test_the_same_plan_gives_the_same_picture(burst, tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("first.svg", "second.svg")]
     for path in paths:
-        assert burst("plan", *QUICK, "exp=tiny", "--machine", "cpu", "--picture", str(path)).code == 0
+        assert burst("plan", *QUICK, "exp=tiny", "--device", "cpu", "--picture", str(path)).code == 0
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
@@ -141,19 +140,19 @@ def test_a_large_group_is_drawn_in_part(topology: Topology, count: int) -> None:
 
 MISTAKES = [
     (["exp=llama8b_1m"], "the number of ranks is unknown", "--ranks 16 --nodes 2"),
-    (["exp=tiny", "--machine", "h10"], "'h10'", "did you mean h100?"),
-    (["exp=tiny", "--machine", "h100", "--with", "inter=fast"], "--with inter=fast", "inter_bytes_per_s=25e9"),
-    (["exp=tiny", "--machine", "h100", "--with", "inter=5"], "no such field: inter", "inter_bytes_per_s"),
-    (["exp=tiny", "--machine", "h100", "--with", "inter_bytes_per_s=0"], "is 0.0", "more than 0"),
-    (["exp=tiny", "--with", "shared_nic=1"], "--with shared_nic=1", "name one with --machine"),
+    (["exp=tiny", "--device", "h10"], "'h10'", "did you mean h100?"),
+    (["exp=tiny", "--device", "h100", "--with", "inter=fast"], "--with inter=fast", "inter_bytes_per_s=25e9"),
+    (["exp=tiny", "--device", "h100", "--with", "inter=5"], "no such field: inter", "inter_bytes_per_s"),
+    (["exp=tiny", "--device", "h100", "--with", "inter_bytes_per_s=0"], "is 0.0", "more than 0"),
+    (["exp=tiny", "--with", "shared_nic=1"], "--with shared_nic=1", "name one with --device"),
     (["exp=tiny", "--compare", "ring,usq"], "no option 'usq' of attention", "burst, "),
     (["exp=tiny", "--compare", ""], "no option ''", "burst, "),
     (["exp=tiny", "attention=ring", "--all"], "attention=ring", "leave it out"),
     (["exp=tiny", "--all", "--compare", "ring"], "exclude each other", "leave out --all"),
-    (["exp=tiny", "--picture", "plan.svg"], "predicted times", "--machine"),
-    (["exp=tiny", "--machine", "cpu", "--picture", "plan.pdf"], "plan.pdf", ".svg or .png"),
-    (["exp=tiny", "--machine", "cpu", "--picture", "/no/such/plan.svg"], "no such folder", "create it first"),
-    (["exp=tiny", "--machine", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
+    (["exp=tiny", "--picture", "plan.svg"], "predicted times", "--device"),
+    (["exp=tiny", "--device", "cpu", "--picture", "plan.pdf"], "plan.pdf", ".svg or .png"),
+    (["exp=tiny", "--device", "cpu", "--picture", "/no/such/plan.svg"], "no such folder", "create it first"),
+    (["exp=tiny", "--device", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
     (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
     (["exp=tiny", "--memory-by", "guess"], "'guess'", "burst plan --help"),
     (["exp=tiny", "--ranks", "0"], "--ranks", "burst plan --help"),
@@ -177,7 +176,7 @@ def test_a_mistake_is_named_with_its_remedy(burst, argv: list[str], mistake: str
 def test_a_plan_by_formulas_loads_neither_torch_nor_matplotlib() -> None:
     code = (
         "import sys; from burst_cli.app import main; "
-        "main(['plan', 'exp=tiny', '--machine', 'cpu', '--json', '--memory-by', 'closed-form']); "
+        "main(['plan', 'exp=tiny', '--device', 'cpu', '--json', '--memory-by', 'closed-form']); "
         "print([name for name in ('torch', 'matplotlib') if name in sys.modules], file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -186,7 +185,7 @@ def test_a_plan_by_formulas_loads_neither_torch_nor_matplotlib() -> None:
 
 def test_help_teaches_with_examples(burst) -> None:
     shown = burst("plan", "--help").out
-    for words in ("burst plan exp=tiny", "--all", "--machine", "Balance", "Exposed", *MACHINES):
+    for words in ("burst plan exp=tiny", "--all", "--device", "Balance", "Exposed", "a100", "h200", "cpu"):
         assert words in shown
 
 

@@ -14,7 +14,7 @@ from report_samples import CONFIG, make_run, report
 
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import COLUMNS, default_columns
-from burst_cli.report.text import report_csv, report_markdown
+from burst_cli.report.write import report_csv, report_markdown
 from burst_cli.run_records import run_record, select_runs
 from engine.config import dump_config
 from engine.errors import ConfigError

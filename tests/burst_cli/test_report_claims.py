@@ -9,8 +9,7 @@ import pytest
 from report_samples import make_run, metrics, variant
 
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.matrix import Matrix, method_matrix
-from burst_cli.report.panels import Panel, group_panels, style_numbers
+from burst_cli.report.panels import Matrix, Panel, group_panels, method_matrix, style_numbers
 
 LENGTHS = (512, 1024)
 
@@ -33,9 +32,11 @@ def add_methods(runs_dir: Path, **facts: Any) -> None:
 def shown(runs_dir: Path) -> tuple[Matrix, dict[str, Panel]]:
     """The matrix and the panels of all runs."""
     found = build_report(Request(runs_dir))
-    matrix = method_matrix(found.groups[0])
+    (group,) = found.groups
+    matrix = method_matrix(group.records)
     assert matrix is not None
-    return matrix, {panel.key: panel for panel in group_panels(found.groups[0], style_numbers(found.records))}
+    panels = group_panels(group.names, group.records, style_numbers(found.records))
+    return matrix, {panel.key: panel for panel in panels}
 
 
 @pytest.mark.parametrize("measured", [4, 5])

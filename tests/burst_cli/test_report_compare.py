@@ -15,9 +15,8 @@ from report_samples import PROVENANCE, make_run, metrics, report, variant
 
 from burst_cli.report.bootstrap import block_length, compare_paired, compare_runs, compare_steps, smallest_p
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.compare import Comparison, Difference
-from burst_cli.report.config_diff import config_differences
-from burst_cli.report.provenance import provenance_facts
+from burst_cli.report.compare import Comparison, Difference, config_differences
+from burst_cli.report.records import provenance_facts
 from engine.errors import ConfigError
 
 

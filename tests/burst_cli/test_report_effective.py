@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from report_samples import make_run, report
 
-from burst_cli.report.effective import effective_time
-from burst_cli.report.metrics_file import metric_rows, run_rows, series, thinned
+from burst_cli.report.records import effective_time, metric_rows, run_rows, series, thinned
 from engine.config import RunConfig, TrainConfig, dump_config
 from engine.config_checkpoint import CheckpointConfig
 from engine.runs import RunFolder

@@ -12,10 +12,10 @@ from report_samples import make_run, report, variant
 
 from burst_cli.evaluation_view import evaluation_tables
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.effective import effective_time
-from burst_cli.report.needles import needle_panel
-from burst_cli.report.page import report_page
-from burst_cli.report.svg import panel_svg
+from burst_cli.report.draw import panel_svg
+from burst_cli.report.panels import needle_panels
+from burst_cli.report.records import effective_time
+from burst_cli.report.write import report_page
 from engine.runs import RunFolder
 
 
@@ -97,11 +97,11 @@ def test_every_format_takes_a_run_without_steps(
 
 def test_the_page_has_the_grid_and_the_tables(runs_dir: Path) -> None:
     make_evaluation(runs_dir, 2, seq_len=1024)
-    page = report_page(build_report(Request(runs_dir, ("tiny-eval",))))
-    assert "Needles: 50% found; what one saves at most: 3 nats per token" in page.html
-    assert "1K tokens, depth 50%: 50%, +1.50" in page.html
-    assert "<th>needle at depth</th>" in page.html
-    assert "256 to 511" in page.html
+    page, _ = report_page(build_report(Request(runs_dir, ("tiny-eval",))))
+    assert "Needles: 50% found; what one saves at most: 3 nats per token" in page
+    assert "1K tokens, depth 50%: 50%, +1.50" in page
+    assert "<th>needle at depth</th>" in page
+    assert "256 to 511" in page
 
 
 def test_the_grid_is_of_the_newest_run_of_every_length(runs_dir: Path) -> None:
@@ -109,8 +109,7 @@ def test_the_grid_is_of_the_newest_run_of_every_length(runs_dir: Path) -> None:
         {"seq_len": length, "final_needle_by_depth": _depths(gain)}
         for length, gain in ((64, 9.0), (32, 1.0), (64, 2.0))
     ]
-    panel = needle_panel(records)
-    assert panel is not None
+    (panel,) = needle_panels(records)
     assert [(cell.column, cell.row, cell.strength) for cell in panel.cells] == [("32", "25%", 0.5), ("64", "25%", 1.0)]
 
 
@@ -125,11 +124,10 @@ def _depths(gain: float) -> list[Mapping[str, Any]]:
 )
 def test_damaged_tables_are_shown_as_far_as_they_go(runs_dir: Path, table: Any) -> None:
     record = {"seq_len": 64, "evaluated_step": table, "final_needle_by_depth": table}
-    panel = needle_panel([record])
-    assert panel is None or "<b>" not in panel_svg(panel, "p")
+    assert not any("<b>" in panel_svg(panel, "p") for panel in needle_panels([record]))
     evaluation_tables(record)
     make_evaluation(runs_dir, 3, final_needle_by_depth=table, evaluated_step=table)
-    assert "tiny-eval" in report_page(build_report(Request(runs_dir, ("tiny-eval",)))).html
+    assert "tiny-eval" in report_page(build_report(Request(runs_dir, ("tiny-eval",))))[0]
 
 
 def test_a_picture_of_evaluations_can_be_drawn(runs_dir: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from report_samples import make_methods, make_run, report
 
+from burst_cli.report.against import judge, parse_gates
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.gates import judge, parse_gates
 from engine.errors import ConfigError
 
 
@@ -128,7 +128,7 @@ def test_a_figure_exactly_at_its_limit_passes(
     words: tuple[list[str], list[str]], value: float, passes: tuple[bool, bool]
 ) -> None:
     record = {"run_id": "20260101-000000-aaaaaa", "exp": "tiny", "status": "completed", "mfu": value}
-    (verdict,) = judge(parse_gates(*words), [record], {})
+    (verdict,) = judge(parse_gates(*words)[0], [record], None)
     assert verdict.passed is passes[bool(words[1])]
 
 

@@ -14,10 +14,9 @@ import pytest
 from report_samples import make_methods, make_run, metrics, report, variant
 
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.markup import Markup, escape, tag
-from burst_cli.report.page import report_page
-from burst_cli.report.panels import Panel, group_panels, style_numbers
-from burst_cli.report.svg import panel_svg
+from burst_cli.report.draw import panel_svg
+from burst_cli.report.panels import Line, Panel, Point, group_panels, style_numbers
+from burst_cli.report.write import report_page
 from engine.runs import RunFolder
 
 _VOID = {"meta", "link", "br", "use", "path"}
@@ -66,7 +65,7 @@ class Structure(HTMLParser):
 
 
 def page_of(runs_dir: Path, **request: object) -> Structure:
-    return Structure(report_page(build_report(Request(runs_dir, is_page=True, **request))).html)  # type: ignore[arg-type]
+    return Structure(report_page(build_report(Request(runs_dir, is_page=True, **request)))[0])  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_cell_that_nobody_ran_is_visible(methods_dir: Path, tmp_path: Path) -> N
 
 def test_out_of_memory_is_marked_at_its_length(methods_dir: Path) -> None:
     found = build_report(Request(methods_dir))
-    panels = group_panels(found.groups[0], style_numbers(found.records))
+    panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
     assert [panel.key for panel in panels] == ["tokens_per_s_per_device", "mfu", "peak_memory_bytes", "prediction"]
     assert all(panel.missing == (("ulysses/full", 2, 1024),) for panel in panels[:3])
     assert "OOM" in panel_svg(panels[0], "x-")
@@ -122,7 +121,7 @@ def test_out_of_memory_is_marked_at_its_length(methods_dir: Path) -> None:
 
 def test_bars_are_the_quartiles(methods_dir: Path) -> None:
     found = build_report(Request(methods_dir))
-    panel = group_panels(found.groups[0], style_numbers(found.records))[0]
+    panel = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))[0]
     (ring,) = [line for line in panel.lines if line.name == "ring/full"]
     assert [(point.x, point.low, point.y, point.high) for point in ring.points] == [
         (512, 1003.5, 1005, 1006.5),
@@ -145,7 +144,7 @@ def test_one_length_is_drawn_as_a_row_per_method(tmp_path: Path) -> None:
     for place, preset in enumerate(("ring", "burst")):
         make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset))
     found = build_report(Request(tmp_path))
-    panels = group_panels(found.groups[0], style_numbers(found.records))
+    panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
     assert {panel.kind for panel in panels} == {"dots"}
     assert "ring" in panel_svg(panels[0], "x-")
 
@@ -189,7 +188,7 @@ def test_ids_are_unique_and_every_link_hits_one(page: Structure) -> None:
 
 
 def test_page_follows_the_colour_scheme_and_the_width(methods_dir: Path) -> None:
-    html = report_page(build_report(Request(methods_dir, is_page=True))).html
+    html = report_page(build_report(Request(methods_dir, is_page=True)))[0]
     assert "prefers-color-scheme: dark" in html
     assert 'content="width=device-width' in html
     assert "var(--m0)" in html
@@ -227,14 +226,7 @@ def hostile(value: object) -> object:
     return _HOSTILE if isinstance(value, str) else value
 
 
-def test_markup_escapes_all_but_itself() -> None:
-    assert tag("p", "<b>", Markup("<i>"), title='"', class_=None) == '<p title="&quot;">&lt;b&gt;<i></p>'
-    assert escape("\udcff") == "?"
-
-
 def test_names_that_matplotlib_would_interpret_are_drawn_as_they_are() -> None:
-    from burst_cli.report.panels import Line, Point
-
     points = (Point(512, 1.0, 0.9, 1.1), Point(1024, 2.0, 1.9, 2.1))
     panel = Panel("mfu", "lines", "t", "x", "y", (Line("_$\\frac{$<b>", 0, points), Line("漢字", 9, points)))
     svg = panel_svg(panel, "x-")

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from report_samples import CONFIG, PROVENANCE, make_methods, make_run, report
 
-from burst_cli.report.build import Request, build_report
+from burst_cli.report.build import Request, build_report, parse_since
 from burst_cli.report.columns import choose_columns
-from burst_cli.report.provenance import provenance_facts, with_hardware
-from burst_cli.report.select import parse_since
+from burst_cli.report.records import provenance_facts, with_hardware
 from engine.errors import ConfigError
 from engine.runs import RunFolder
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from report_samples import make_run, report, variant
 
+from burst_cli.report.against import caveats_of, load_published
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.page import report_page
 from burst_cli.report.panels import PUBLISHED, group_panels, style_numbers
-from burst_cli.report.published import caveats_of, load_published
+from burst_cli.report.write import report_page
 from engine.errors import ConfigError
 
 
@@ -40,10 +40,10 @@ def runs_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(runs_dir: Path, name: str, document: object) -> None:
+def write(runs_dir: Path, name: str, document: dict[str, Any]) -> None:
     folder = runs_dir / "sweeps" / name
     folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps(document))
+    (folder / "sweep.json").write_text(json.dumps({"format": 1, **document}))
 
 
 def test_every_cell_is_a_row_of_one_group(runs_dir: Path) -> None:
@@ -66,7 +66,7 @@ def test_missing_cells_are_seen_in_table_and_page(runs_dir: Path, capsys: pytest
     output = capsys.readouterr().out
     assert "cell c4" in output
     assert "not run" in output
-    page = report_page(build_report(Request(runs_dir, sweep="lengths", is_page=True))).html
+    page = report_page(build_report(Request(runs_dir, sweep="lengths", is_page=True)))[0]
     assert ">not run<" in page
     assert ">missing<" in page
     assert "needs 90 GiB" in page
@@ -74,7 +74,7 @@ def test_missing_cells_are_seen_in_table_and_page(runs_dir: Path, capsys: pytest
 
 def test_cell_that_is_expected_not_to_fit_is_marked_at_its_length(runs_dir: Path) -> None:
     found = build_report(Request(runs_dir, sweep="lengths"))
-    panels = group_panels(found.groups[0], style_numbers(found.records))
+    panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
     assert {(name, length) for name, _, length in panels[0].missing} == {("burst/full", 1024), ("ring/full", 2048)}
 
 
@@ -118,7 +118,7 @@ def test_filters_that_would_hide_cells_are_refused(runs_dir: Path, capsys: pytes
 
 def test_sweep_without_cells_is_refused(runs_dir: Path) -> None:
     write(runs_dir, "none", {"cells": "many"})
-    with pytest.raises(ConfigError, match="lists no cells"):
+    with pytest.raises(ConfigError, match="does not describe a sweep"):
         build_report(Request(runs_dir, sweep="none"))
 
 
@@ -165,11 +165,11 @@ def test_published_figures_are_hollow_in_plots_of_the_same_size_and_nowhere_else
         make_run(large, f"llama7b/20260101-00000{place}-aaaaaa", config=variant("ring", length), model="llama7b")
     for folder, expected in ((runs_dir, False), (large, True)):
         found = build_report(Request(folder))
-        panels = group_panels(found.groups[0], style_numbers(found.records), rows)
+        panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records), rows)
         drawn = [line for line in panels[0].lines if line.is_published]
         assert bool(drawn) is expected
         assert all(line.name.startswith(PUBLISHED) for line in drawn)
         assert (panels[0].note is not None) is expected
-    page = report_page(build_report(Request(large, published="burstengine", is_page=True))).html
+    page = report_page(build_report(Request(large, published="burstengine", is_page=True)))[0]
     assert "published (hollow): BurstEngine, 32 × A800-80GB" in page
-    assert 'stroke-dasharray="4 3"' in page
+    assert "stroke-dasharray" in page

@@ -77,15 +77,12 @@ def test_run_that_does_not_run_needs_no_question(root: Path, state: str, way: st
 
 
 def test_run_that_somebody_leads_is_refused_with_the_pid(burst, root: Path) -> None:
-    living = LivingRun(root, "wait")
-    try:
+    with LivingRun(root, "wait") as living:
         living.wait_steps()
         result = burst("resume")
         assert result.code == 1
         assert f"controlled by process {living.controller.pid} on " in result.err
         assert living.run.read_state()["state"] == "running"
-    finally:
-        living.clear()
 
 
 def test_lock_alone_is_enough_to_be_refused(lost: RunFolder) -> None:
@@ -101,8 +98,7 @@ def test_lock_alone_is_enough_to_be_refused(lost: RunFolder) -> None:
 def test_completed_run_has_nothing_to_resume_and_a_failed_one_starts_its_next_attempt(
     burst, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living = LivingRun(root, "raise")
-    try:
+    with LivingRun(root, "raise") as living:
         assert living.controller.wait(200) == 1
         monkeypatch.setenv("FAKE_MODE", "ok")
         result = burst("resume", "--plain")
@@ -116,8 +112,6 @@ def test_completed_run_has_nothing_to_resume_and_a_failed_one_starts_its_next_at
         assert again.code == 0
         assert json.loads(again.out)["status"] == "completed"
         assert living.run.read_state()["attempt"] == 2
-    finally:
-        living.clear()
 
 
 def test_killed_launcher_is_replaced_and_the_run_loses_nothing(burst, root: Path) -> None:
@@ -149,8 +143,7 @@ def start_resume(root: Path, *argv: str) -> subprocess.Popen[str]:
 
 
 def test_detached_leader_takes_over_in_the_background(burst, root: Path) -> None:
-    living = LivingRun(root, "wait", "--detached")
-    try:
+    with LivingRun(root, "wait", "--detached") as living:
         living.wait_steps()
         living.kill()
         leaving = start_resume(root, "--detach", "--json")
@@ -162,8 +155,6 @@ def test_detached_leader_takes_over_in_the_background(burst, root: Path) -> None
         assert (seen["controller"]["pid"], seen["controller"]["detached"]) == (document["controller_pid"], True)
         assert burst("cancel").code == 0
         assert burst("status").code == 130
-    finally:
-        living.clear()
 
 
 def test_run_that_no_launcher_started_is_refused(burst, root: Path) -> None:

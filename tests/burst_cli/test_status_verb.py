@@ -177,8 +177,7 @@ def test_watch_ends_with_the_run(burst, root: Path) -> None:
 def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_its_ranks_ended(
     burst, tmp_path: Path
 ) -> None:
-    living = LivingRun(tmp_path / "runs", "wait")
-    try:
+    with LivingRun(tmp_path / "runs", "wait") as living:
         living.wait_steps()
         led = status_of(burst)
         assert (led["status"], led["lost"], led["controller"]["pid"]) == ("running", False, living.controller.pid)
@@ -190,8 +189,6 @@ def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_it
         kill_supervisor(living.run)
         assert burst("status").code == 1
         assert living.run.read_state()["state"] == "failed"
-    finally:
-        living.clear()
 
 
 def kill_supervisor(run: RunFolder) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from testkit.local_connection import LocalConnection
 
+from burst_cli.checkpoint_view import Pruned, prune_run
 from cluster.access.connection import Connection
 from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from engine.checkpoint.commit import Checkpoint, commit, hash_file, new_folder, newest_verified
 from engine.checkpoint.manifest import CheckpointError, Chunk, FileFacts, Manifest, TensorFacts, read_manifest
+from engine.runs import RunFolder, create_run
 
 FILES = ("rank00000.safetensors", "rank00001.safetensors")
 PART = bytes(range(250)) * 4
@@ -122,6 +126,53 @@ def test_nothing_damaged_is_taken(nodes: Nodes, tmp_path: Path, damage: bytes) -
     with pytest.raises(CheckpointError):
         newest.fetch(tmp_path / "here", lambda size: None)
     assert newest_verified(tmp_path / "here") is None
+
+
+def ended_run(tmp_path: Path) -> RunFolder:
+    run = create_run(tmp_path / "runs/tiny/20260101-000000-aaaaaa", {})
+    run.transition("failed")
+    return run
+
+
+def steps_on(nodes: Nodes) -> dict[str, list[str]]:
+    return {
+        name: sorted(path.name for path in (home / "saved/run").glob("step-*")) for name, home in nodes.homes.items()
+    }
+
+
+def pruned(nodes: Nodes, run: RunFolder, *, dry_run: bool = False) -> Pruned:
+    console = Console(file=io.StringIO())
+    return prune_run(run, nodes.ask(), keep_last=1, keep_every=None, dry_run=dry_run, console=console)
+
+
+def test_old_ones_go_from_every_disk_and_a_rehearsal_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    before = steps_on(nodes)
+    rehearsed = pruned(nodes, run, dry_run=True)
+    assert steps_on(nodes) == before == {name: ["step-00000010", "step-00000020"] for name in ("n1", "n2")}
+    sizes = [path.stat().st_size for name in nodes.homes for path in nodes.part(name, 10, "").iterdir()]
+    found = pruned(nodes, run)
+    assert replace(found, dry_run=True) == rehearsed
+    assert (found.removed, found.kept) == ((10,), (20,))
+    assert steps_on(nodes) == {name: ["step-00000020"] for name in ("n1", "n2")}
+    assert found.freed_bytes == sum(sizes)
+    assert pruned(nodes, run).removed == ()
+
+
+def test_the_newest_undamaged_one_stays_on_nodes_too(nodes: Nodes, tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    save(list(nodes.homes.values()), 5)
+    nodes.part("n2", 20, FILES[1]).write_bytes(PART + b"!!")
+    assert pruned(nodes, run).kept == (20, 10)
+    assert steps_on(nodes)["n2"] == ["step-00000010", "step-00000020"]
+
+
+def test_nothing_is_deleted_while_a_node_does_not_answer(nodes: Nodes, tmp_path: Path) -> None:
+    run, before = ended_run(tmp_path), steps_on(nodes)
+    nodes.dead = {"n2"}
+    with pytest.raises(CheckpointError, match="no answer of n2, so nothing is deleted"):
+        pruned(nodes, run)
+    assert steps_on(nodes) == before
 
 
 def test_a_node_without_the_folder_has_nothing(nodes: Nodes) -> None:

@@ -89,6 +89,8 @@ def _made_up(pair: Pair, axes: Mapping[str, Sequence[str]], missing: Mapping[Pai
     def gain(new: tuple[str, str]) -> int:
         return sum(((new, old) if place[new[0]] < place[old[0]] else (old, new)) in missing for old in case.items())
 
+    if not missing:
+        return {axis: case.get(axis) or rng.choice(axes[axis]) for axis in axes}
     for axis in rng.sample([axis for axis in axes if axis not in case], len(axes) - 2):
         case[axis] = max(rng.sample(list(axes[axis]), len(axes[axis])), key=lambda value: gain((axis, value)))
     return {axis: case[axis] for axis in axes}

@@ -1,10 +1,10 @@
 """A rank that starts fast; `fakes/torch` has the torchrun that starts it as quickly.
 
 python -m fake_rank RUN/config.yaml    in the frame of a real rank, five steps; its conduct is FAKE_MODE: ok, wait, gate
-    (goes on once there is a file `gate` in the run folder), saves (waits to be asked to stop, which saves; an attempt
-    after that completes), incomplete, ignore (whoever asks it to stop), sleep (with a
-    grandchild), one of FAULTS below or of engine.run.faults. Faults strike rank FAKE_RANK (1) in step 3, while the
-    others wait as in a collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
+    (does its last step once there is a file `gate` in the run folder), saves (waits to be asked to stop, which saves;
+    an attempt after that completes), incomplete, ignore (whoever asks it to stop), sleep (with a grandchild), one of
+    FAULTS below or of engine.run.faults. Faults strike rank FAKE_RANK (1) in step 3, while the others wait as in a
+    collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
 python -m fake_rank MODE [WORDS]       without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
     children, listens, exits, counted; and `lines FILES LINES PER_SECOND [END_S]` for tests of links
 """
@@ -50,6 +50,8 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
     print(f"rank {rank} in mode {mode}", flush=True)
     for step in range(1, STEPS + 1):
         status.step, status.phase = step, "forward"
+        while mode == "gate" and step == STEPS and not (lead.path / "gate").exists():
+            time.sleep(0.01)
         if rank == 0:
             if (mode, step) == ("disk", FAULT_STEP):
                 strike(mode, status)
@@ -57,8 +59,6 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
         while len(lead.read_metrics()) < step:  # ranks of a real run keep step by their collectives
             time.sleep(0.01)
         act(mode, rank, step, status)
-    while mode == "gate" and not (lead.path / "gate").exists():
-        time.sleep(0.01)
     if mode == "saves" and not list(lead.path.glob("attempts/*/events.jsonl")):
         wait_and_save(run, rank)
     if mode in ("ignore", "sleep", "wait"):

@@ -23,7 +23,6 @@ from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.env.facts import EnvironmentVariable
-from cluster.facts import NodeFacts
 from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
 from cluster.plan_record import read_launch_plan
 from cluster.testbed.build import Testbed
@@ -31,7 +30,7 @@ from engine.config import RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig, SshConfig
 from engine.runs import RunFolder, create_run, new_run_path, open_run
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
-from testkit.fake_plan import fake_torchrun
+from testkit.fake_plan import fake_torchrun, node_facts
 from testkit.process_table import kill_run
 from testkit.waiting import wait_for
 
@@ -91,15 +90,17 @@ class LocalRun:
         act: Callable[[], None] = lambda: None,
         stop: StopRequests | None = None,
         timing: LaunchTiming = HURRIED,
+        *,
+        detached: bool = False,
     ) -> tuple[LaunchOutcome, Observer]:
         """Lead the run to its end, with `act` at every tick."""
-        observer, manner = Observer(act), Manner(timing=timing)
+        observer, manner = Observer(act), Manner(detached=detached, timing=timing)
         return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
 
     @property
     def is_under_way(self) -> bool:
-        """Whether ranks did all steps, and the launcher knows that all nodes have begun: before, a start would fail."""
-        return len(self.run.read_metrics()) >= 5 and self.run.read_state()["nodes_started_at"] is not None
+        """Whether one step is left at most, and the launcher knows that all nodes began: before, a start would fail."""
+        return len(self.run.read_metrics()) >= 4 and self.run.read_state()["nodes_started_at"] is not None
 
     @contextlib.contextmanager
     def orphaned(self) -> Iterator[None]:
@@ -136,7 +137,7 @@ class LocalRun:
     def _plan(self, path: Path, mode: str, bad_rank: int, cluster: Mapping[str, Any]) -> LaunchPlan:
         settings = ClusterConfig(ranks_per_node=self.local_ranks, **cluster)
         config = RunConfig(cluster=settings, train=TrainConfig(steps=5, seq_len=64))
-        facts = NodeFacts(self.names[0], 2, 0, sys.executable, "/", FAKE_PYTHON_PATH)
+        facts = node_facts(self.names[0], cores=2, python=sys.executable, cwd="/", python_path=FAKE_PYTHON_PATH)
         plan = build_launch_plan(config, facts, path, module="fake_rank")
         conduct = {"FAKE_MODE": mode, "FAKE_RANK": str(bad_rank), "FAKE_LEAD": str(self.folder(self.names[0], path))}
         nodes = tuple(self._node(plan, number, conduct) for number in range(len(self.names)))

@@ -102,7 +102,6 @@ class FaultRig:
         self.environment = {
             **os.environ,
             "XDG_CONFIG_HOME": str(config_dir),
-            "XDG_STATE_HOME": str(folder / "state"),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "BURST_RUNS_DIR": str(self.runs_dir),
             "COLUMNS": "200",
@@ -250,6 +249,14 @@ def sshd_sessions(testbed: Testbed, node: str) -> list[int]:
     listener = testbed.node(node).sshd_pid()
     assert listener is not None
     return [process.pid for process in psutil.Process(listener).children()]
+
+
+def take_ssh_away(testbed: Testbed, node: str) -> None:
+    """Neither sshd nor a connection is left on a node, whose processes go on; `clear_faults` gives it back."""
+    sessions = sshd_sessions(testbed, node)
+    set_fault(testbed, node, "sshd_stop")
+    for pid in sessions:
+        send(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 STOP_S = 15.0  # all processes of all nodes after the death of a rank, or after somebody asked
 HANG_S = 60.0  # a hang named, with stacks, once nothing has been heard for cluster.hang_timeout_s
 LEASE = ("cluster.lease_s=5",)
+DETACHED = ("--detach",)
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Row:
     """One fault of a launch of two ranks on two nodes. do: a fault of rank 1 or of node 2, else what the test does.
 
     blamed: how the reason begins, for a refused launch a part of what it says. limit_s: until nothing of it runs any
-    more. words: settings of the launch. is_real: it is tried with torch, too.
+    more. words: settings and options of the launch. is_real: it is tried with torch, too.
     """
 
     fault: str
@@ -103,6 +104,7 @@ AROUND_RANKS = (
     Row("node restarts", "restart the node", blamed="node_lost NodeLost (node2)"),
     Row("link of a node cut", "cut the link", blamed="node_lost NodeLost (node2)", words=LEASE),
     ended_well("SSH sessions of a node killed", "kill SSH sessions"),
+    ended_well("detached, SSH of all nodes gone for a minute", "take SSH away", DETACHED, is_real=True),
     ended_well("slow link", "slow the link"),
     cancelled("Ctrl-C", "SIGINT"),
     cancelled("SIGTERM", "SIGTERM"),

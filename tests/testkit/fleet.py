@@ -3,7 +3,7 @@
 `with start_fleet(folder, {"n1": "ok", "n2": "silent"}) as fleet:` starts it as a process of its own and writes
 an OpenSSH configuration and known_hosts for it. Commands are answered by `answer_command`, never run.
 
-    python fleet.py FOLDER      serves what FOLDER/fleet.json says until its stdin ends
+    python -m testkit.fleet FOLDER      serves what FOLDER/fleet.json says until its stdin ends
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any, Literal
 import asyncssh
 from asyncssh.constants import MSG_USERAUTH_FAILURE
 from asyncssh.packet import String
+
+from testkit.waiting import wait_for
 
 Mode = Literal[
     "ok",
@@ -91,25 +93,20 @@ def start_fleet(
         (folder / "record").write_bytes(record)
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
+    command = [sys.executable, "-m", "testkit.fleet", str(folder.resolve())]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=Path(__file__).resolve().parent.parent
+        )
     try:
-        _wait_until_ready(process, ready, folder / "log")
+        wait_for(lambda: ready.exists() or process.poll() is not None, (folder / "log").read_text)
+        assert ready.exists(), (folder / "log").read_text()
         yield _describe(folder, json.loads(ready.read_text()), jumps or {}, process.pid)
     finally:
         assert process.stdin is not None
         process.stdin.close()
         process.kill()
         process.wait(200)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> None:
-    deadline = time.monotonic() + 200
-    while not ready.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the fleet did not start: {log.read_text()}")
-        time.sleep(0.02)
 
 
 def _describe(folder: Path, nodes: dict[str, Any], jumps: Mapping[str, str], pid: int) -> Fleet:

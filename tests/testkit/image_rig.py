@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -23,16 +24,14 @@ import psutil
 import pytest
 
 from cluster.access.ssh import connect
-from cluster.image.fleet import Connect, open_fleet, survey_nodes
 from cluster.image.local import LocalImage
-from cluster.image.plan import ImagePlan, PushOptions, build_image_plan
-from cluster.image.push import NodeProgress, NodeResult, Push, PushTiming
-from cluster.image.store import Packing, Store
+from cluster.image.plan import ImagePlan, PushOptions
+from cluster.image.push import STALL_S, Connect, NodeProgress, NodeResult, Push
+from cluster.image.relays import PushSecrets
 from cluster.testbed.build import Testbed
 
 DOCKERD = "/usr/sbin/dockerd"
 _START_S = 60.0
-FAST = PushTiming(silence_s=5.0, shared_wait_s=2.0)
 
 
 class LauncherEngine:
@@ -109,10 +108,14 @@ def dockerfile(base: str, layers: Mapping[str, bytes], labels: Mapping[str, str]
     return "\n".join([*lines, "ENV RIG=1", 'CMD ["/bin/busybox", "true"]', ""])
 
 
-def tar_of(files: Mapping[str, bytes]) -> bytes:
-    """A tar of `files`, the same bytes every time."""
+def tar_of(files: Mapping[str, bytes], links: Mapping[str, str] = {}) -> bytes:
+    """A tar of `files`, the same bytes every time, with symbolic links before them."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
         for name, body in files.items():
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(body), 0o755
@@ -138,18 +141,27 @@ def prose(size: int, seed: int) -> bytes:
     return (text * (size // len(text) + 1))[:size]
 
 
+def saved_image(*layers: bytes, links: Mapping[int, int] = {}) -> tuple[bytes, bytes]:
+    """What the classic store saves of an image with these layers, and its settings. links: layers that are links."""
+    diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]
+    facts = {"architecture": "amd64", "os": "linux", "created": "2026-01-01T00:00:00Z", "config": {"Env": ["A=1"]}}
+    config = json.dumps({**facts, "rootfs": {"type": "layers", "diff_ids": diff_ids}}).encode()
+    names, name = [f"{k:064x}/layer.tar" for k in range(len(layers))], f"{hashlib.sha256(config).hexdigest()}.json"
+    manifest = json.dumps([{"Config": name, "RepoTags": ["a:1"], "Layers": names}]).encode()
+    files = {names[k]: layer for k, layer in enumerate(layers) if k not in links}
+    targets = {names[k]: f"../{names[other]}" for k, other in links.items()}
+    return tar_of({**files, name: config, "manifest.json": manifest, "repositories": b"{}"}, targets), config
+
+
 @dataclass(frozen=True)
 class Pushed:
-    """One push as a test sees it."""
+    """One push as a test sees it. sent_bytes: what left the launcher."""
 
     plan: ImagePlan
     nodes: dict[str, NodeResult]
+    sent_bytes: int
     elapsed_s: float
-
-    @property
-    def received_bytes(self) -> int:
-        """On the wire, to all nodes."""
-        return sum(node.received_bytes for node in self.nodes.values())
+    secrets: PushSecrets
 
     @property
     def failed(self) -> set[str]:
@@ -158,13 +170,13 @@ class Pushed:
 
 
 class Watcher:
-    """An observer that calls `act` once, as soon as `node` holds `after_bytes`; what `act` raises ends the push."""
+    """An observer that calls `act` once, as soon as `node` received `after_bytes`."""
 
     def __init__(self, node: str = "", after_bytes: int = 0, act: Callable[[], None] | None = None) -> None:
         self._node, self._after_bytes, self._act = node, after_bytes, act
 
     def progress(self, nodes: Sequence[NodeProgress]) -> None:
-        here = next((node.here_bytes for node in nodes if node.node == self._node), 0)
+        here = next((node.received_bytes for node in nodes if node.node == self._node), 0)
         if self._act is not None and here >= self._after_bytes:
             act, self._act = self._act, None
             act()
@@ -174,10 +186,10 @@ class Watcher:
 
 
 class PushRig:
-    """A testbed, an engine for this machine and a store in `folder`: pushes in this process, over real SSH."""
+    """A testbed and an engine for this machine: pushes in this process, over real SSH."""
 
-    def __init__(self, testbed: Testbed, engine: LauncherEngine, folder: Path) -> None:
-        self.testbed, self.engine, self.store = testbed, engine, Store(folder / "store")
+    def __init__(self, testbed: Testbed, engine: LauncherEngine) -> None:
+        self.testbed, self.engine = testbed, engine
         self.names = testbed.node_names
         engine.import_tree("rig/base:1", busybox_tree())
         self._images = itertools.count(1)
@@ -187,7 +199,7 @@ class PushRig:
         number = next(self._images)
         start = 1000 * (number if seed is None else seed)
         files = {f"layer{k}": noise(int(size * (1 << 20)), start + k) for k, size in enumerate(mib)}
-        return self.build(name or f"rig/app:{number}", {**files, **build.pop("files", {})}, **build)
+        return self.build(name or f"rig/app:{number}", files, **build)
 
     def build(self, name: str, files: Mapping[str, bytes], labels: Mapping[str, str] = {}) -> LocalImage:
         """An image of these files upon one busybox."""
@@ -204,27 +216,19 @@ class PushRig:
         nodes: Sequence[str] | None = None,
         *,
         observer: Watcher | None = None,
-        timing: PushTiming = FAST,
         connect: Connect = connect,
+        stall_s: float = STALL_S,
         **options: Any,
     ) -> Pushed:
         """The push of `image` to `nodes` (all): what `burst image push` does, without a screen."""
         begin = time.monotonic()
         hosts = [self.testbed.host(name) for name in nodes or self.names]
-        chosen = PushOptions(**options)
-        facts = {"image": image.name, "identity": image.identity, "layers": list(image.diff_ids)}
-        with open_fleet(hosts, connect, limit=chosen.limit) as fleet:
-            surveys = survey_nodes(fleet, hosts, engine=["docker"], image=facts, shared_folder=chosen.shared_folder)
-            stored = image.export(self.store)
-            if any(not survey.unzstd for survey in surveys):
-                stored = self.store.pack(stored, "gzip")
-            plan = build_image_plan(stored, surveys, chosen)
-            push = Push(
-                plan, stored, self.store, fleet.sessions, fleet.events, observer=observer or Watcher(), timing=timing
-            )
-            results = push.run()
-            fleet.close({"op": "finish", "forget_others": True})
-        return Pushed(plan, {result.node: result for result in results}, time.monotonic() - begin)
+        with Push(image, ["docker"], hosts, connect, stall_s=stall_s) as push:
+            plan = push.plan(PushOptions(**options))
+            results = push.run(plan, observer or Watcher())
+            sent = push.sent_bytes
+        elapsed_s = time.monotonic() - begin
+        return Pushed(plan, {result.node: result for result in results}, sent, elapsed_s, push.secrets)
 
     def run(self, node: str, *argv: str) -> str:
         """What a command on a node prints."""
@@ -233,37 +237,13 @@ class PushRig:
         assert result.exit_code == 0, result.stderr.decode()
         return result.stdout.decode().strip()
 
-    def packed(self, image: LocalImage) -> list[Packing]:
-        """Its layers as they travel."""
-        return [layer.packings["zstd"] for layer in image.export(self.store).layers]
-
-    def parts(self, node: str) -> list[Path]:
-        """Unfinished layers in a node's cache."""
-        return sorted(self.cache(node).glob("*.part"))
-
-    def cache(self, node: str) -> Path:
-        """Where a node keeps layers."""
-        return self.testbed.node(node).folder.home / ".cache/burst/image-nodes" / node / "blobs"
-
-    def agents(self, node: str) -> list[psutil.Process]:
-        """The agents that run on a node."""
+    def relays(self, node: str) -> list[psutil.Process]:
+        """The relays that run on a node."""
         home = str(self.testbed.node(node).folder.home)
-        return [process for process in psutil.process_iter() if _is_agent(process, home)]
-
-    @contextlib.contextmanager
-    def tool(self, node: str, name: str, script: str) -> Iterator[None]:
-        """A shell script in the place of a tool of one node."""
-        path = self.testbed.node(node).folder.bin / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        try:
-            yield
-        finally:
-            path.unlink()
+        return [process for process in psutil.process_iter() if _is_relay(process, home)]
 
 
-def _is_agent(process: psutil.Process, home: str) -> bool:
+def _is_relay(process: psutil.Process, home: str) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "burst-image-agent" in process.cmdline() and process.environ().get("HOME") == home
+        return "burst-image-relay" in process.cmdline() and process.environ().get("HOME") == home
     return False

@@ -20,6 +20,7 @@ from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.testbed.build import Testbed, open_testbed
 from testkit import KIT
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
+from testkit.waiting import WAIT_S, wait_for
 
 PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=30.0)
 
@@ -87,16 +88,14 @@ class RemoteRun:
         return total
 
 
-def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = 200.0, beat_s: float = 0.2) -> Any:
+def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = WAIT_S) -> Any:
     """What `is_so` says of a poll as soon as it is true; meanwhile the lease is renewed, as a controller would."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+
+    def look() -> Any:
         link.beat()
-        status = link.poll()
-        if found := is_so(status):
-            return found
-        assert time.monotonic() < deadline, f"it did not come to that within {timeout_s} s: {status}"
-        time.sleep(beat_s)
+        return is_so(link.poll())
+
+    return wait_for(look, lambda: f"the node: {link.poll()}", timeout_s, pause_s=0.2)
 
 
 def bridges_on(testbed: Testbed, node: str) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +18,18 @@ from cluster.errors import SshError, SshFailure
 
 
 class LocalConnection:
-    """Runs commands with `environment` on top of this one's; `processes` are all it started."""
+    """Runs commands with `environment` on top of this one's; `processes` are all it started.
 
-    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
-        self._host = Host(name, "127.0.0.1")
+    given: what a command reads instead of what it was given, or an error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        given: Callable[[bytes], bytes] = lambda stdin: stdin,
+    ) -> None:
+        self._host, self._given = Host(name, "127.0.0.1"), given
         self._environment = {**os.environ, **(environment or {})}
         self.processes: list[LocalProcess] = []
 
@@ -37,6 +45,7 @@ class LocalConnection:
         timeout_s: float = 60.0,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
     ) -> CommandResult:
+        stdin = self._given(stdin)
         process = self.start(argv)
         try:
             process.write(stdin)

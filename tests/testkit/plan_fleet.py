@@ -55,9 +55,8 @@ def nodes(count: int, **facts: Any) -> tuple[RemoteFacts, ...]:
 
 
 def fleet(count: int, **facts: Any) -> Fleet:
-    """The same, with the code and the way to them."""
-    found = nodes(count, **facts)
-    return Fleet(found, CODE, "/cache/code.tar.gz", {one.node: ("ssh", "--", one.node) for one in found})
+    """The same, with the code."""
+    return Fleet(nodes(count, **facts), CODE)
 
 
 def survey(*found: RemoteFacts, **errors: BurstError) -> Survey:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 import psutil
 
 from engine.runs import RUN_ID_VARIABLE
+from testkit.waiting import wait_for
 
 
 def run_processes(run_id: str) -> list[psutil.Process]:
@@ -18,12 +18,15 @@ def run_processes(run_id: str) -> list[psutil.Process]:
 
 def kill_run(run_id: str, wait_s: float = 10.0) -> None:
     """Kill every process of the run, and whoever supervises it, until none is found."""
-    deadline = time.monotonic() + wait_s
-    while (left := [*supervisors(run_id), *run_processes(run_id)]) and time.monotonic() < deadline:
+
+    def is_gone() -> bool:
+        left = [*supervisors(run_id), *run_processes(run_id)]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        time.sleep(0.05)
+        return not left
+
+    wait_for(is_gone, f"the end of {run_id}", wait_s, pause_s=0.05)
 
 
 def supervisors(run_id: str) -> list[psutil.Process]:
@@ -39,10 +42,9 @@ def supervisors(run_id: str) -> list[psutil.Process]:
 
 def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
     """What is left of the run, supervisors included, once nothing is or the time is over."""
-    deadline = time.monotonic() + wait_s
-    while (left := [*supervisors(run_id), *run_processes(run_id)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not [*supervisors(run_id), *run_processes(run_id)], timeout_s=wait_s, pause_s=0.05)
+    return [*supervisors(run_id), *run_processes(run_id)]
 
 
 def _is_of(process: psutil.Process, run_id: str) -> bool:

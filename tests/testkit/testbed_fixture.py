@@ -114,6 +114,16 @@ def testbeds(testbed_machine: None, tmp_path: Path) -> Iterator[Testbeds]:
         made.close()
 
 
+@pytest.fixture(scope="module")
+def module_testbeds(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbeds]:
+    """Makes testbeds of this module alone: for those that get faults, or take long to build."""
+    made = Testbeds(tmp_path_factory.mktemp("module") / "config")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def make_testbed(testbeds: Testbeds) -> MakeTestbed:
     """`make_testbed(nodes=2, rails=1, rate="100mbit", docker=True, hardware="h100x8")`: a testbed of this test."""

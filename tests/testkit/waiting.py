@@ -14,11 +14,12 @@ def wait_for(
     condition: Callable[[], Answer],
     what: str | Callable[[], str] = "what the test waits for",
     timeout_s: float = WAIT_S,
+    pause_s: float = 0.01,
 ) -> Answer:
     """What `condition` gives as soon as it is true; fails the test after `timeout_s`, naming `what`."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
-        told = what if isinstance(what, str) else what()
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {told}"
-        time.sleep(0.01)
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s for {what if isinstance(what, str) else what()}")
+        time.sleep(pause_s)
     return found

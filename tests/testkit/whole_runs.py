@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import DataConfig, RunConfig, dump_config
+from engine.run.faults import FindFaults, read_faults
 from engine.run.rank_process import RankStatus, run_rank
 from engine.runs import RunFolder, create_run
 from engine.trainer import run_training
@@ -21,16 +22,16 @@ def create_run_of(config: RunConfig, folder: Path, name: str = "abcdef") -> RunF
     return create_run(folder / "test" / f"20260101-000000-{name}", {"config.yaml": dump_config(config)})
 
 
-def train_on_rank(path: str, config: RunConfig) -> int:
+def train_on_rank(path: str, config: RunConfig, find_faults: FindFaults = read_faults) -> int:
     """Exit code of this rank, as engine.train would end."""
     run = RunFolder(Path(path))
-    return run_rank(run, lambda status: run_training(config, run, status))
+    return run_rank(run, lambda status: run_training(config, run, status, find_faults))
 
 
-def train_until_error(path: str, config: RunConfig) -> str:
+def train_until_error(path: str, config: RunConfig, find_faults: FindFaults = read_faults) -> str:
     """The error of this rank, as text; the call of a library user, without the frame of a rank."""
     try:
-        run_training(config, RunFolder(Path(path)), RankStatus())
+        run_training(config, RunFolder(Path(path)), RankStatus(), find_faults)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

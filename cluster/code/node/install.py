@@ -1,4 +1,4 @@
-"""Puts code that comes over stdin into its place on a node: whole, verified, or not at all. Python 3.6.
+"""Puts code that comes over stdin into its place on a node: whole, verified, or not at all.
 
 ROOT/<code id>/engine/...      good for every run that names it
 ROOT/<code id>.part-<nonce>    being unpacked
@@ -13,7 +13,7 @@ import stat
 import sys
 import tarfile
 import time
-from typing import Any, Dict, List
+from typing import Any
 
 from cluster.code.node.tree import check_tree, expand, replaceable_above, used_code
 
@@ -98,7 +98,7 @@ def _renamed(part: str, target: str) -> bool:
     return True
 
 
-def prune(root: str, keep: int, age_s: float, now: float) -> List[str]:
+def prune(root: str, keep: int, age_s: float, now: float) -> list[str]:
     """Names of the code that was removed: all but the `keep` used last, if unused for `age_s` and by any process."""
     in_use = ":".join(used_code())
     entries = []
@@ -137,7 +137,7 @@ def main() -> None:
     answer(question, _handle(question, archive))
 
 
-def _handle(question: Dict[str, Any], archive: bytes) -> Dict[str, Any]:
+def _handle(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
     home = os.path.expanduser("~")
     root = expand(str(question["root"]), home) or ""
     code_id = str(question["code_id"])

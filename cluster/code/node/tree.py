@@ -1,9 +1,9 @@
-"""The identity of a folder of code: one hash over the names and contents of its files. Python 3.6, standard library."""
+"""The identity of a folder of code: one hash over the names and contents of its files."""
 
 import hashlib
 import os
 import stat
-from typing import Dict, List, Optional
+from typing import Optional
 
 _SKIPPED = "__pycache__"  # what an interpreter leaves there does not belong to the code
 MAX_FILES = 20000
@@ -13,9 +13,9 @@ class TreeError(Exception):
     """A folder holds what no code archive of ours holds."""
 
 
-def list_tree(folder: str) -> Dict[str, str]:
+def list_tree(folder: str) -> dict[str, str]:
     """Path relative to `folder` -> hash of the content, of every file. Raises TreeError for links and other things."""
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for parent, names, files in os.walk(folder, onerror=_refuse):
         names[:] = sorted(name for name in names if name != _SKIPPED)
         for name in names + files:
@@ -31,7 +31,7 @@ def list_tree(folder: str) -> Dict[str, str]:
     return found
 
 
-def tree_id(files: Dict[str, str]) -> str:
+def tree_id(files: dict[str, str]) -> str:
     """64 hex digits: equal exactly when names and contents are."""
     lines = [f"{content} {name}\n" for name, content in sorted(files.items())]
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
@@ -84,9 +84,9 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def used_code(proc: str = "/proc") -> List[str]:
+def used_code(proc: str = "/proc") -> list[str]:
     """PYTHONPATH of every process that we may look at and that belongs to a run."""
-    found: List[str] = []
+    found: list[str] = []
     for name in os.listdir(proc):
         if name.isdigit():
             path = read_environment(os.path.join(proc, name)).get("PYTHONPATH")
@@ -95,7 +95,7 @@ def used_code(proc: str = "/proc") -> List[str]:
     return found
 
 
-def read_environment(process: str) -> Dict[str, str]:
+def read_environment(process: str) -> dict[str, str]:
     """The environment that a process was started with; empty when it is gone or not ours to see."""
     try:
         with open(os.path.join(process, "environ"), "rb") as file:

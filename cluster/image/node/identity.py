@@ -1,8 +1,8 @@
-"""What makes two images the same, whatever engine holds them. Runs on nodes, too: Python 3.6, standard library only."""
+"""What makes two images the same, whatever engine holds them. Runs on nodes, too: Python 3.9, standard library only."""
 
 import hashlib
 import json
-from typing import Any, Dict, List
+from typing import Any
 
 # What a container gets from its image. Engines add fields of their own (`Image`, `Hostname`), or leave empty ones out.
 _CONFIG_FIELDS = (
@@ -22,7 +22,7 @@ _CONFIG_FIELDS = (
 )
 
 
-def image_identity(inspected: Dict[str, Any]) -> str:
+def image_identity(inspected: dict[str, Any]) -> str:
     """sha256 in hex over architecture, system, layers, settings and date of what `docker image inspect` shows.
 
     The id that engines print is not enough: the classic store and the one of containerd give one image different ids.
@@ -39,7 +39,7 @@ def image_identity(inspected: Dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def layers_of(inspected: Dict[str, Any]) -> List[str]:
+def layers_of(inspected: dict[str, Any]) -> list[str]:
     """The diff ids (sha256:...) of its layers, from the bottom up."""
     layers = (inspected.get("RootFS") or {}).get("Layers") or []
     return [str(layer) for layer in layers]

@@ -1,1 +1,1 @@
-"""Runs on nodes: Python 3.6, standard library only."""
+"""Runs on nodes: Python 3.9, standard library only."""

@@ -1,4 +1,4 @@
-"""Answers what a launch must know of this node. It changes nothing here. Python 3.6, standard library only."""
+"""Answers what a launch must know of this node. It changes nothing here."""
 
 import glob
 import hashlib
@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Optional
 
 from cluster.code.node.tree import check_tree, expand, read_environment
 
@@ -41,12 +41,12 @@ print("\\n" + json.dumps(found))
 """
 
 
-def survey(question: Dict[str, Any]) -> Dict[str, Any]:
+def survey(question: dict[str, Any]) -> dict[str, Any]:
     """Facts by name; what cannot be found out says why under the same name with "_problem"."""
     home = os.path.expanduser("~")
     root = expand(question["root"], home) or os.path.join(home, ".burst")
     code_root = expand(question["code_root"], home) or os.path.join(root, "code")
-    found: Dict[str, Any] = {
+    found: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": home,
         "user": _user(),
@@ -57,7 +57,7 @@ def survey(question: Dict[str, Any]) -> Dict[str, Any]:
         "code_root": code_root,
         "has_infiniband_devices": os.path.isdir("/dev/infiniband"),
     }
-    parts: Dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], Any]] = {
         "python": lambda: find_python(expand(question["python"], home), question["modules"]),
         "gpus": find_gpus,
         "gpu_processes": find_gpu_processes,
@@ -78,7 +78,7 @@ def survey(question: Dict[str, Any]) -> Dict[str, Any]:
     return found
 
 
-def attempt(name: str, find: Callable[[], Any]) -> Tuple[str, Any]:
+def attempt(name: str, find: Callable[[], Any]) -> tuple[str, Any]:
     """What to put under which name: one fact that is strange must not hide the others."""
     try:
         return name, find()
@@ -92,7 +92,7 @@ class Problem(Exception):
     """Why a fact is not known."""
 
 
-def find_python(given: Optional[str], modules: List[str]) -> Dict[str, Any]:
+def find_python(given: Optional[str], modules: list[str]) -> dict[str, Any]:
     """The Python of the ranks: its path, version, and the versions of modules (None: not there), none imported."""
     name = given or "python3"
     status, out, said = run([name, "-c", _PYTHON, *modules])
@@ -102,7 +102,7 @@ def find_python(given: Optional[str], modules: List[str]) -> Dict[str, Any]:
         raise Problem("{}: {}".format(name, said or f"ended with {status}")) from None
 
 
-def find_gpus() -> List[Dict[str, Any]]:
+def find_gpus() -> list[dict[str, Any]]:
     """Name and memory of every GPU; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -115,7 +115,7 @@ def find_gpus() -> List[Dict[str, Any]]:
     return [{"name": name.strip(), "memory_mib": int(mib) if mib.strip().isdigit() else 0} for name, _, mib in rows]
 
 
-def find_gpu_processes() -> List[Dict[str, Any]]:
+def find_gpu_processes() -> list[dict[str, Any]]:
     """Who computes on the GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -152,7 +152,7 @@ def find_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def find_disk(root: str) -> Dict[str, Any]:
+def find_disk(root: str) -> dict[str, Any]:
     """Free bytes where `root` is or will be, and whether we may write there."""
     folder = root
     while not os.path.isdir(folder):
@@ -186,7 +186,7 @@ def find_port(wanted: Optional[int]) -> int:
     raise Problem(f"port {wanted}: {reason}" if wanted else f"no free port: {reason}")
 
 
-def find_lock(node: str) -> Optional[Dict[str, Any]]:
+def find_lock(node: str) -> Optional[dict[str, Any]]:
     """Who holds this node, as the lock's file says; None when nobody does."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
     path = f"/tmp/burst-{os.geteuid()}/{name}.lock"
@@ -213,7 +213,7 @@ def _is_locked(inode: int) -> bool:
         )
 
 
-def find_runs(node: str) -> List[Dict[str, Any]]:
+def find_runs(node: str) -> list[dict[str, Any]]:
     """Processes of runs of ours on this node."""
     found = []
     for name in os.listdir("/proc"):
@@ -226,14 +226,14 @@ def find_runs(node: str) -> List[Dict[str, Any]]:
     return found[:_MAX_LISTED]
 
 
-def find_data(entries: List[Dict[str, Any]], home: str) -> List[Dict[str, Any]]:
+def find_data(entries: list[dict[str, Any]], home: str) -> list[dict[str, Any]]:
     """Per entry of data.paths: its files' number, bytes and a hash of names, sizes and edges, or what is wrong."""
     deadline = time.time() + _HASH_S
     return [_look_at(expand(entry["path"], home) or "", entry["suffixes"], deadline) for entry in entries]
 
 
-def _look_at(path: str, suffixes: List[str], deadline: float) -> Dict[str, Any]:
-    found: Dict[str, Any] = {"path": path}
+def _look_at(path: str, suffixes: list[str], deadline: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": path}
     try:
         files = _list_files(path, suffixes)
         if not files:
@@ -254,10 +254,10 @@ def _look_at(path: str, suffixes: List[str], deadline: float) -> Dict[str, Any]:
         return dict(found, problem=f"{error.filename or path}: {error.strerror}")
 
 
-def _list_files(path: str, suffixes: List[str]) -> List[str]:
+def _list_files(path: str, suffixes: list[str]) -> list[str]:
     """As the trainer will list them: a file, the files of a folder that are not hidden, or what a pattern matches."""
     if os.path.isdir(path):
-        found: List[str] = []
+        found: list[str] = []
         for parent, names, files in os.walk(path):
             names[:] = sorted(name for name in names if not name.startswith("."))
             wanted = [name for name in files if not suffixes or name.endswith(tuple(suffixes))]
@@ -280,7 +280,7 @@ def _edges(path: str, size: int) -> bytes:
     return digest.digest()
 
 
-def find_engine(command: List[str]) -> Optional[Dict[str, Any]]:
+def find_engine(command: list[str]) -> Optional[dict[str, Any]]:
     """Version of the container engine; None when none is asked for."""
     if not command:
         return None
@@ -294,7 +294,7 @@ def find_engine(command: List[str]) -> Optional[Dict[str, Any]]:
     return {"version": str(server.get("Version") or "?")}
 
 
-def find_image(command: List[str], image: Optional[str]) -> Optional[Dict[str, Any]]:
+def find_image(command: list[str], image: Optional[str]) -> Optional[dict[str, Any]]:
     """The identity of the run's image; None when the node has no such image, or none is asked for."""
     if not command or not image:
         return None
@@ -308,14 +308,13 @@ def find_image(command: List[str], image: Optional[str]) -> Optional[Dict[str, A
     return {"identity": image_identity(json.loads(out)[0])}
 
 
-def run(argv: List[str]) -> Tuple[int, str, str]:
+def run(argv: list[str]) -> tuple[int, str, str]:
     """(exit code, output, the last of stderr in one line) of a tool; 127 when there is none."""
     try:
         done = subprocess.run(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             env=dict(os.environ, LC_ALL="C"),
             timeout=_TOOL_S,
         )

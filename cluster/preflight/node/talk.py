@@ -1,9 +1,9 @@
-"""One question over stdin, one answer over stdout: how burst talks to a program that it sent. Python 3.6."""
+"""One question over stdin, one answer over stdout: how burst talks to a program that it sent."""
 
 import json
 import os
 import sys
-from typing import Any, Dict
+from typing import Any
 
 _QUESTION_BYTES = 4 << 20
 
@@ -20,7 +20,7 @@ def read_exactly(size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_question() -> Dict[str, Any]:
+def read_question() -> dict[str, Any]:
     """The question: JSON behind its length in ten digits."""
     size = int(read_exactly(10))
     if not 0 < size <= _QUESTION_BYTES:
@@ -28,7 +28,7 @@ def read_question() -> Dict[str, Any]:
     return dict(json.loads(read_exactly(size).decode("ascii")))
 
 
-def answer(question: Dict[str, Any], found: Dict[str, Any]) -> None:
+def answer(question: dict[str, Any], found: dict[str, Any]) -> None:
     """Print `found` between two lines that nothing else prints: a login shell may have said something before."""
     fence = str(question["fence"])
     os.write(1, "".join(["\n", fence, "\n"]).encode("ascii"))

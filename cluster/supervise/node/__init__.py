@@ -1,4 +1,4 @@
-"""What runs on the nodes of a run: standard library of Python 3.6 only. On this machine the same modules are imported.
+"""What runs on the nodes of a run: standard library of Python 3.9 only. On this machine the same modules are imported.
 
 daemon.start(spec) -> dict, daemon.run_foreground(spec) -> int          the supervisor begins
 folder.read_status(folder, node), .beat, .request_stop, .request_stacks  the files by which it is controlled

@@ -1,4 +1,4 @@
-"""What an earlier attempt of the same run left in a node's run folder goes to attempts/<N>/. Python 3.6.
+"""What an earlier attempt of the same run left in a node's run folder goes to attempts/<N>/.
 
 nodes/<node>/*                        whole, but for the lock
 logs/<node>/rank<NNNN>.*.json         errors, states and flight records; logs are continued, not moved
@@ -7,7 +7,7 @@ metrics.jsonl events.jsonl summary.json   of the node with rank 0: several nodes
 
 import contextlib
 import os
-from typing import Iterator, Tuple
+from collections.abc import Iterator
 
 from cluster.supervise.node.folder import NodeFiles, make_folder
 from cluster.supervise.node.spec import Spec
@@ -26,7 +26,7 @@ def put_aside(spec: Spec) -> None:
             os.replace(source, path)
 
 
-def _left_files(files: NodeFiles, is_lead: bool) -> Iterator[Tuple[str, str]]:
+def _left_files(files: NodeFiles, is_lead: bool) -> Iterator[tuple[str, str]]:
     """Path and name below attempts/<N> of everything to move."""
     for name in sorted(os.listdir(files.state_dir)):
         path = os.path.join(files.state_dir, name)

@@ -1,7 +1,7 @@
-"""One SSH exec's worth of reach into a node: requests become files, files become frames. Python 3.6.
+"""One SSH exec's worth of reach into a node: requests become files, files become frames.
 
 It holds no state: killed at any moment, the next one goes on from the offsets that it is told. The supervisor does not
-depend on it. See `cluster/image/node/frames.py` for the frames.
+depend on it. See `cluster/supervise/node/frames.py` for the frames.
 
     launcher  start {spec}  follow {folder, node, lead, offsets}  beat {id}  stop {cause, grace_s}  stacks {nonce}
               sweep {}  bye {}
@@ -17,11 +17,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Any, Callable, Deque, Dict, Optional
+from typing import Any, Callable, Optional
 
-from cluster.image.node.frames import FrameError, FrameReader, Message, pack_data, pack_message
 from cluster.supervise.node.daemon import start
-from cluster.supervise.node.folder import NodeFiles, beat, now_ns, read_json, read_status, request_stacks, request_stop
+from cluster.supervise.node.folder import NodeFiles, beat, read_json, read_status, request_stacks, request_stop
+from cluster.supervise.node.frames import FrameError, FrameReader, Message, pack_data, pack_message
 from cluster.supervise.node.spec import SpecError, checked_folder, checked_node, checked_run_id, seconds
 from cluster.supervise.node.sweep import sweep
 from cluster.supervise.node.tail import NodeTail, Piece
@@ -42,10 +42,10 @@ class Bridge:
 
     def __init__(self, write: Callable[[bytes], None], carried: Optional[bytes] = None) -> None:
         self._write, self._carried = write, carried
-        self._answers: Deque[bytes] = deque()
+        self._answers: deque[bytes] = deque()
         self._wake = threading.Event()
         self._tail: Optional[NodeTail] = None
-        self._place: Optional[Dict[str, str]] = None
+        self._place: Optional[dict[str, str]] = None
         self._is_over = False
         self._heard_at = time.monotonic()
         self._beats = 0
@@ -54,7 +54,7 @@ class Bridge:
 
     def listen(self, reader: FrameReader) -> None:
         """Do what the launcher says until it has no more to say; problems become messages."""
-        self._say({"op": "hello", "host": socket.gethostname(), "now_ns": now_ns(), "python": _python()})
+        self._say({"op": "hello", "host": socket.gethostname(), "now_ns": time.time_ns(), "python": _python()})
         try:
             while not self._is_over:
                 frame = reader.next()
@@ -71,7 +71,7 @@ class Bridge:
             self._wake.set()
 
     def _obey(self, message: Message) -> None:
-        operations: Dict[str, Callable[[Message], None]] = {
+        operations: dict[str, Callable[[Message], None]] = {
             "start": self._start,
             "follow": self._follow,
             "beat": self._beat,
@@ -112,7 +112,7 @@ class Bridge:
             if self._place is not None:
                 beat(self._place["folder"], self._place["node"])
         finally:
-            self._say({"op": "beat", "id": message.get("id"), "now_ns": now_ns()})
+            self._say({"op": "beat", "id": message.get("id"), "now_ns": time.time_ns()})
 
     def _stop(self, message: Message) -> None:
         place = self._followed()
@@ -141,7 +141,7 @@ class Bridge:
     def _bye(self, message: Message) -> None:
         self._is_over = True
 
-    def _followed(self) -> Dict[str, str]:
+    def _followed(self) -> dict[str, str]:
         if self._place is None:
             raise SpecError("nothing is followed")
         return self._place
@@ -210,7 +210,7 @@ class _Status:
         self._sent: Optional[Message] = None
         self._next_look = self._next_send = 0.0
 
-    def look(self, now: float, place: Dict[str, str]) -> Optional[Message]:
+    def look(self, now: float, place: dict[str, str]) -> Optional[Message]:
         """The message to send, if one is due."""
         if now < self._next_look:
             return None
@@ -231,7 +231,7 @@ class _Files:
         self._tail: Optional[NodeTail] = None
         self._changed_at = self._next = 0.0
         self._looks_at_end = 0
-        self._synced: Optional[Dict[str, int]] = None
+        self._synced: Optional[dict[str, int]] = None
 
     @property
     def poll_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The container that a run's command started, by its engine's command line: stopped, killed, removed. Python 3.6."""
+"""The container that a run's command started, by its engine's command line: stopped, killed, removed."""
 
 import contextlib
 import json
@@ -6,7 +6,8 @@ import os
 import subprocess
 import threading
 import time
-from typing import Callable, List, Optional, Sequence, Set
+from collections.abc import Sequence
+from typing import Callable, Optional
 
 _TIMEOUT_S = 20.0
 
@@ -16,9 +17,9 @@ class Helpers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pids: Set[int] = set()
+        self._pids: set[int] = set()
 
-    def pids(self) -> Set[int]:
+    def pids(self) -> set[int]:
         """Numbers of those that have not been waited for."""
         with self._lock:
             return set(self._pids)
@@ -95,11 +96,11 @@ class Container:
             return isinstance(labels, dict) and self._run_id in labels.values()
         return None
 
-    def _act(self, words: List[str], timeout_s: float) -> None:
+    def _act(self, words: list[str], timeout_s: float) -> None:
         if self.is_ours():
             self._call(words, timeout_s)
 
-    def _call(self, words: List[str], timeout_s: float) -> Optional[int]:
+    def _call(self, words: list[str], timeout_s: float) -> Optional[int]:
         try:
             return self._helpers.run(self._engine + words, timeout_s).returncode
         except (OSError, subprocess.TimeoutExpired):

@@ -1,11 +1,11 @@
 """Memory control groups of a process (cgroup v1 and v2): limits, and how often the kernel killed for lack of memory.
 
-Every function takes the folder of procfs, so that tests can show it another machine. Python 3.6.
+Every function takes the folder of procfs, so that tests can show it another machine.
 """
 
 import contextlib
 import os
-from typing import List, NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Union
 
 PROC = "/proc"
 _NO_LIMIT = 2**60  # v1 writes the largest page-aligned number for "none"
@@ -30,7 +30,7 @@ class OomCounter(NamedTuple):
         return None
 
 
-def memory_groups(pid: Union[int, str] = "self", proc: str = PROC) -> Tuple[str, ...]:
+def memory_groups(pid: Union[int, str] = "self", proc: str = PROC) -> tuple[str, ...]:
     """Folders of the memory control groups of a process, its own first, then those around it; empty if unknown."""
     with contextlib.suppress(OSError, ValueError):
         membership = _read(os.path.join(proc, str(pid), "cgroup")).splitlines()
@@ -72,7 +72,7 @@ def meminfo_bytes(name: str, proc: str = PROC) -> Optional[int]:
     return None
 
 
-def _folders(path: str, mounts: List[str], kind: str, option: Optional[str]) -> Tuple[str, ...]:
+def _folders(path: str, mounts: list[str], kind: str, option: Optional[str]) -> tuple[str, ...]:
     """The group `path` and all above it, as far as the hierarchy is mounted here."""
     for line in mounts:
         place, _, source = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""How a supervisor begins: refused in words, or as a process that outlives whoever started it. Python 3.6."""
+"""How a supervisor begins: refused in words, or as a process that outlives whoever started it."""
 
 import contextlib
 import json
@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import traceback
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Optional
 
-from cluster.image.node.boot import boot_code, pack_modules, with_length
+from cluster.code.node.boot import boot_code, pack_modules, with_length
 from cluster.supervise.node.attempts import put_aside
 from cluster.supervise.node.folder import NodeFiles, beat, lay_files, make_folder, write_json
 from cluster.supervise.node.locks import Lock, RefusedError, take_node, take_run
@@ -28,8 +28,7 @@ from cluster.supervise.node.sweep import sweep
 
 # In the order of their imports: each finds those before it.
 MODULES = (
-    "cluster.image.node.boot",
-    "cluster.supervise.node.processes_psutil",
+    "cluster.code.node.boot",
     "cluster.supervise.node.processes",
     "cluster.supervise.node.folder",
     "cluster.supervise.node.spec",
@@ -48,13 +47,13 @@ MODULES = (
 _ANSWER_S = 30.0
 
 
-def start(message: Dict[str, Any], carried: Optional[bytes] = None) -> Dict[str, Any]:
+def start(message: dict[str, Any], carried: Optional[bytes] = None) -> dict[str, Any]:
     """{"op": "started", "pid"} once a supervisor of its own owns the run here, else {"op": "refused", "kind", "text"}.
 
     The locks are taken here and inherited by the supervisor, so of two who ask at once one is refused. `carried`: the
     modules as they came over the wire; None: read from this installation.
     """
-    locks: List[Lock] = []
+    locks: list[Lock] = []
     try:
         spec = _prepare(message, locks)
         pid = _spawn(spec, locks, carried)
@@ -67,12 +66,12 @@ def start(message: Dict[str, Any], carried: Optional[bytes] = None) -> Dict[str,
     return {"op": "started", "pid": pid}
 
 
-def run_foreground(message: Dict[str, Any]) -> int:
+def run_foreground(message: dict[str, Any]) -> int:
     """Own the run in this process, whose main thread it must be; the exit code for a shell.
 
     A refusal is printed to stderr and left as an outcome, if the run has none here: nobody else would hear of it.
     """
-    locks: List[Lock] = []
+    locks: list[Lock] = []
     try:
         spec = _prepare(message, locks)
     except RefusedError as error:
@@ -111,7 +110,7 @@ def main(carried: bytes) -> None:
     os._exit(0)
 
 
-def _prepare(message: Dict[str, Any], locks: List[Lock]) -> Spec:
+def _prepare(message: dict[str, Any], locks: list[Lock]) -> Spec:
     """The checked spec, with all files laid and the locks in `locks`. Raises RefusedError."""
     try:
         spec = parse_spec(message)
@@ -141,7 +140,7 @@ def _clear_way(spec: Spec, files: NodeFiles) -> None:
     put_aside(spec)
 
 
-def _spawn(spec: Spec, locks: List[Lock], carried: Optional[bytes]) -> int:
+def _spawn(spec: Spec, locks: list[Lock], carried: Optional[bytes]) -> int:
     """The number of the supervisor, a new Python that shares nothing with this process but the locks."""
     code = boot_code("cluster.supervise.node.daemon", "main(carried)")
     command = [sys.executable or "python3", "-I", "-c", code, "burst-supervisor", spec.run_id, spec.node]
@@ -182,7 +181,7 @@ def own_code() -> bytes:
     return pack_modules(MODULES, root)
 
 
-def _own(spec: Spec, locks: List[Lock], ready: Callable[[], None] = lambda: None) -> Dict[str, Any]:
+def _own(spec: Spec, locks: list[Lock], ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The outcome; `ready` is called once the run folder names this process."""
     for lock in locks:
         lock.say(spec.run_id, os.getpid())
@@ -196,7 +195,7 @@ def _own(spec: Spec, locks: List[Lock], ready: Callable[[], None] = lambda: None
             lock.release()
 
 
-def _leave_refusal(message: Dict[str, Any], text: str) -> None:
+def _leave_refusal(message: dict[str, Any], text: str) -> None:
     with contextlib.suppress(SpecError, OSError):
         files = NodeFiles(checked_folder(message.get("folder")), checked_node(message.get("node")))
         make_folder(files.state_dir)
@@ -205,7 +204,7 @@ def _leave_refusal(message: Dict[str, Any], text: str) -> None:
 
 
 def _read(size: int) -> bytes:
-    parts: List[bytes] = []
+    parts: list[bytes] = []
     while size:
         data = os.read(0, size)
         if not data:

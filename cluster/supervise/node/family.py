@@ -1,4 +1,4 @@
-"""The processes of one run on one node, wherever they moved in the process tree, and its ranks. Python 3.6.
+"""The processes of one run on one node, wherever they moved in the process tree, and its ranks.
 
 torchrun gives every rank a session of its own, and ranks outlive a killed torchrun. So a process belongs to the run
 when its environment holds both marks (run id and node: nodes of a testbed share one process table), when it descends
@@ -11,9 +11,8 @@ import os
 import select
 import signal
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
+from typing import Any, Callable, NamedTuple, Optional
 
-from cluster.supervise.node.folder import now_ns
 from cluster.supervise.node.processes import (
     Entry,
     all_pids,
@@ -40,7 +39,7 @@ class Marks(NamedTuple):
     run_id: str
     node: str
 
-    def match(self, environ: Optional[Dict[bytes, bytes]]) -> bool:
+    def match(self, environ: Optional[dict[bytes, bytes]]) -> bool:
         """Whether `environ` holds both."""
         wanted = {RUN_ID_VARIABLE: self.run_id, NODE_VARIABLE: self.node}
         return environ is not None and all(
@@ -64,7 +63,7 @@ class Death(NamedTuple):
     exit_code: Optional[int]
     at_ns: int
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As it stands in outcome.json."""
         return dict(self._asdict())
 
@@ -98,15 +97,15 @@ class Family:
         self,
         marks: Marks,
         ranks: range = range(0),
-        helpers: Callable[[], Set[int]] = set,
+        helpers: Callable[[], set[int]] = set,
         any_owner: bool = True,
     ) -> None:
         self.marks, self.child = marks, 0
-        self.ranks: Dict[int, Rank] = {}
-        self.deaths: List[Death] = []
+        self.ranks: dict[int, Rank] = {}
+        self.deaths: list[Death] = []
         self._rank_numbers, self._helpers, self._any_owner = ranks, helpers, any_owner
         self._me = os.getpid()
-        self._seen: Dict[int, _Seen] = {}
+        self._seen: dict[int, _Seen] = {}
         self._next_look = self._next_full_look = 0.0
         self._ends = Ends()
         self._adopts = False  # whether orphans fall to this process
@@ -135,22 +134,22 @@ class Family:
         self._ends.forget(self.child)
         self.child = 0
 
-    def members(self) -> List[int]:
+    def members(self) -> list[int]:
         """Numbers of the living members."""
         return [pid for pid, seen in self._seen.items() if seen.is_member]
 
-    def living_ranks(self) -> List[Rank]:
+    def living_ranks(self) -> list[Rank]:
         """The ranks that live, by number."""
         dead = {death.rank for death in self.deaths}
         return [self.ranks[number] for number in sorted(self.ranks) if number not in dead]
 
-    def signal(self, number: int, spare: Set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def signal(self, number: int, spare: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         """Send a signal to every member but those of `spare`."""
         for pid, seen in list(self._seen.items()):
             if seen.is_member and pid not in spare:
                 send_signal(pid, seen.start, number)
 
-    def kill_until_gone(self, number: int, wait_s: float) -> List[int]:
+    def kill_until_gone(self, number: int, wait_s: float) -> list[int]:
         """Kill every member until none is found; the numbers of those that would not die in `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
@@ -163,7 +162,7 @@ class Family:
 
     def _notice_ends(self) -> None:
         """Bury those that ended. Of ranks that ended between two looks, one that was not merely told to comes first."""
-        deaths: List[Death] = []
+        deaths: list[Death] = []
         for pid, seen in list(self._seen.items()):
             if not seen.is_member:
                 continue
@@ -174,7 +173,7 @@ class Family:
                 entry = None
             if seen.rank is not None:
                 status = None if entry is None else exit_code(entry.status)
-                deaths.append(Death(seen.rank, pid, status, now_ns()))
+                deaths.append(Death(seen.rank, pid, status, time.time_ns()))
                 self._ends.forget(pid)
             self._bury(pid, entry)
             del self._seen[pid]
@@ -216,7 +215,7 @@ class Family:
         if seen.is_member and environ is not None:
             self._note_rank(pid, entry, seen, environ)
 
-    def _note_rank(self, pid: int, entry: Entry, seen: _Seen, environ: Dict[bytes, bytes]) -> None:
+    def _note_rank(self, pid: int, entry: Entry, seen: _Seen, environ: dict[bytes, bytes]) -> None:
         """A rank carries RANK and its parent does not; its workers inherit that from it."""
         text = environ.get(b"RANK", b"")
         if not text.isdigit() or len(text) > 8 or not self.marks.match(environ):
@@ -237,7 +236,7 @@ class Ends:
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._descriptors: Dict[int, int] = {}
+        self._descriptors: dict[int, int] = {}
 
     def watch(self, pid: int, start: str) -> None:
         """Watch process `pid`; where the kernel cannot, nothing happens."""

@@ -1,4 +1,4 @@
-"""The files of a node's run folder by which a supervisor is controlled and tells what it does. Python 3.6.
+"""The files of a node's run folder by which a supervisor is controlled and tells what it does.
 
     nodes/<node>/ spec.json supervisor.json health.json stacks_done.json outcome.json supervisor.log   by the supervisor
                   lease stop.json stacks.json                                            by whoever controls the run
@@ -15,12 +15,13 @@ import re
 import socket
 import threading
 import time
-from typing import Any, Dict, Iterable, Optional, Tuple
+from collections.abc import Iterable
+from typing import Any, Optional
 
 from cluster.supervise.node.processes import process_start
 
 MAX_JSON_BYTES = 4 << 20
-Document = Dict[str, Any]
+Document = dict[str, Any]
 
 
 class NodeFiles:
@@ -50,11 +51,6 @@ class NodeFiles:
 def safe_name(node: str) -> str:
     """`node` as a file name, as `engine.runs.RunFolder.log_dir` makes it."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
-
-
-def now_ns() -> int:
-    """The wall clock in nanoseconds (`time.time_ns` came with Python 3.7)."""
-    return int(time.time() * 1e9)
 
 
 def now_text() -> str:
@@ -109,7 +105,7 @@ def make_folder(path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
-def lay_files(folder: str, files: Iterable[Tuple[str, str]]) -> None:
+def lay_files(folder: str, files: Iterable[tuple[str, str]]) -> None:
     """Put `files` (checked relative path, text) below `folder`. Raises OSError."""
     for name, text in files:
         path = os.path.join(folder, name)
@@ -131,7 +127,7 @@ def beat(folder: str, node: str) -> None:
 
 def request_stop(folder: str, node: str, cause: str, grace_s: float) -> None:
     """Ask for the end of the run on this node; a later request may shorten the grace. Raises OSError."""
-    document = {"cause": cause, "grace_s": grace_s, "at": now_text(), "at_ns": now_ns()}
+    document = {"cause": cause, "grace_s": grace_s, "at": now_text(), "at_ns": time.time_ns()}
     write_json(NodeFiles(folder, node).stop, document)
 
 

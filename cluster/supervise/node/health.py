@@ -1,4 +1,4 @@
-"""How the node and its ranks do, every few seconds, in nodes/<node>/health.json. Python 3.6."""
+"""How the node and its ranks do, every few seconds, in nodes/<node>/health.json."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional
 
 from cluster.supervise.node.container import Helpers
 from cluster.supervise.node.control_group import meminfo_bytes, memory_limit_bytes
@@ -30,9 +30,9 @@ class Health:
     """
 
     def __init__(self, files: NodeFiles, helpers: Helpers) -> None:
-        self.ranks: List[Rank] = []
+        self.ranks: list[Rank] = []
         self._files, self._gpus = files, Gpus(helpers)
-        self._seen: Tuple[float, Optional[List[Document]]] = (0.0, None)
+        self._seen: tuple[float, Optional[list[Document]]] = (0.0, None)
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class Health:
             self._over.wait(INTERVAL_S)
 
 
-def read_health(folder: str, ranks: List[Rank], gpus: Optional[List[Document]]) -> Document:
+def read_health(folder: str, ranks: list[Rank], gpus: Optional[list[Document]]) -> Document:
     """The content of health.json; null is what could not be seen."""
     total, available = meminfo_bytes("MemTotal"), meminfo_bytes("MemAvailable")
     return {
@@ -89,7 +89,7 @@ class Gpus:
         self._throttle = list(_THROTTLE)
         self.are_there = shutil.which("nvidia-smi") is not None
 
-    def read(self) -> Optional[List[Document]]:
+    def read(self) -> Optional[list[Document]]:
         """One object per GPU; None when there is no nvidia-smi, or it does not answer."""
         if not self.are_there:
             return None
@@ -105,7 +105,7 @@ class Gpus:
         return None
 
 
-def parse_gpus(text: str) -> List[Document]:
+def parse_gpus(text: str) -> list[Document]:
     """The rows of the query; what is no number ("[N/A]") is None."""
     gpus = []
     for line in text.splitlines()[:_MAX_GPUS]:
@@ -133,7 +133,7 @@ def _number(text: str) -> Optional[int]:
         return None
 
 
-def _rank(rank: Rank) -> Dict[str, Any]:
+def _rank(rank: Rank) -> dict[str, Any]:
     entry = read_entry(rank.pid)
     is_same = entry is not None and entry.start == rank.start
     return {

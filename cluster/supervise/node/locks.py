@@ -1,4 +1,4 @@
-"""Who holds a node: a lock that dies with its holder, so that no file left behind is ever an obstacle. Python 3.6."""
+"""Who holds a node: a lock that dies with its holder, so that no file left behind is ever an obstacle."""
 
 import contextlib
 import errno
@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import time
-from typing import Dict, List, Optional
+from typing import Optional
 
 from cluster.supervise.node.folder import NodeFiles, is_alive, make_folder, now_text, read_json, safe_name
 from cluster.supervise.node.spec import Spec
@@ -61,7 +61,7 @@ def take_lock(path: str, wait_s: float = _WAIT_S) -> Optional[Lock]:
         time.sleep(_POLL_S)
 
 
-def holder(path: str) -> Dict[str, str]:
+def holder(path: str) -> dict[str, str]:
     """What the holder of a lock says of itself; empty when it says nothing."""
     try:
         with open(path, "rb") as file:
@@ -92,7 +92,7 @@ def node_lock_path(node: str, base: str = "/tmp") -> str:
     return os.path.join(folder, safe_name(node) + ".lock")
 
 
-def take_node(spec: Spec) -> List[Lock]:
+def take_node(spec: Spec) -> list[Lock]:
     """The lock of the node for `spec`, if it asks for one. Raises RefusedError naming the holder."""
     if not spec.exclusive:
         return []
@@ -115,7 +115,7 @@ def take_node(spec: Spec) -> List[Lock]:
     return [lock]
 
 
-def take_run(spec: Spec) -> List[Lock]:
+def take_run(spec: Spec) -> list[Lock]:
     """The lock of this run on this node, in its folder, which is made. Raises RefusedError.
 
     Two attempts of one run never live at once on a node, whoever asks for them.

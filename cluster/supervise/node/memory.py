@@ -1,7 +1,7 @@
 """Host memory of a run while it lives: what its processes hold, and whether the kernel killed one for lack of it.
 
 Only the kernel's own count or log is evidence. What the processes held is a hint: it is sampled, and counts shared
-pages once per process. Python 3.6.
+pages once per process.
 """
 
 import contextlib
@@ -9,7 +9,8 @@ import os
 import re
 import time
 from collections import deque
-from typing import Any, Deque, Dict, Iterable, List, Optional, Union
+from collections.abc import Iterable
+from typing import Any, Optional, Union
 
 from cluster.supervise.node.control_group import PROC, OomCounter, memory_limit_bytes, oom_counter
 from cluster.supervise.node.processes import resident_bytes
@@ -30,11 +31,11 @@ class MemoryWatch:
         self._proc, self._kernel_log = proc, kernel_log
         self._started = time.monotonic()
         self._next_sample = 0.0
-        self._held: Deque[int] = deque(maxlen=_LAST_SAMPLES)
-        self._peaks: Dict[int, int] = {}
-        self._counters: Dict[int, OomCounter] = {}
-        self._before: Dict[OomCounter, int] = {}
-        self._now: Dict[OomCounter, int] = {}
+        self._held: deque[int] = deque(maxlen=_LAST_SAMPLES)
+        self._peaks: dict[int, int] = {}
+        self._counters: dict[int, OomCounter] = {}
+        self._before: dict[OomCounter, int] = {}
+        self._now: dict[OomCounter, int] = {}
         self._limit = memory_limit_bytes("self", proc)
         self._note_counter(os.getpid(), "self")
 
@@ -69,7 +70,7 @@ class MemoryWatch:
                 return f"oom_kill{whose} in {counter.path} rose from {before} to {after}"
         return None
 
-    def facts(self, pid: Optional[int]) -> Dict[str, Any]:
+    def facts(self, pid: Optional[int]) -> dict[str, Any]:
         """{evidence, hint, memory} should SIGKILL have ended process `pid` (None: the command)."""
         held, hint = self.held_bytes(), None
         if self._limit is not None and held > NEARLY_FULL * self._limit:
@@ -131,8 +132,8 @@ def log_names(path: str, pid: int, since: float) -> bool:
         os.close(descriptor)
 
 
-def _records(descriptor: int) -> List[str]:
-    lines: List[str] = []
+def _records(descriptor: int) -> list[str]:
+    lines: list[str] = []
     while True:
         try:
             block = os.read(descriptor, _RECORD_BYTES)

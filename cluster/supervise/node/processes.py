@@ -1,30 +1,17 @@
-"""Processes as the kernel shows them: when they started, whose child they are, what their environment says. Python 3.6.
-
-By /proc; where there is none, by psutil if that is installed, without exit codes, orphans and death with the parent.
-"""
+"""Processes as the kernel shows them: when they started, whose child they are, what their environment says."""
 
 import contextlib
 import ctypes
 import os
-import sys
-from typing import Any, Dict, List, NamedTuple, Optional
-
-from cluster.supervise.node.processes_psutil import (
-    process_cpu_seconds,
-    process_environ,
-    process_facts,
-    process_pids,
-    process_resident_bytes,
-)
+from typing import NamedTuple, Optional
 
 _MAX_ENVIRON_BYTES = 8 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PIDFD_OPEN = 434  # the number of the system call, the same on every machine
-_HAS_PROC = os.path.exists("/proc/self/stat")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Entry(NamedTuple):
@@ -44,9 +31,6 @@ class Entry(NamedTuple):
 
 def read_entry(pid: int) -> Optional[Entry]:
     """What is known of process `pid`; None when there is no such process."""
-    if not _HAS_PROC:
-        found = process_facts(pid)
-        return None if found is None else Entry(pid, found.parent, found.state, found.start, 0)
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode("ascii", "replace")
@@ -62,10 +46,8 @@ def process_start(pid: int) -> Optional[str]:
     return entry.start if entry is not None and entry.lives else None
 
 
-def read_environ(pid: int) -> Optional[Dict[bytes, bytes]]:
+def read_environ(pid: int) -> Optional[dict[bytes, bytes]]:
     """The environment process `pid` was started with; None when it is not ours to see."""
-    if not _HAS_PROC:
-        return process_environ(pid)
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             data = file.read(_MAX_ENVIRON_BYTES)
@@ -76,17 +58,15 @@ def read_environ(pid: int) -> Optional[Dict[bytes, bytes]]:
 
 
 def is_own(pid: int) -> bool:
-    """Whether process `pid` runs as this user; where there is no /proc, what we may look at counts as ours."""
+    """Whether process `pid` runs as this user."""
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
-        return not _HAS_PROC
+        return False
 
 
 def resident_bytes(pid: int) -> Optional[int]:
     """The resident set of process `pid`; None when there is no such process."""
-    if not _HAS_PROC:
-        return process_resident_bytes(pid)
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -96,8 +76,6 @@ def resident_bytes(pid: int) -> Optional[int]:
 
 def cpu_seconds(pid: int) -> Optional[float]:
     """Processor time that process `pid` has used; None when there is no such process."""
-    if not _HAS_PROC:
-        return process_cpu_seconds(pid)
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -106,7 +84,7 @@ def cpu_seconds(pid: int) -> Optional[float]:
         return None
 
 
-def inner_pids(pid: int) -> List[int]:
+def inner_pids(pid: int) -> list[int]:
     """The numbers by which process `pid` is known here and inside of its container."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
         for line in file.read().splitlines():
@@ -117,10 +95,7 @@ def inner_pids(pid: int) -> List[int]:
 
 def open_pidfd(pid: int, start: str) -> Optional[int]:
     """A descriptor that becomes readable when that process ends; None where the kernel has none (Linux < 5.3)."""
-    libc: Any = _libc
-    if libc is None:
-        return None
-    descriptor = int(libc.syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
+    descriptor = int(_libc.syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
     if descriptor < 0:
         return None
     if process_start(pid) != start:
@@ -129,10 +104,8 @@ def open_pidfd(pid: int, start: str) -> Optional[int]:
     return descriptor
 
 
-def all_pids() -> List[int]:
+def all_pids() -> list[int]:
     """Numbers of all processes that are to be seen."""
-    if not _HAS_PROC:
-        return process_pids()
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -155,7 +128,7 @@ def send_signal(pid: int, start: str, number: int) -> bool:
 
 
 def die_with_parent(number: int) -> None:
-    """Ask the kernel to send this process signal `number` when its parent dies (Linux; elsewhere nothing happens)."""
+    """Ask the kernel to send this process signal `number` when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -165,5 +138,4 @@ def become_subreaper() -> bool:
 
 
 def _prctl(option: int, value: int) -> bool:
-    libc: Any = _libc
-    return libc is not None and libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+    return int(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)) == 0

@@ -1,9 +1,9 @@
-"""What a supervisor is told, checked: `cluster.control.link.NodeSpec` as it arrives. Python 3.6."""
+"""What a supervisor is told, checked: `cluster.control.link.NodeSpec` as it arrives."""
 
 import math
 import os
 import re
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional
 
 RUN_ID_VARIABLE = "BURST_RUN_ID"
 NODE_VARIABLE = "BURST_NODE"
@@ -29,17 +29,17 @@ class Spec(NamedTuple):
     first_rank: int
     local_ranks: int
     folder: str
-    argv: Tuple[str, ...]
+    argv: tuple[str, ...]
     cwd: str
-    environment: Dict[str, str]
-    files: Tuple[Tuple[str, str], ...]
+    environment: dict[str, str]
+    files: tuple[tuple[str, str], ...]
     container: Optional[str]
-    engine: Tuple[str, ...]
+    engine: tuple[str, ...]
     lease_s: Optional[float]
     stop_grace_s: float
     exclusive: bool
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON, without the files, which lie beside it."""
         return {**self._asdict(), "files": []}
 
@@ -108,11 +108,11 @@ def relative_path(value: Any) -> str:
     return str(value)
 
 
-def _files(value: Any) -> Tuple[Tuple[str, str], ...]:
+def _files(value: Any) -> tuple[tuple[str, str], ...]:
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, (list, tuple)) or len(pairs) > _MAX_FILES:
         raise SpecError("files is no list of (path, text)")
-    checked: List[Tuple[str, str]] = []
+    checked: list[tuple[str, str]] = []
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[1], str):
             raise SpecError("files is no list of (path, text)")
@@ -120,7 +120,7 @@ def _files(value: Any) -> Tuple[Tuple[str, str], ...]:
     return tuple(checked)
 
 
-def _words(value: Any, name: str) -> Tuple[str, ...]:
+def _words(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value or not value[0]:
         raise SpecError(f"{name} is no command")
     if any(not isinstance(word, str) or "\0" in word for word in value):
@@ -134,7 +134,7 @@ def _match(pattern: Any, value: Any, name: str) -> str:
     return value
 
 
-def _count(message: Dict[str, Any], name: str) -> int:
+def _count(message: dict[str, Any], name: str) -> int:
     value = message.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 24:
         raise SpecError(f"{name} is no number: {str(value)[:60]!r}")

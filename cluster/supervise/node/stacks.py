@@ -6,14 +6,14 @@
     nodes/<node>/stacks_done.json  {nonce, ranks: {"<rank>": {pid, state, answered}}}, once all that can answer did
 
 SIGUSR1 kills a process that does not listen. So only a rank is signalled whose .stacks file names its process, in the
-line "# rank N, pid P" with the number that the rank itself knows. Python 3.6.
+line "# rank N, pid P" with the number that the rank itself knows.
 """
 
 import contextlib
 import os
 import signal
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional
 
 from cluster.supervise.node.family import Rank
 from cluster.supervise.node.folder import Document, NodeFiles, read_json, write_json, write_text
@@ -33,9 +33,9 @@ class Stacks:
         self._stamp: Any = None
         self._nonce = ""
         self._deadline = 0.0
-        self._asked: Dict[int, Tuple[Rank, Optional[int]]] = {}  # and the length of its .stacks file then
+        self._asked: dict[int, tuple[Rank, Optional[int]]] = {}  # and the length of its .stacks file then
 
-    def turn(self, stamp: Any, ranks: List[Rank]) -> None:
+    def turn(self, stamp: Any, ranks: list[Rank]) -> None:
         """Begin or end a request. `stamp`: of stacks.json, as of now; `ranks`: those that are to be asked."""
         if stamp is not None and stamp != self._stamp:
             self._stamp = stamp
@@ -45,7 +45,7 @@ class Stacks:
         elif self._asked and (time.monotonic() > self._deadline or self._is_answered()):
             self._answer()
 
-    def _ask(self, nonce: str, ranks: List[Rank]) -> None:
+    def _ask(self, nonce: str, ranks: list[Rank]) -> None:
         self._nonce, self._deadline = nonce, time.monotonic() + ANSWER_S
         self._asked = {}
         with contextlib.suppress(OSError):

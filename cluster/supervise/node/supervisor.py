@@ -1,4 +1,4 @@
-"""The owner of one run on one node: starts its command, watches it, stops it, and leaves no process behind. Python 3.6.
+"""The owner of one run on one node: starts its command, watches it, stops it, and leaves no process behind.
 
 It hears of the world by files of the run folder alone (`folder.py`), so it survives launchers, sessions and bridges.
 """
@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Any, List, Optional
+from typing import Any, Optional
 
 from cluster.supervise.node.container import Container, Helpers
 from cluster.supervise.node.family import Family, Marks
-from cluster.supervise.node.folder import Document, NodeFiles, now_ns, now_text, read_json, write_json
+from cluster.supervise.node.folder import Document, NodeFiles, now_text, read_json, write_json
 from cluster.supervise.node.health import Health
 from cluster.supervise.node.memory import MemoryWatch
 from cluster.supervise.node.processes import become_subreaper, die_with_parent, process_start
@@ -50,7 +50,7 @@ class StopOrder:
         deadline = time.monotonic() + grace_s
         is_first = not self.cause
         if is_first:
-            self.cause, self.by, self.asked_ns = cause, by, now_ns()
+            self.cause, self.by, self.asked_ns = cause, by, time.time_ns()
         self.deadline = deadline if is_first else min(self.deadline, deadline)
         return is_first
 
@@ -71,9 +71,9 @@ class Supervisor:
         self.memory = memory or MemoryWatch()
         self.health = Health(self.files, self.helpers)
         self.stacks = Stacks(self.files)
-        self._inquests: List[Optional[Document]] = []
+        self._inquests: list[Optional[Document]] = []
         self._phase, self._started_at = "starting", now_text()
-        self._signals: List[int] = []
+        self._signals: list[int] = []
         self._stop_stamp: Any = None
         self._lease_stamp: Any = None
         self._beat_at = time.monotonic()
@@ -207,7 +207,7 @@ class Supervisor:
 
     def _finish(self, code: Optional[int], problem: Optional[str], cause: str = "start_failed") -> Document:
         """The outcome, once nothing of the run is left; `problem`: why there is no regular end, of kind `cause`."""
-        ended_at, ended_ns = now_text(), now_ns()
+        ended_at, ended_ns = now_text(), time.time_ns()
         self.health.close()
         if code is not None:
             self.family.forget_child()
@@ -236,7 +236,7 @@ class Supervisor:
         self._write_outcome(outcome)
         return outcome
 
-    def _deaths(self) -> List[Document]:
+    def _deaths(self) -> list[Document]:
         """The ranks that ended, in that order, each with what is known should SIGKILL have done it."""
         facts = self._inquests + [None] * len(self.family.deaths)
         return [dict(death.to_dict(), memory=fact) for death, fact in zip(self.family.deaths, facts)]
@@ -294,7 +294,7 @@ class Supervisor:
 
 def refusal(text: str) -> Document:
     """The outcome of a run that was never started here, in the form of every other."""
-    now, now_is = now_ns(), now_text()
+    now, now_is = time.time_ns(), now_text()
     nothing = {"evidence": None, "hint": None, "memory": None}
     return {
         **{"exit_code": None, "cause": "start_failed", "stop_cause": None, "stop_at_ns": None, "error": text},

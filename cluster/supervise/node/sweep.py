@@ -1,10 +1,10 @@
-"""What is left of a run on a node goes: its supervisor, its processes, its container. Python 3.6."""
+"""What is left of a run on a node goes: its supervisor, its processes, its container."""
 
 import contextlib
 import os
 import signal
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Optional
 
 from cluster.supervise.node.container import Container
 from cluster.supervise.node.family import Family, Marks
@@ -18,7 +18,7 @@ _KILL_S = 8.0
 _CONTAINER_S = 15.0
 
 
-def sweep(folder: str, node: str, run_id: str, spec: Optional[Dict[str, Any]] = None) -> List[int]:
+def sweep(folder: str, node: str, run_id: str, spec: Optional[dict[str, Any]] = None) -> list[int]:
     """Numbers of the processes that would not die. A living supervisor is asked first, so that it leaves an outcome.
 
     `spec`: as it was started; None: as it stands in the run folder.
@@ -45,7 +45,7 @@ def forget_locks(files: NodeFiles, run_id: str) -> None:
                     lock.release()
 
 
-def _end_supervisor(files: NodeFiles, supervisor: Dict[str, Any]) -> None:
+def _end_supervisor(files: NodeFiles, supervisor: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         request_stop(files.folder, files.node, "sweep", 0.0)
     if not _await_end(supervisor, _ASK_S) and supervisor["pid"] != os.getpid():
@@ -53,14 +53,14 @@ def _end_supervisor(files: NodeFiles, supervisor: Dict[str, Any]) -> None:
         _await_end(supervisor, _KILL_S)  # until then it holds the locks
 
 
-def _await_end(supervisor: Dict[str, Any], wait_s: float) -> bool:
+def _await_end(supervisor: dict[str, Any], wait_s: float) -> bool:
     deadline = time.monotonic() + wait_s
     while is_alive(supervisor) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_alive(supervisor)
 
 
-def _container(run_id: str, spec: Optional[Dict[str, Any]]) -> Optional[Container]:
+def _container(run_id: str, spec: Optional[dict[str, Any]]) -> Optional[Container]:
     try:
         parsed = parse_spec(spec)
     except SpecError:

@@ -1,4 +1,4 @@
-"""What is new in the files of one node's run folder, in pieces of bounded size. Python 3.6.
+"""What is new in the files of one node's run folder, in pieces of bounded size.
 
 Logs only grow: they are followed by offset. Other files are replaced as a whole: they are read again when time stamp,
 size or inode changed. What is neither a plain file nor of a known kind is not looked at.
@@ -8,7 +8,8 @@ import contextlib
 import os
 import re
 import stat
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
 
 from cluster.supervise.node.folder import NodeFiles
 
@@ -157,22 +158,22 @@ class ReplacedFile:
 class NodeTail:
     """All files of node `node` that a launcher mirrors. `lead`: also those that rank 0 writes."""
 
-    def __init__(self, folder: str, node: str, lead: bool, offsets: Dict[str, int]) -> None:
+    def __init__(self, folder: str, node: str, lead: bool, offsets: dict[str, int]) -> None:
         self._files, self._lead, self._offsets = NodeFiles(folder, node), lead, offsets
         self._streams = Streams()
-        self._growing: Dict[str, GrowingFile] = {}
-        self._replaced: Dict[str, ReplacedFile] = {}
+        self._growing: dict[str, GrowingFile] = {}
+        self._replaced: dict[str, ReplacedFile] = {}
 
     def round(self) -> Iterator[Any]:
         """At most one `Piece` or `Whole` of every file that has something new: no file holds up another."""
         self._discover()
-        files: List[Any] = [*self._replaced.values(), *self._growing.values()]
+        files: list[Any] = [*self._replaced.values(), *self._growing.values()]
         for file in files:
             item = file.next()
             if item is not None:
                 yield item
 
-    def sizes(self) -> Dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """How far each log was sent, of those that there are."""
         return {path: file.offset for path, file in self._growing.items() if file.exists}
 
@@ -213,7 +214,7 @@ def open_plain(path: str) -> "Optional[tuple[int, os.stat_result]]":
     return None
 
 
-def _names(folder: str) -> List[str]:
+def _names(folder: str) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
     except OSError:

@@ -25,7 +25,6 @@ FAULTS = {
     "growing": "DEV: errors are being counted right now",
     "driverless": "DEV: it is on the PCI bus, but no driver offers it",
     "gone": "DEV: it is nowhere",
-    "firmware": "VERSION: firmware of the compute adapters",
     "roce": "compute ports speak Ethernet (RoCE v2)",
     "no_peermem": "no module lets adapters reach GPU memory",
 }
@@ -102,10 +101,6 @@ def fabric_files(profile: str, node: int, faults: Iterable[str] = ()) -> dict[st
             has_peermem = False
         elif name == "roce":
             adapters = {key: _as_roce(one) if one.rail is not None else one for key, one in adapters.items()}
-        elif name == "firmware":
-            adapters = {
-                key: replace(one, firmware=value) if one.rail is not None else one for key, one in adapters.items()
-            }
         elif name == "gone":
             del adapters[_named(adapters, value, fault).name]
         else:

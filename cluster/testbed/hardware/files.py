@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -12,3 +13,12 @@ class FakeFile:
     text: str = ""
     mode: int = 0o644
     link_to: str | None = None
+
+    def write(self, path: Path) -> None:
+        """Lay it there, with the folders above."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.link_to is not None:
+            path.symlink_to(self.link_to)
+        else:
+            path.write_text(self.text, encoding="utf-8")
+            path.chmod(self.mode)

@@ -25,9 +25,7 @@ GPU_FAULTS: Mapping[str, str] = {
     "busy": "GPU N: in use by a process of root",
     "ghost": "GPU N: memory in use without a process",
     "throttle": "GPU N: slowed down by the hardware because of heat",
-    "hot": "GPU N: above the temperature at which it slows down",
     "pcie_width": "GPU N: 8 lanes instead of 16",
-    "replays": "GPU N: a PCIe replay counter that grows",
     "nvlink_down": "GPU N: NVLink 5 inactive",
     "no_fabric_manager": "NVSwitches without the daemon that sets them up",
     "smi_hangs": "a nvidia-smi that never ends",
@@ -244,12 +242,8 @@ class _Faults:
             changes["used_mib"] = 20480
         if gpu.index == self.index("throttle"):
             changes["throttled"] = ("hw_slowdown", "hw_thermal_slowdown")
-        if gpu.index == self.index("hot"):
-            changes["celsius"] = 93
         if gpu.index == self.index("pcie_width"):
             changes["width"] = 8
-        if gpu.index == self.index("replays"):
-            changes["replays_grow"] = True
         if gpu.index == self.index("nvlink_down"):
             changes["inactive_link"] = 5
         return replace(gpu, **changes)  # type: ignore[arg-type]

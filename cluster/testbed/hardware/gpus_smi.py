@@ -57,7 +57,6 @@ class FakeGpu:
     throttled: tuple[str, ...] = ()
     celsius: int = 34
     width: int = 16
-    replays_grow: bool = False
     inactive_link: int | None = None
 
     @classmethod
@@ -87,11 +86,10 @@ def smi_script(
     if truncated:
         log = log[: len(log) * 2 // 3]
     answers = {
-        "'-q -x' | '-x -q'": _document(log, "SMI", 'sed "s/@now@/$(date +%s)/"'),
+        "'-q -x' | '-x -q'": _document(log, "SMI"),
         "'topo -m'": _document(topology(gpus, adapters), "TOPO"),
         "'topo -p2p n'": _document(_p2p(gpus), "P2P"),
         "'nvlink --status' | 'nvlink -s'": _document(_nvlink_status(gpus), "LINKS"),
-        "'nvlink -e' | 'nvlink --errorcounters'": _document(_nvlink_errors(gpus), "ERRORS"),
         "-L | --list-gpus": _document(_list(gpus), "LIST"),
         "*--query-compute-apps=*": _document(_apps(gpus), "APPS"),
         "*--query-gpu=*": _QUERY + _document(_table(gpus), "TABLE", "query"),
@@ -155,7 +153,6 @@ def _gpu_xml(gpu: FakeGpu) -> str:
         "vbios": model.vbios,
         "generation": model.pcie_generation,
         "width": gpu.width,
-        "replays": "@now@" if gpu.replays_grow else 0,
         "total": model.memory_mib,
         "used": gpu.used_mib,
         "free": model.memory_mib - gpu.used_mib,
@@ -260,19 +257,6 @@ def _nvlink_status(gpus: tuple[FakeGpu, ...]) -> str:
     return "".join(_title(gpu) + lines(gpu) for gpu in gpus)
 
 
-def _nvlink_errors(gpus: tuple[FakeGpu, ...]) -> str:
-    kinds = ("Replay", "Recovery", "CRC")
-    return "".join(
-        _title(gpu)
-        + "".join(
-            "".join(f"\t Link {link}: {kind} Errors: 0\n" for kind in kinds) + "\n"
-            for link in range(gpu.model.nvlinks)
-            if link != gpu.inactive_link
-        )
-        for gpu in gpus
-    )
-
-
 def _list(gpus: tuple[FakeGpu, ...]) -> str:
     return "".join(_title(gpu) for gpu in gpus)
 
@@ -375,7 +359,7 @@ _GPU_XML = """\t<gpu id="{pci}">
 \t\t\t\t\t<current_link_width>{width}x</current_link_width>
 \t\t\t\t</link_widths>
 \t\t\t</pci_gpu_link_info>
-\t\t\t<replay_counter>{replays}</replay_counter>
+\t\t\t<replay_counter>0</replay_counter>
 \t\t\t<replay_rollover_counter>0</replay_rollover_counter>
 \t\t</pci>
 \t\t<fan_speed>N/A</fan_speed>

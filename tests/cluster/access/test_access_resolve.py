@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from paramiko import RSAKey
 
 from cluster.access.hosts import Host
-from cluster.access.known_hosts import trust_file
+from cluster.access.known_hosts import HostKeys, trust_file
 from cluster.access.nodes import parse_nodes
 from cluster.access.resolve import parse_jump, read_options, resolve_hosts
-from cluster.errors import HostsError
+from cluster.errors import HostsError, SshError
 from engine.config_cluster import SshConfig
 
 
@@ -162,6 +164,26 @@ def test_without_openssh_a_name_stands_for_itself(tmp_path: Path, monkeypatch: p
     assert str(trust_file()) in host.known_hosts
     with pytest.raises(HostsError, match="openssh-client"):
         resolve(tmp_path, "", "n1")
+
+
+def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host n*\n  ProxyJump gate\n")
+    typed = ["cluster=lab", "train.steps=3", "cluster.ssh.user=o'neil", "cluster.nodes=n[1-9]"]
+    (host,) = resolve_hosts(["n1"], SshConfig(config_file=str(tmp_path / "config")), typed)
+    command = host.command("hosts", "trust")
+    assert shlex.split(command) == [
+        "burst",
+        "hosts",
+        "trust",
+        "cluster=lab",
+        "cluster.ssh.user=o'neil",
+        "--hosts",
+        "n1",
+    ]
+    assert host.jump is not None
+    with pytest.raises(SshError, match="unknown") as caught:
+        HostKeys((), ()).check(host, RSAKey.generate(1024))
+    assert command in caught.value.remedy
 
 
 def test_options_keep_their_order_and_repeat() -> None:

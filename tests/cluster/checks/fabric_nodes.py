@@ -40,8 +40,6 @@ def port(device: str, place: int, **changes: object) -> dict[str, object]:
         "phys_state": "5: LinkUp",
         "rate": "400 Gb/sec (4X NDR)",
         "link_layer": "InfiniBand",
-        "hca_type": "MT4129",
-        "fw_ver": "28.41.1000",
         "board_id": "MT_0000000838",
         "path": f"{switch(place)}/0000:{place + 2:02x}:01.0/0000:{place + 4:02x}:00.0",
         "numa_node": 0,

@@ -23,13 +23,7 @@ NODE = "node1"
 def write_files(folder: Path, profile: str, faults: tuple[str, ...] = (), node: str = NODE) -> None:
     """The files of a node's GPUs below `folder`."""
     for name, file in gpu_files(profile, node, faults).items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if file.link_to is not None:
-            path.symlink_to(file.link_to)
-        else:
-            path.write_text(file.text)
-            path.chmod(file.mode)
+        file.write(folder / name)
 
 
 def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), pause_s: int = 0, limit_s: int = 30) -> NodeProbe:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from testkit.check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, FakeGroup, answer, frame
@@ -213,21 +212,6 @@ def test_settings_of_a_group_reach_its_probe() -> None:
     fleet = FakeFleet({"n1": HEALTHY})
     check(fleet, groups=(group,))
     assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
-
-
-def test_bad_nodes_are_remembered(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.jsonl"
-    for _ in range(2):
-        report = check(FakeFleet({"n1": HEALTHY, "n2": refused("n2")}), history=path)
-    assert report.to_dict()["nodes"]["n2"]["history"] == {"failed": 2, "of": 2}
-    assert report.to_dict()["nodes"]["n1"]["history"] == {"failed": 0, "of": 2}
-
-
-def test_a_history_that_cannot_be_kept_is_a_note(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    report = check(FakeFleet({"n1": HEALTHY}), history=tmp_path / "file" / "nodes.jsonl")
-    assert report.usable == ("n1",)
-    assert "history" in report.notes[0]
 
 
 def test_no_more_than_fan_out_nodes_are_asked_at_once() -> None:

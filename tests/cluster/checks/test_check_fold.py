@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from cluster.access.nodes import fold_nodes, parse_nodes
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.fold import fold_reports
-from cluster.checks.history import Record
 from cluster.checks.verdicts import NodeReport
 
 NODE_NAMES = st.from_regex(r"[a-z][a-z0-9]{0,4}(-[a-z]{1,3})?[0-9]{0,3}(\.lan)?", fullmatch=True)
@@ -29,7 +27,7 @@ OK = ("ssh.reach", Verdict.OK, "reached")
 
 
 def test_healthy_nodes_are_one_line_whatever_their_figures() -> None:
-    reports = [report(f"bjdx{n}", OK, ("ssh.round_trip", Verdict.OK, f"{n} ms")) for n in (1, 2, 3)]
+    reports = [report(f"bjdx{n}", OK, ("ssh.clock", Verdict.OK, f"{n} ms")) for n in (1, 2, 3)]
     (fold,) = fold_reports(reports)
     assert (fold.nodes, fold.verdict, fold.findings) == ("bjdx[1-3]", Verdict.OK, ())
 
@@ -70,7 +68,8 @@ def test_a_name_within_another_name_stays() -> None:
 
 
 def test_numbers_that_only_warn_become_a_range() -> None:
-    reports = [report(f"n{n}", ("host.load", Verdict.WARN, f"{load} on 8 cores")) for n, load in ((1, 9.5), (2, 10.25))]
+    loads = ((1, 9.5), (2, 10.25))
+    reports = [report(f"n{n}", ("host.memory_free", Verdict.WARN, f"{load} on 8 cores")) for n, load in loads]
     (fold,) = fold_reports(reports)
     assert fold.findings[0].observed == "9.5 to 10.25 on 8 cores"
 
@@ -87,19 +86,6 @@ def test_versions_and_names_are_no_ranges(one: str, other: str) -> None:
 def test_numbers_that_fail_are_told_each() -> None:
     reports = [report("n1", ("gpu.ecc", Verdict.FAIL, "2 errors")), report("n2", ("gpu.ecc", Verdict.FAIL, "5 errors"))]
     assert len(fold_reports(reports)) == 2
-
-
-def recorded(node: str, failed: int, of: int) -> NodeReport:
-    return replace(report(node, ("gpu.ecc", Verdict.FAIL, "x")), record=Record(failed, of))
-
-
-def test_nodes_that_often_failed_are_named_within_their_fold() -> None:
-    (fold,) = fold_reports([recorded("n1", 1, 5), recorded("n2", 3, 5), recorded("n3", 3, 5)])
-    assert fold.history == "n[2-3] failed 3 of the last 5 checks"
-    (fold,) = fold_reports([recorded("n2", 3, 5), recorded("n3", 3, 5)])
-    assert fold.history == "failed 3 of the last 5 checks"
-    (fold,) = fold_reports([recorded("n1", 1, 1), recorded("n2", 1, 4)])
-    assert fold.history == ""
 
 
 @given(st.dictionaries(NODE_NAMES, TOLD, min_size=1, max_size=8))

@@ -55,7 +55,7 @@ def test_what_nobody_tells_is_no_trait() -> None:
 
 
 def test_a_soft_difference_warns_only() -> None:
-    found = judge("gpu.vbios", {"n1": "96.00", "n2": "96.00", "n3": "96.01"})
+    found = judge("gpu.clocks", {"n1": "96.00", "n2": "96.00", "n3": "96.01"})
     assert found["n3"].severity is Verdict.WARN
 
 

@@ -56,12 +56,6 @@ def test_a_tiny_mtu_is_a_warning(mtu: int | None, severity: Verdict):
     assert severities(check(probe(link("eth0", "10.0.0.1/24", mtu=mtu))))["net.mtu"] is severity
 
 
-@pytest.mark.parametrize(("speed", "severity"), [(1000, Verdict.OK), (999, Verdict.WARN), (-1, Verdict.SKIP)])
-def test_a_slow_interface_is_a_warning(speed: int, severity: Verdict):
-    one = probe(link("eth0", "10.0.0.1/24"), sysfs=f"interface\tname=eth0\tspeed={speed}\nend\t1")
-    assert severities(check(one))["net.speed"] is severity
-
-
 def interface(*addresses: str, name: str = "eth0") -> NetInterface:
     return NetInterface(name, True, 1500, addresses=addresses)
 

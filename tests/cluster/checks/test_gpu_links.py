@@ -6,7 +6,7 @@ import pytest
 from gpu_rehearsal import ended, fixture_text, healthy, with_section, with_text
 
 from cluster.parse.gpus import parse_gpu_addresses, read_pci_devices
-from cluster.parse.gpus_links import read_fabric_manager, read_nvlink_errors, read_nvlinks, read_p2p
+from cluster.parse.gpus_links import read_fabric_manager, read_nvlinks, read_p2p
 from cluster.parse.kernel_log import XID_CLASSES, XidClass, read_kernel_log, recovery_class
 from cluster.probe.section import Section
 from cluster.testbed.hardware.gpus import gpu_pci_path
@@ -75,13 +75,6 @@ def test_no_nvlink_at_all_is_an_empty_answer() -> None:
 @pytest.mark.parametrize("text", ["GPU 0: A\n\t Link 0: 26.5", "Link 0: 25 GB/s", "GPU 0: A\nsomething else"])
 def test_an_answer_about_links_that_is_not_understood_is_none(text: str) -> None:
     assert read_nvlinks(ended(text)) is None
-
-
-def test_counters_of_new_drivers_leave_traffic_and_rates_out() -> None:
-    errors = read_nvlink_errors(ended(fixture_text("nvlink_errors_595.txt")))
-    assert errors is not None
-    assert errors[0][0]["Link recovery failed events"] == 2
-    assert not {name for name in errors[0][0] if "BER" in name or "FEC" in name or "packets" in name}
 
 
 def test_the_peer_matrix_is_read_whole_or_not_at_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import pytest
 from testkit.local_connection import LocalConnection
 from testkit.testbed_fixture import MakeTestbed
 
-from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.access.connection import CommandResult
 from cluster.access.ssh import connect
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.storage import WRITE_SCRIPT, Answer, FolderTest, check_shared_folder, judge_folder, read_answer
@@ -21,44 +22,21 @@ from engine.errors import ConfigError
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
 
 
-class ElsewhereConnection(LocalConnection):
+def elsewhere(name: str, shared: Path, own: Path) -> LocalConnection:
     """A node on which the shared folder lies at another place of this machine."""
-
-    def __init__(self, name: str, shared: Path, own: Path) -> None:
-        super().__init__(name)
-        self._shared, self._own = str(shared), str(own)
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
-        moved = stdin.replace(self._shared.encode(), self._own.encode())
-        return super().run(argv, stdin=moved, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+    return LocalConnection(name, given=lambda stdin: stdin.replace(str(shared).encode(), str(own).encode()))
 
 
-class FailingConnection(LocalConnection):
-    """A node that raises `error` at the command number `at`."""
+def failing(name: str, error: SshFailure, at: int) -> LocalConnection:
+    """A node that raises `error` from command number `at` on."""
+    commands = itertools.count()
 
-    def __init__(self, name: str, error: SshFailure, at: int) -> None:
-        super().__init__(name)
-        self._error, self._left = error, at
+    def given(stdin: bytes) -> bytes:
+        if next(commands) >= at:
+            raise SshError(name, error, "gone")
+        return stdin
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
-        self._left -= 1
-        if self._left < 0:
-            raise SshError(self.host.name, self._error, "gone")
-        return super().run(argv, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+    return LocalConnection(name, given=given)
 
 
 def local(*names: str) -> dict[str, LocalConnection]:
@@ -92,7 +70,7 @@ def test_a_node_with_another_folder_at_that_place_is_named(tmp_path: Path) -> No
     shared, own = tmp_path / "shared", tmp_path / "own"
     shared.mkdir()
     own.mkdir()
-    nodes = {**local("b", "c"), "a": ElsewhereConnection("a", shared, own)}
+    nodes = {**local("b", "c"), "a": elsewhere("a", shared, own)}
     found = check_shared_folder({name: nodes[name] for name in ("a", "b", "c")}, str(shared), patience_s=0)
     assert verdicts(found) == {"a": FAIL, "b": OK, "c": OK}
     assert "does not see what b, c wrote" in of(found, "a").observed
@@ -105,14 +83,14 @@ def test_when_nobody_shares_nobody_is_ok(tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("a", "b")}
     for place in (shared, *places.values()):
         place.mkdir()
-    nodes = {name: ElsewhereConnection(name, shared, place) for name, place in places.items()}
+    nodes = {name: elsewhere(name, shared, place) for name, place in places.items()}
     assert verdicts(check_shared_folder(nodes, str(shared), patience_s=0)) == {"a": FAIL, "b": FAIL}
 
 
 def test_a_folder_that_is_missing_on_one_node_is_named(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    nodes = {**local("a", "b"), "c": ElsewhereConnection("c", shared, tmp_path / "nowhere")}
+    nodes = {**local("a", "b"), "c": elsewhere("c", shared, tmp_path / "nowhere")}
     found = check_shared_folder(nodes, str(shared))
     assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
     assert "not there" in of(found, "c").observed
@@ -127,38 +105,36 @@ def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_node_that_is_lost_midway_is_unknown_and_leaves_nothing(tmp_path: Path, at: int) -> None:
-    nodes = {**local("a", "b"), "c": FailingConnection("c", SshFailure.LOST, at)}
+    nodes = {**local("a", "b"), "c": failing("c", SshFailure.LOST, at)}
     assert verdicts(check_shared_folder(nodes, str(tmp_path))) == {"a": OK, "b": OK, "c": UNKNOWN}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_node_on_which_the_folder_hangs_fails(tmp_path: Path, at: int) -> None:
-    nodes = {**local("a", "b"), "c": FailingConnection("c", SshFailure.COMMAND_TIMEOUT, at)}
+    nodes = {**local("a", "b"), "c": failing("c", SshFailure.COMMAND_TIMEOUT, at)}
     found = check_shared_folder(nodes, str(tmp_path))
     assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
     assert "did not answer" in of(found, "c").observed
 
 
 def test_a_file_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
-    found = check_shared_folder({"a": FailingConnection("a", SshFailure.LOST, 2)}, str(tmp_path))
+    found = check_shared_folder({"a": failing("a", SshFailure.LOST, 2)}, str(tmp_path))
     assert [finding.severity for finding in found] == [OK, WARN]
     assert str(tmp_path / ".burst-check-") in found[1].remedy
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    class Interrupted(LocalConnection):
-        commands = 0
+    commands = itertools.count()
 
-        def run(self, argv: Sequence[str], **options: object) -> CommandResult:  # type: ignore[override]
-            self.commands += 1
-            if self.commands == 2:
-                raise KeyboardInterrupt
-            return super().run(argv, **options)  # type: ignore[arg-type]
+    def given(stdin: bytes) -> bytes:
+        if next(commands) == 1:
+            raise KeyboardInterrupt
+        return stdin
 
     with pytest.raises(KeyboardInterrupt):
-        check_shared_folder({"a": Interrupted("a")}, str(tmp_path))
+        check_shared_folder({"a": LocalConnection("a", given=given)}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,25 +1,17 @@
-"""Pairs and bandwidth over real links of a testbed: a cut pair, a cut-off node, a slow link."""
+"""Pairs over real links of a testbed: a cut pair, a cut-off node."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-import pytest
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.access.connection import Connection
 from cluster.access.ssh import connect
-from cluster.checks.bandwidth import measure_bandwidth
 from cluster.checks.finding import Verdict
 from cluster.checks.pairs import check_pairs
 from cluster.testbed.build import Testbed
-from cluster.testbed.faults import set_fault
-
-RATE_GBPS, SLOW_GBPS = 0.4, 0.1
-# Ethernet and TCP headers take 4%; the token bucket lets a quarter of a megabyte through at once. Measured for so
-# long that half a second in which the machine is busy elsewhere does not matter.
-TOLERANCE = 0.25
 
 
 @contextlib.contextmanager
@@ -52,18 +44,3 @@ def test_a_cut_pair_and_a_node_that_is_cut_off_are_named(make_testbed: MakeTestb
             drop(connections, two, addresses[name])
         lost = {finding.node: finding for finding in check_pairs(connections, addresses, timeout_s=1.0)}
         assert [lost[name].severity is Verdict.FAIL for name in (one, two, three, four)] == [False, True, False, False]
-
-
-@pytest.mark.thorough
-def test_a_slow_link_among_fast_ones_is_named_and_all_are_measured_as_shaped(make_testbed: MakeTestbed) -> None:
-    testbed = make_testbed(nodes=4, rate="400mbit")
-    slow = testbed.node_names[2]
-    testbed = set_fault(testbed, slow, "link_slow", "100mbit")
-    with connected(testbed) as (connections, addresses):
-        # Long enough for a sender that the machine holds up for a moment.
-        found = measure_bandwidth(connections, addresses, seconds=4.0, streams=1)
-    assert found.odd_nodes() == (slow,)
-    assert found.usual_gbps == pytest.approx(RATE_GBPS, rel=TOLERANCE)
-    for (source, target), rate in found.rates.items():
-        expected = SLOW_GBPS if slow in (source, target) else RATE_GBPS
-        assert rate.gbps == pytest.approx(expected, rel=TOLERANCE), (source, target)

@@ -18,7 +18,7 @@ import pytest
 from testkit.local_connection import LocalConnection
 
 from cluster.access.hosts import Host
-from cluster.code.archive import CodeArchive, CodeError, build_archive, keep_archive
+from cluster.code.archive import CodeArchive, CodeError, build_archive
 from cluster.code.node.install import InstallError, install, prune
 from cluster.code.node.tree import check_tree, list_tree, tree_id
 from cluster.code.upload import CodePlace, Delivery, code_place, upload_code
@@ -227,15 +227,6 @@ def test_folders_for_containers_are_made_first(archive: CodeArchive, place: Code
     wanted = str(tmp_path / "cache" / "deep")
     upload_code(hosts(), Delivery(archive, place, {"n1": (wanted,)}), connect)
     assert Path(wanted).is_dir()
-
-
-def test_the_archive_is_kept_for_plan_sh(archive: CodeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
-    keep_archive(archive)
-    keep_archive(archive)
-    (kept,) = (tmp_path / "cache" / "code").iterdir()
-    assert kept.read_bytes() == archive.data
-    assert kept.name == f"{archive.code_id}.tar.gz"
 
 
 def test_identity_depends_on_names_and_contents_alone(sources: Path) -> None:

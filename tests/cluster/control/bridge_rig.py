@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import time_ns as now_ns
 from typing import Any
 
 from cluster.access.connection import CommandResult
@@ -22,9 +23,8 @@ from cluster.access.hosts import Host
 from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
-from cluster.image.node.frames import FrameReader, Message, pack_message
 from cluster.supervise.node.bridge import Bridge
-from cluster.supervise.node.folder import now_ns
+from cluster.supervise.node.frames import FrameReader, Message, pack_message
 from engine.run.process import process_start
 
 HOST = Host("node1", "127.0.0.1")

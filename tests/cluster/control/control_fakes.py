@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testkit.clock import Clock
+from testkit.fake_plan import node_facts
 from testkit.fake_run import Observer
 
 from cluster.control.controller import Manner, control
@@ -19,44 +19,13 @@ from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRef
 from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
-from cluster.facts import NodeFacts
 from cluster.plan import LaunchPlan, build_launch_plan, with_files
 from engine.config import RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.run.records import append_json_line, replace_json
 from engine.runs import RunFolder, create_run, new_run_path
 
-EPOCH_NS = 1_700_000_000_000_000_000
 STEPS = 10
-
-
-class FakeClock:
-    """Time that only `sleep` moves; `at` has something done when it has come."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._plans: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self.before_action: Callable[[], None] = lambda: None
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time_ns(self) -> int:
-        return EPOCH_NS + int(self.now * 1e9)
-
-    def sleep(self, seconds: float) -> None:
-        end = self.now + seconds
-        if self._plans and self._plans[0][0] <= end:
-            self.before_action()
-        while self._plans and self._plans[0][0] <= end:
-            self.now, _, action = heapq.heappop(self._plans)
-            action()
-        self.now = end
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have `action` done in so many seconds."""
-        heapq.heappush(self._plans, (self.now + seconds, next(self._numbers), action))
 
 
 @dataclass
@@ -65,7 +34,7 @@ class FakeLink:
 
     node: str
     run: RunFolder
-    clock: FakeClock
+    clock: Clock
     obeys_s: float | None = 0.2
     deaf: bool = False
     refusal: StartRefusedError | None = None
@@ -178,7 +147,7 @@ class World:
     ) -> None:
         self.plan = make_plan(tmp_path, names, local_ranks, **cluster)
         self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
-        self.clock, self.observer, self.stop = FakeClock(), Observer(), StopRequests()
+        self.clock, self.observer, self.stop = Clock(), Observer(), StopRequests()
         self.links = [FakeLink(name, self.run, self.clock) for name in names]
 
     def lead(self, *, start: bool = True, detached: bool = False, timing: LaunchTiming | None = None) -> LaunchOutcome:
@@ -227,7 +196,7 @@ def make_plan(tmp_path: Path, names: Sequence[str], local_ranks: int, **cluster:
     path = new_run_path(tmp_path / "runs", "tiny")
     settings = ClusterConfig(ranks_per_node=local_ranks, **cluster)
     config = RunConfig(cluster=settings, train=TrainConfig(steps=STEPS, seq_len=64))
-    plan = build_launch_plan(config, NodeFacts(names[0], 8, 0, "/usr/bin/python3", "/tmp", ""), path)
+    plan = build_launch_plan(config, node_facts(names[0]), path)
     nodes = tuple(
         dataclasses.replace(plan.nodes[0], name=name, node_rank=number, first_rank=number * local_ranks)
         for number, name in enumerate(names)

@@ -46,13 +46,13 @@ def health(link: FakeLink, at: str, rank: int, state: str) -> None:
     link.health = {"at": at, "ranks": {str(rank): {"pid": 1, "state": state}}}
 
 
-def test_hang_gets_a_culprit_within_a_minute_and_is_killed_when_nccl_would_give_up(world: World) -> None:
+def test_hang_gets_a_culprit_within_45_s_and_is_killed_when_nccl_would_give_up(world: World) -> None:
     train(world, 3)
     show_stopped(world, 2)
     told: list[float] = []
     world.observer.act = lambda: told.append(world.clock.now) if world.observer.notes and not told else None
     outcome = world.lead(timing=SELDOM)
-    assert DIAGNOSE_S < told[0] - 1003.0 < MINUTE_S
+    assert DIAGNOSE_S < told[0] - 1003.0 <= 45.0
     assert "rank 2" in world.observer.notes[0]
     assert "the run is stopped if nothing moves for 600 s" in world.observer.notes[0]
     failure = outcome.failure

@@ -369,6 +369,14 @@ def test_node_that_never_ends_is_given_up_and_named(world: World) -> None:
     assert world.clock.now < 1005.0 + TIMING.stop_grace_s + TIMING.kill_s + 1.0
 
 
+def test_node_that_cannot_be_heard_is_given_up_sooner(world: World) -> None:
+    world.at(4, lambda: setattr(world.links[1], "silent_since", world.clock.now))
+    world.at(5, lambda: press(world))
+    outcome = world.lead()
+    assert (outcome.status, [left.node for left in outcome.leftover]) == ("cancelled", ["n2"])
+    assert world.clock.now < 1005.0 + TIMING.stop_grace_s + 1.0
+
+
 def test_request_in_the_run_folder_does_the_same_and_may_become_more_urgent(world: World) -> None:
     for link in world.links:
         link.obeys_s = None

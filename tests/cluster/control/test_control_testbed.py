@@ -21,13 +21,9 @@ GONE_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    """Two nodes of this module alone, for they get faults."""
-    testbeds = Testbeds(tmp_path_factory.mktemp("control"))
-    try:
-        yield testbeds.make(nodes=2, rails=1)
-    finally:
-        testbeds.close()
+def testbed(module_testbeds: Testbeds) -> Testbed:
+    """Two nodes that get faults."""
+    return module_testbeds.make(nodes=2, rails=1)
 
 
 @pytest.fixture

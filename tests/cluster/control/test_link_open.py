@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from bridge_rig import FAST, RUN_ID
+from testkit.fake_plan import node_facts
 
 from cluster.access.ssh import SshPool
 from cluster.control.local_link import LocalLink
 from cluster.control.open import SharedPool, open_links
 from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
-from cluster.facts import NodeFacts
 from cluster.plan import LaunchPlan, build_launch_plan
 from engine.config import RunConfig
 from engine.config_cluster import ClusterConfig, SshConfig
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 def local_plan(run: RunFolder, **ssh: object) -> LaunchPlan:
     config = RunConfig(cluster=ClusterConfig(ssh=SshConfig(**ssh)))  # type: ignore[arg-type]
-    return build_launch_plan(config, NodeFacts("node1", 2, 0, python="/usr/bin/python3", cwd="/"), run.path)
+    return build_launch_plan(config, node_facts(), run.path)
 
 
 def ssh_plan(run: RunFolder, *names: str, **ssh: object) -> LaunchPlan:

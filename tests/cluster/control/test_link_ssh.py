@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from time import time_ns as now_ns
 
 import pytest
 from bridge_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, hello, spec_of, status
@@ -25,8 +26,7 @@ from cluster.access.hosts import Host
 from cluster.control.link import NodeStatus, StartRefusedError
 from cluster.control.ssh_link import LinkTiming, NodePlace
 from cluster.errors import SshError, SshFailure
-from cluster.image.node.frames import pack_data, pack_message
-from cluster.supervise.node.folder import now_ns
+from cluster.supervise.node.frames import pack_data, pack_message
 
 LOG = f"logs/{NODE}/rank0000.log"
 
@@ -230,7 +230,7 @@ def test_a_node_without_python_says_so(run, node):
     node.wire.result = CommandResult(127, b"", b"sh: python3: not found", 0.0)
     link = node.link(run)
     with closing(link):
-        with pytest.raises(StartRefusedError, match=r"there is no python3; burst needs Python 3\.6") as caught:
+        with pytest.raises(StartRefusedError, match=r"there is no python3; burst needs Python 3\.9") as caught:
             link.start(spec_of(node))
         assert caught.value.kind == "command"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from time import time_ns as now_ns
 
 import pytest
 from bridge_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, hello, spec_of, status
@@ -14,8 +15,7 @@ from testkit.waiting import wait_for
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
 from cluster.errors import SshError, SshFailure
-from cluster.image.node.frames import pack_data, pack_message
-from cluster.supervise.node.folder import now_ns
+from cluster.supervise.node.frames import pack_data, pack_message
 
 LOG = f"logs/{NODE}/rank0000.log"
 

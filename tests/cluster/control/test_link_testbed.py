@@ -14,6 +14,7 @@ import pytest
 from testkit import KIT
 from testkit.fake_plan import fake_torchrun
 from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
+from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
 from cluster.access.ssh import SshPool
@@ -24,15 +25,9 @@ from cluster.testbed.faults import clear_faults, set_fault
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    """Two nodes of this module alone, for they get faults."""
-    from testkit.testbed_fixture import Testbeds
-
-    testbeds = Testbeds(tmp_path_factory.mktemp("links"))
-    try:
-        yield testbeds.make(nodes=2, rails=1)
-    finally:
-        testbeds.close()
+def testbed(module_testbeds: Testbeds) -> Testbed:
+    """Two nodes that get faults."""
+    return module_testbeds.make(nodes=2, rails=1)
 
 
 class Led:

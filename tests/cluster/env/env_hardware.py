@@ -21,13 +21,7 @@ def furnish(
     """Make this machine look like node `node` of `profile` to a probe; the tree that stands before /sys and /etc."""
     files = gpu_files(profile, f"node{node}") | fabric_files(profile, node, faults)
     for name, file in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if file.link_to is not None:
-            path.symlink_to(file.link_to)
-        else:
-            path.write_text(file.text, encoding="utf-8")
-            path.chmod(file.mode)
+        file.write(folder / name)
     (folder / "home").mkdir()
     (folder / "root" / "etc").mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("BURST_PROBE_ROOT", str(folder / "root"))

@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def test_a_log_of_nccl_is_compared_with_the_plan(
         (("show", "--hosts", "-oProxyCommand=x"), "-oProxyCommand"),
         (("show", "--hosts", "a", "--hostfile", "b"), "give one of them"),
         (("show", "cluster.no_such=1"), "no_such"),
-        (("write", "--format", "xml"), "xml"),
+        (("write", "--format", "hydra"), "not one of 'sh', 'dotenv'"),
     ],
 )
 def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, ...], words: str) -> None:
@@ -149,13 +149,9 @@ def test_help_teaches_and_loads_no_ssh(verb: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def sisters(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Testbed, Path]]:
+def sisters(module_testbeds: Testbeds) -> tuple[Testbed, Path]:
     """(four nodes that look like h100x8 sisters, XDG_CONFIG_HOME)."""
-    testbeds = Testbeds(tmp_path_factory.mktemp("env"))
-    try:
-        yield testbeds.make(nodes=4, hardware="h100x8"), testbeds.config_dir
-    finally:
-        testbeds.close()
+    return module_testbeds.make(nodes=4, hardware="h100x8"), module_testbeds.config_dir
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def mode(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [(Format.SH, "n1.sh"), (Format.DOTENV, "n1.env"), (Format.JSON, "n1.json"), (Format.HYDRA, "n1.yaml")],
+    [(Format.SH, "n1.sh"), (Format.DOTENV, "n1.env")],
 )
 def test_each_node_gets_a_file_of_its_own_for_its_owner_only(tmp_path: Path, form: Format, name: str) -> None:
     files = write_environments({"n1": environment("n1"), "n2": environment("n2")}, tmp_path / "a" / "env", form)

@@ -1,8 +1,7 @@
-"""What is written is what comes out again: by a real shell, by the real Docker client, by JSON, by OmegaConf."""
+"""What is written is what comes out again: by a real shell and by the real Docker client."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
@@ -15,10 +14,8 @@ from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.formats import DOTENV_LINE_BYTES, Format, UnsayableError, render_environment
@@ -54,33 +51,12 @@ def by_shell(text: str, names: list[str]) -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
-def by_omegaconf(text: str) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)["hydra"]["job"]["env_set"]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=20))
 @example([*HOSTILE, *SPLIT])
 def test_sh_round_trips_through_a_real_shell(values: list[str]) -> None:
     names = [f"V{index}" for index in range(len(values))]
     assert by_shell(render_environment(environment(*values), Format.SH), names) == values
-
-
-@given(VALUES)
-def test_json_round_trips(value: str) -> None:
-    document = json.loads(render_environment(environment(value), Format.JSON))
-    assert document["variables"] == {"V0": value}
-    assert document["reasons"] == {"V0": "why"}
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(VALUES | st.text(st.sampled_from("\\${}'\":# \n"), max_size=12), min_size=1, max_size=5))
-@example([*HOSTILE, *SPLIT])
-def test_hydra_round_trips_through_omegaconf_and_yaml(values: list[str]) -> None:
-    text = render_environment(environment(*(value for value in values if value != "???")), Format.HYDRA)
-    assert list(by_omegaconf(text).values()) == [value for value in values if value != "???"]
-    assert text.startswith("# @package _global_\n")
-    assert all(isinstance(value, str) for value in yaml.safe_load(text)["hydra"]["job"]["env_set"].values())
 
 
 def docker_reads(line: bytes) -> str:
@@ -111,11 +87,6 @@ def test_dotenv_refuses_lines_that_docker_does_not_read() -> None:
         render_environment(environment("x" * DOTENV_LINE_BYTES), Format.DOTENV)
 
 
-def test_hydra_refuses_what_omegaconf_calls_missing() -> None:
-    with pytest.raises(UnsayableError, match="missing"):
-        render_environment(environment("???"), Format.HYDRA)
-
-
 @pytest.mark.parametrize("form", list(Format))
 @pytest.mark.parametrize("value", ["a\0b", "\udcff"])
 def test_no_format_says_nul_or_broken_unicode(form: Format, value: str) -> None:
@@ -131,7 +102,7 @@ def test_names_that_no_shell_knows_are_refused(form: Format, name: str) -> None:
         render_environment(odd, form)
 
 
-@pytest.mark.parametrize("form", [Format.SH, Format.DOTENV, Format.HYDRA])
+@pytest.mark.parametrize("form", list(Format))
 def test_a_hostile_reason_or_node_stays_within_its_comment(form: Format) -> None:
     odd = NodeEnvironment("node1\nEVIL=1", environment("x", reason="because\nEVIL=1\r\nexport EVIL=1").variables)
     lines = render_environment(odd, form).splitlines()
@@ -139,7 +110,6 @@ def test_a_hostile_reason_or_node_stays_within_its_comment(form: Format) -> None
 
 
 def test_an_environment_without_variables_is_still_whole() -> None:
-    assert by_omegaconf(render_environment(environment(), Format.HYDRA)) == {}
     assert by_shell(render_environment(environment(), Format.SH), []) == []
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from test_image_plan import IDENTITY, MIB, stored, survey
+from test_image_plan import EMPTY, IDENTITY, MIB
 
 from burst_cli.app import main
 from burst_cli.image_view import (
@@ -19,8 +19,7 @@ from burst_cli.image_view import (
     results_view,
     status_view,
 )
-from cluster.image.inventory import NodeSurvey
-from cluster.image.plan import PushOptions, build_image_plan
+from cluster.image.plan import ImagePlan, NodeSurvey, PushOptions, build_nodes
 from cluster.image.prune import Pruned
 from cluster.image.push import NodeProgress, NodeResult
 from cluster.image.status import NodeImage, build_status
@@ -44,9 +43,8 @@ def test_an_image_must_be_named(verb, capsys):
     ("options", "expected"),
     [
         (["--limit", "fast"], "expected a rate such as 50MB/s"),
-        (["--route", "shared"], "needs a folder that all nodes see: --via-shared PATH"),
-        (["--via-shared", "here"], "expected an absolute path on the nodes"),
-        (["--via-shared", "/x", "--route", "chain"], "exclude each other"),
+        (["--route", "shared"], "is not one of"),
+        (["--via-shared", "/x"], "--via-shared is gone: from three nodes on they feed each other"),
         (["--image=--all"], "is no image name"),
         (["cluster.container.command=''"], "cluster.container.command: got '', expected a command line such as docker"),
     ],
@@ -54,6 +52,11 @@ def test_an_image_must_be_named(verb, capsys):
 def test_a_mistake_is_told_before_anything_is_reached(options, expected, capsys):
     assert main(["image", "push", "--hosts", "node1", "--image", "app:1", *options]) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_prune_needs_no_images_option(capsys):
+    assert main(["image", "prune", "--hosts", "node1", "--image", "app:1", "--images"]) == 2
+    assert "--images is gone: images are all that prune removes" in capsys.readouterr().err
 
 
 def test_an_engine_that_is_not_there_is_told_in_words(capsys):
@@ -73,31 +76,38 @@ def test_help_of_every_verb_says_what_it_does(verb, capsys):
     assert f"burst image {verb}" in capsys.readouterr().out
 
 
-def test_a_plan_folds_equal_nodes_and_shows_the_chain():
-    surveys = [survey("node1"), survey("node2"), survey("node3"), NodeSurvey("node4", problem="dead")]
-    text = shown(plan_view(build_image_plan(stored(4, 2), surveys, PushOptions())))
+def plan_of(*surveys: NodeSurvey) -> ImagePlan:
+    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", PushOptions(), build_nodes(surveys, IDENTITY, "auto"))
 
-    assert "chain: launcher → node1 → node2 → node3" in text
-    assert "node[2-3]" in text
-    assert "6 MiB" in text
-    assert "dead" in text
+
+def test_a_plan_folds_equal_nodes_and_shows_the_chain():
+    surveys = [EMPTY[name] for name in "abc"] + [NodeSurvey(f"dead{k}", problem="dead") for k in (1, 2)]
+    text = shown(plan_view(plan_of(*surveys, NodeSurvey("has", IDENTITY), NodeSurvey("e", same="sha256:x"))))
+
+    assert "chain: launcher → a → b → c" in text
+    assert [" ".join(line.split()) for line in text.splitlines()[2:-2]] == [
+        "a direct",
+        "b,c chain",
+        "dead[1-2] refused dead",
+        "has none up to date",
+        "e none there under another name",
+    ]
+    assert "2 layers, 6 MiB" in text
 
 
 def test_a_plan_is_plain_json():
-    plan = build_image_plan(stored(4), [survey("node1")], PushOptions())
-    document = json.loads(json.dumps(plan.to_dict()))
+    document = json.loads(json.dumps(plan_of(EMPTY["a"]).to_dict()))
 
-    assert document["nodes"][0]["route"] == "direct"
-    assert document["move_bytes"] == 4 * MIB
+    assert (document["nodes"][0]["route"], document["packing"]) == ("direct", "zstd")
 
 
-def test_results_tell_failed_nodes_and_that_the_same_command_goes_on():
-    good = NodeResult("node1", True, "direct", 3 * MIB, identity=IDENTITY, is_verified=True)
+def test_results_tell_failed_nodes_and_that_the_same_command_sends_the_rest():
+    good = NodeResult("node1", True, "direct", 3 * MIB, identity=IDENTITY)
     text = shown(results_view([good, NodeResult("node2", False, "chain", error="disk full")], 3.0))
 
     assert f"{IDENTITY[:12]} verified" in text
     assert "1 of 2 nodes hold the image" in text
-    assert "failed: node2. The same command goes on" in text
+    assert "failed: node2. The same command sends what they lack." in text
 
 
 def test_words_of_nodes_are_never_markup():
@@ -106,7 +116,7 @@ def test_words_of_nodes_are_never_markup():
 
     assert "[red]x[/red]" in shown(results_view([result], 1.0))
     assert "[red]x[/red]" in shown(status_view(status))
-    assert "[red]x[/red]" in shown(prune_view([Pruned("node1", problem="[red]x[/red]")], (0, 0), dry_run=True))
+    assert "[red]x[/red]" in shown(prune_view([Pruned("node1", problem="[red]x[/red]")], dry_run=True))
 
 
 def test_status_marks_what_differs_and_what_is_missing():
@@ -128,7 +138,7 @@ def test_status_marks_what_differs_and_what_is_missing():
 
 def test_lines_are_printed_where_there_is_no_terminal():
     stream = io.StringIO()
-    nodes = [NodeProgress("node1", "done", MIB, MIB, MIB), NodeProgress("node2", "failed")]
+    nodes = [NodeProgress("node1", "done", MIB, MIB), NodeProgress("node2", "failed")]
     with open_push_view(Console(file=stream, width=100)) as view:
         assert isinstance(view, PlainPushView)
         view.progress(nodes)
@@ -141,8 +151,8 @@ def test_lines_are_printed_where_there_is_no_terminal():
 def test_a_terminal_shows_a_bar_per_node_that_fits_its_height():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, height=8)
-    nodes = [NodeProgress(f"node{k}", "done", MIB, MIB, MIB) for k in range(20)]
-    nodes.append(replace(nodes[0], node="slow", phase="receiving", here_bytes=MIB // 2))
+    nodes = [NodeProgress(f"node{k}", "done", MIB, MIB) for k in range(20)]
+    nodes.append(replace(nodes[0], node="slow", phase="receiving", received_bytes=MIB // 2))
     with open_push_view(console) as view:
         view.progress(nodes)
 

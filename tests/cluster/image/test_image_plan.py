@@ -2,222 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cluster.image.archive import SavedImage
-from cluster.image.inventory import FreeSpace, NodeSurvey, parse_survey
 from cluster.image.node.identity import image_identity
-from cluster.image.plan import PushOptions, Route, build_image_plan
+from cluster.image.plan import NodeSurvey, Route, build_nodes, choose_packing, is_podman
 from cluster.image.rate import parse_rate
-from cluster.image.routes import Feed, Link, Routes
-from cluster.image.status import NodeImage, build_status
-from cluster.image.store import Layer, Packing, StoredImage
+from cluster.image.status import NodeImage, build_status, is_unknown
 from engine.errors import ConfigError
 
 MIB = 1 << 20
 IDENTITY = "1d" * 32
+EMPTY = {name: NodeSurvey(name) for name in "abcdef"}
 
 
-def stored(*mib: int) -> StoredImage:
-    """An image with layers that pack to so many MiB, half of what they are."""
-    layers = tuple(
-        Layer(
-            f"sha256:{k:064x}",
-            2 * size * MIB,
-            {"zstd": Packing(f"{k:02x}" * 32, size * MIB), "gzip": Packing(f"{k + 100:02x}" * 32, size * MIB + 7)},
-        )
-        for k, size in enumerate(mib, start=1)
-    )
-    return StoredImage("app:1", IDENTITY, SavedImage(b"{}", tuple(layer.diff_id for layer in layers)), layers)
-
-
-def survey(node: str, **changes) -> NodeSurvey:
-    """A node that has nothing and can do everything."""
-    usual = NodeSurvey(node, unzstd=True, has_ssh=True, has_keys_file=True, blobs={}, parts={})
-    return replace(usual, **changes)
-
-
-def plan_for(image: StoredImage, *surveys: NodeSurvey, **options):
-    return build_image_plan(image, surveys, PushOptions(**options))
-
-
-def routes(plan) -> dict[str, tuple[str, str | None]]:
-    return {node.node: (node.route.value, node.feeder) for node in plan.nodes}
-
-
-def test_two_nodes_are_sent_to_directly_and_three_in_a_chain():
-    image = stored(1)
-    assert routes(plan_for(image, survey("a"), survey("b"))) == {"a": ("direct", None), "b": ("direct", None)}
-    assert routes(plan_for(image, survey("a"), survey("b"), survey("c"))) == {
-        "a": ("direct", None),
-        "b": ("chain", "a"),
-        "c": ("chain", "b"),
-    }
-
-
-def test_a_route_that_was_asked_for_is_taken():
-    image = stored(1)
-    assert routes(plan_for(image, survey("a"), survey("b"), route="chain"))["b"] == ("chain", "a")
-    nodes = [survey(name) for name in "abcd"]
-    assert {route for route, _ in routes(plan_for(image, *nodes, route="direct")).values()} == {"direct"}
-
-
-def test_a_node_that_has_the_image_gets_nothing_and_is_in_no_chain():
-    plan = plan_for(stored(3), survey("a", identity=IDENTITY), survey("b"), survey("c"), survey("d"))
-
-    assert plan.node("a").route is Route.NONE
-    assert plan.node("a").up_to_date
-    assert plan.node("a").skipped_bytes == 3 * MIB
-    assert plan.chains == (("b", "c", "d"),)
-
-
-def test_an_image_that_is_there_under_another_name_is_only_named():
-    node = plan_for(stored(3), survey("a", same="sha256:5")).node("a")
-
-    assert (node.same, node.need, node.move_bytes) == ("sha256:5", (), 0)
-
-
-def test_only_layers_above_the_common_beginning_are_needed():
-    node = plan_for(stored(1, 2, 3), survey("a", present=2)).node("a")
-
-    assert (node.need, node.move_bytes, node.skipped_bytes) == ((2,), 3 * MIB, 3 * MIB)
-
-
-def test_an_engine_that_takes_no_partial_archives_needs_all_layers():
-    assert plan_for(stored(1, 2, 3), survey("a", present=2, takes_partial=False)).node("a").need == (0, 1, 2)
-
-
-def test_a_layer_that_repeats_is_sent_once():
-    image = stored(1, 2)
-    image = replace(image, saved=SavedImage(b"{}", (*image.saved.diff_ids, image.layers[0].diff_id)))
-
-    assert plan_for(image, survey("a")).node("a").need == (0, 1)
-
-
-def test_what_earlier_pushes_left_is_not_sent_again():
-    image = stored(4, 6)
-    whole, part = image.layers[0].packings["zstd"].sha256, image.layers[1].packings["zstd"].sha256
-    node = plan_for(image, survey("a", blobs={whole: 4 * MIB}, parts={part: MIB})).node("a")
-
-    assert (node.move_bytes, node.resumed_bytes) == (5 * MIB, 5 * MIB)
-
-
-def test_a_cached_layer_of_another_size_counts_for_nothing():
-    image = stored(4)
-    cached = {image.layers[0].packings["zstd"].sha256: 3 * MIB}
-
-    assert plan_for(image, survey("a", blobs=cached)).node("a").move_bytes == 4 * MIB
-
-
-def test_nodes_of_a_chain_fetch_what_those_behind_them_need():
-    plan = plan_for(stored(1, 2, 3), survey("a", present=2), survey("b"), survey("c", present=1))
-
-    assert plan.chains == (("b", "c", "a"),)  # who needs most comes first, so nobody carries for others
-    assert [plan.node(name).fetch for name in "bca"] == [(0, 1, 2), (1, 2), (2,)]
-
-
-def test_a_node_without_zstd_gets_gzip_in_a_chain_of_its_own():
-    plan = plan_for(stored(1), survey("a"), survey("b", unzstd=False), survey("c"), survey("d"))
-
-    assert plan.node("b").encoding == "gzip"
-    assert plan.node("b").move_bytes == MIB + 7
-    assert sorted(plan.chains) == [("a", "c", "d"), ("b",)]
-
-
-def test_nodes_without_ssh_or_keys_stand_where_they_need_none():
-    nodes = [survey("a", has_ssh=False), survey("b", has_keys_file=False), survey("c"), survey("d")]
-
-    assert plan_for(stored(1), *nodes).chains == (("b", "c", "d", "a"),)
-
-
-def test_a_second_node_without_ssh_is_fed_from_here_and_says_why():
-    nodes = [survey("a", has_ssh=False), survey("b", has_ssh=False), survey("c"), survey("d")]
-    plan = plan_for(stored(1), *nodes)
-
-    assert ("b",) in plan.chains
-    assert "has no ssh" in plan.node("b").note
-
-
-def test_a_full_disk_is_refused_before_sending_and_the_chain_closes_around_it():
-    full = survey("b", engine_folder="/var/lib/docker", engine_free=FreeSpace(30 * MIB, 1))
-    plan = plan_for(stored(10), survey("a"), full, survey("c"))
-
-    assert plan.node("b").route is Route.REFUSED
-    assert "needs 40 MiB where /var/lib/docker lies, 30 MiB are free" in plan.node("b").problem
-    assert plan.chains == (("a", "c"),)
-    assert plan.node("c").feeder == "a"
-
-
-@pytest.mark.parametrize(("free_mib", "fits"), [(66, False), (67, True)])
-def test_cache_and_engine_on_one_disk_need_packed_and_twice_unpacked_together(free_mib, fits):
-    free = FreeSpace(free_mib * MIB - 1 + fits, 1)
-    node = plan_for(stored(10), survey("a", cache_free=free, engine_free=free)).node("a")
-
-    assert (node.route is not Route.REFUSED) is (free_mib >= 67)
-
-
-def test_a_node_with_a_problem_is_refused_and_the_others_go_on():
-    plan = plan_for(stored(1), survey("a", problem="dead"), survey("b"))
-
-    assert plan.node("a").problem == "dead"
-    assert plan.chains == (("b",),)
-
-
-def test_with_a_shared_folder_one_node_writes_and_the_others_send_nothing():
-    plan = plan_for(stored(5), survey("a"), survey("b"), shared_folder="/shared")
-
-    assert routes(plan) == {"a": ("shared", None), "b": ("shared", "a")}
-    assert plan.move_bytes == 5 * MIB
+def routes(*surveys: NodeSurvey, route: str = "auto") -> list[tuple[str, str, str]]:
+    return [(node.node, node.route.value, "".join(node.feeders)) for node in build_nodes(surveys, IDENTITY, route)]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"route": "shared"}, {"route": "chain", "shared_folder": "/x"}, {"shared_folder": "relative"}],
+    ("names", "route", "expected"),
+    [
+        ("a", "auto", ["direct"]),
+        ("ab", "auto", ["direct", "direct"]),
+        ("abc", "auto", ["direct", "chain a", "chain ba"]),
+        ("abcdef", "auto", ["direct", "chain a", "chain ba", "chain cba", "chain dcb", "chain edc"]),
+        ("ab", "chain", ["direct", "chain a"]),
+        ("abc", "direct", ["direct", "direct", "direct"]),
+    ],
 )
-def test_routes_that_make_no_sense_are_refused(options):
-    with pytest.raises(ConfigError):
-        PushOptions(**options)
+def test_two_nodes_are_fed_from_here_and_three_feed_each_other(names, route, expected):
+    found = routes(*(EMPTY[name] for name in names), route=route)
+
+    assert [f"{way} {feeders}".strip() for _, way, feeders in found] == expected
+    assert [name for name, _, _ in found] == list(names)
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8))
-def test_every_feeder_has_what_the_nodes_behind_it_fetch(nodes):
-    surveys = [
-        survey(f"n{k}", present=present, has_ssh=ssh, has_keys_file=keys, unzstd=zstd)
-        for k, (present, ssh, keys, zstd) in enumerate(nodes)
+def test_nodes_that_have_the_image_or_cannot_get_it_are_no_part_of_the_chain():
+    has, other = NodeSurvey("a", IDENTITY), NodeSurvey("d", "another")
+    named, dead = NodeSurvey("b", "another", same="sha256:x"), NodeSurvey("c", problem="dead")
+
+    assert routes(has, named, dead, other, EMPTY["e"], EMPTY["f"]) == [
+        ("a", "none", ""),
+        ("b", "none", ""),
+        ("c", "refused", ""),
+        ("d", "direct", ""),
+        ("e", "chain", "d"),
+        ("f", "chain", "ed"),
     ]
-    plan = plan_for(stored(1, 2, 3), *surveys)
-
-    assert sorted(name for chain in plan.chains for name in chain) == [n.node for n in plan.nodes if n.need]
-    for node in plan.nodes:
-        if node.feeder is not None:
-            feeder = plan.node(node.feeder)
-            assert set(node.fetch) <= set(feeder.fetch)
-            assert feeder.encoding == node.encoding
+    nodes = build_nodes([has, named], IDENTITY, "auto")
+    assert [(node.is_up_to_date, node.same) for node in nodes] == [(True, None), (False, "sha256:x")]
+    assert nodes[0].route is Route.NONE
 
 
-def test_a_lost_node_is_bridged_and_a_lost_head_is_replaced_by_the_launcher():
-    chain = Routes([["a", "b", "c", "d"]])
-    assert chain.lost("b", waiting=["a", "c", "d"]) == [Link("a", "c")]
-    assert chain.lost("a", waiting=["c", "d"]) == [Feed("c")]
-    assert chain.lost("c", waiting=["d"]) == [Feed("d")]
-    assert chain.lost("d", waiting=[]) == []
+DOCKER = (
+    "Client: Version: 28.2.2 API version: 1.50 Server: Engine: Version: {} API version: 1.41 containerd: Version: 1.7.0"
+)
+PODMAN = "Client: Podman Engine Version: 4.9.3 API Version: 4.9.3"
 
 
-def test_a_node_behind_a_lost_one_that_has_everything_is_left_alone():
-    assert Routes([["a", "b", "c"]]).lost("b", waiting=["a"]) == []
+@pytest.mark.parametrize(
+    ("engines", "packing"),
+    [
+        ([DOCKER.format("23.0.1")], "zstd"),
+        ([DOCKER.format("28.2.2"), DOCKER.format("20.10.24+dfsg1")], "none"),
+        ([DOCKER.format("28.2.2"), PODMAN], "zstd"),
+        (["Client: Version: 28.2.2"], "none"),
+    ],
+)
+def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
+    surveys = [NodeSurvey(f"n{k}", engine=engine) for k, engine in enumerate(engines)]
+
+    assert choose_packing(build_nodes(surveys, IDENTITY, "auto")) == packing
 
 
-def test_a_lost_writer_of_a_shared_folder_has_one_heir():
-    star = Routes([["a", "b", "c"]], star=True)
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Error: No such image: app:1", True),
+        ("Error response from daemon: no such image: app:1", True),
+        ("Error: inspecting object: app:1: image not known", True),
+        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock", False),
+    ],
+)
+def test_an_engine_without_the_image_is_told_from_one_that_does_not_answer(said, expected):
+    assert is_unknown(said) is expected
 
-    assert star.listeners() == []
-    assert star.lost("a", waiting=["b", "c"]) == [Feed("b")]
-    assert star.feeder == {"b": None, "c": "b"}
+
+def test_podman_is_known_by_what_it_says_of_itself():
+    assert [is_podman(engine) for engine in (PODMAN, DOCKER)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -231,32 +103,6 @@ def test_rates_are_read(text, rate):
 def test_rates_that_make_no_sense_are_refused(text):
     with pytest.raises(ConfigError, match="50MB/s"):
         parse_rate(text)
-
-
-GOOD = {
-    "engine": {"version": "20.10", "root": "/var/lib/docker", "partial": True},
-    "have": {"identity": None, "same": None, "present": 1},
-    "blobs": {"ab": 3, "cd.part": 4},
-    "cache": "/c",
-    "unzstd": "zstd",
-    "ssh": True,
-    "keys_file": True,
-}
-
-
-def test_the_answer_of_a_node_becomes_a_survey():
-    found = parse_survey("a", GOOD)
-
-    assert (found.present, found.blobs, found.parts, found.unzstd) == (1, {"ab": 3}, {"cd": 4}, True)
-
-
-@pytest.mark.parametrize("changes", [{"engine": []}, {"have": None}, {"blobs": {"a": "b"}}, {"cache_free": 3}])
-def test_an_answer_that_makes_no_sense_is_a_problem_of_that_node(changes):
-    assert parse_survey("a", {**GOOD, **changes}).problem
-
-
-def test_escape_sequences_of_an_engine_do_not_reach_the_screen():
-    assert "\x1b" not in parse_survey("a", {"engine_error": "\x1b[2Jgone"}).problem
 
 
 INSPECTED = {

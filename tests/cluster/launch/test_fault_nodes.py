@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from testkit.fake_run import HURRIED, TestbedRun
-from testkit.fault_rig import confirm, send, sshd_sessions
-from testkit.fault_table import AROUND_RANKS, LEASE, Row
+from testkit.fault_rig import confirm, send, sshd_sessions, take_ssh_away
+from testkit.fault_table import AROUND_RANKS, DETACHED, LEASE, Row
 from testkit.process_table import run_processes, supervisors, wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
@@ -28,6 +28,7 @@ from cluster.testbed.faults import clear_faults, set_fault
 GONE_S = 15.0
 # A node that is not heard is lost soon; who asks for more time than this gets it by other rows.
 TIMING = replace(HURRIED, lost_s=2.0, kill_s=1.0)
+AWAY_S = 2 * 2.0  # as a minute is twice what half of a lease of 60 s lasts
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Case:
 
     one: TestbedRun
     node: str
+    detached: bool
     exit_code: int | None = None
 
     @property
@@ -52,7 +54,7 @@ class Case:
                 act()
 
         with StopRequests().listening() as stop:
-            self.exit_code = self.one.lead(once, stop, TIMING)[0].exit_code
+            self.exit_code = self.one.lead(once, stop, TIMING, detached=self.detached)[0].exit_code
         assert is_done
 
     def open_gate(self) -> None:
@@ -95,6 +97,19 @@ def break_sessions(case: Case) -> None:
     case.open_gate()
 
 
+def leave_alone(case: Case) -> None:
+    """No SSH for so long; meanwhile the ranks do their last step."""
+
+    def give_it_back() -> None:
+        for node in case.testbed.node_names:
+            clear_faults(case.testbed, node)
+
+    for node in case.testbed.node_names:
+        take_ssh_away(case.testbed, node)
+    case.open_gate()
+    threading.Timer(AWAY_S, give_it_back).start()
+
+
 def slow_down(case: Case) -> None:
     set_fault(case.testbed, case.node, "link_slow", "20mbit")
     case.open_gate()
@@ -115,6 +130,7 @@ ACTIONS: dict[str, tuple[str, Callable[[Case], None]]] = {
     "restart the node": ("wait", restart),
     "cut the link": ("wait", lambda case: set_fault(case.testbed, case.node, "link_down")),
     "kill SSH sessions": ("gate", break_sessions),
+    "take SSH away": ("gate", leave_alone),
     "slow the link": ("gate", slow_down),
     "SIGINT": ("sleep", lambda case: case.signal(signal.SIGINT)),
     "SIGTERM": ("wait", lambda case: case.signal(signal.SIGTERM)),
@@ -145,7 +161,7 @@ def make_case(testbed: Testbed, tmp_path: Path) -> Iterator[Callable[[Row, str],
     def make(row: Row, mode: str) -> Case:
         lease = {"lease_s": 5.0} if row.words == LEASE else {}
         one = TestbedRun(testbed, tmp_path, mode, **lease)
-        made.append(Case(one, testbed.node_names[1]))
+        made.append(Case(one, testbed.node_names[1], row.words == DETACHED))
         return made[-1]
 
     yield make

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from testkit.fault_rig import FOREVER, FaultRig, send, unanswered
+from testkit.fault_rig import FOREVER, FaultRig, send, take_ssh_away, unanswered
 from testkit.fault_table import HANG_S, INJURIES, RUNNING, Row
+from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import Testbeds
+from testkit.waiting import wait_for
+
+from cluster.testbed.faults import clear_faults
+from engine.runs import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -17,6 +24,10 @@ HANG = "cluster.hang_timeout_s=8"
 (STRAGGLER,) = (row for row in INJURIES if row.do == "slow")
 (PARTITION,) = (row for row in RUNNING if row.do == "partition")
 (RESUMED,) = (row for row in RUNNING if row.do == "resume")
+(LEFT_ALONE,) = (row for row in RUNNING if row.do == "take SSH away")
+(HANGING,) = (row for row in RUNNING if row.do == "hang_sleep")
+NAMED_S = 45.0
+AWAY_S = 60.0  # as long as the lease of a run that is not detached
 INJURED = [row for row in INJURIES if row.is_real and row != STRAGGLER]
 
 
@@ -38,13 +49,27 @@ def test_injured_rank_is_blamed_and_everything_stops(rig: FaultRig, row: Row) ->
     rank = 0 if row.do == "disk" else 1  # rank 0 records
     launched = rig.launch(*rig.words(FOREVER, HANG, f'cluster.environment=["BURST_FAULT={row.do};{rank};4"]'))
     run = launched.wait_for_step(2)  # the last that rank 0 is sure to record before rank 1 comes to the fourth
-    begin = time.monotonic()
+    begin = machine_time()
     code = launched.end()
-    assert time.monotonic() - begin <= (row.limit_s or 0.0)
+    assert machine_time() - begin <= (row.limit_s or 0.0)
     rig.conclude(row, run, code)
     if row.limit_s == HANG_S:
         stacks = list(run.path.glob("logs/*/rank*.stacks"))
         assert any("File " in path.read_text(errors="replace") for path in stacks), stacks
+
+
+def test_hang_is_named_soon_and_ended_at_its_limit(rig: FaultRig) -> None:
+    limit_s = NAMED_S + 10.0
+    hang = 'cluster.environment=["BURST_FAULT=hang_sleep;1;4"]'
+    launched = rig.launch(*rig.words(FOREVER, f"cluster.hang_timeout_s={limit_s}", hang))
+    run = launched.wait_for_step(3)
+    begin, since = machine_time(), time.monotonic()
+    wait_for(lambda: "no rank has advanced for" in launched.said(), launched.said)
+    assert machine_time() - begin <= NAMED_S
+    assert "rank 1" in launched.said()
+    code = launched.end()
+    assert time.monotonic() - since >= limit_s
+    rig.conclude(HANGING, run, code)
 
 
 def test_straggler_slows_the_run_and_is_named(rig: FaultRig) -> None:
@@ -59,10 +84,10 @@ def test_nodes_that_cannot_reach_each_other_end_with_a_reason(rig: FaultRig) -> 
     first, second = rig.testbed.node_names
     launched = rig.launch(*rig.words(FOREVER, HANG))
     run = launched.wait_for_step()
-    begin = time.monotonic()
+    begin = machine_time()
     with unanswered(rig.testbed, second, [first]):
         code = launched.end()
-    assert time.monotonic() - begin <= HANG_S
+    assert machine_time() - begin <= HANG_S
     rig.conclude(PARTITION, run, code)
 
 
@@ -75,3 +100,32 @@ def test_run_of_a_killed_launcher_is_taken_up_again_and_ends_well(rig: FaultRig)
     done = rig.burst("resume", run.run_id)
     rig.conclude(RESUMED, run, done.returncode)
     assert [row["step"] for row in run.read_metrics()] == list(range(1, 601))
+
+
+def test_detached_run_trains_on_while_nobody_reaches_its_nodes(rig: FaultRig) -> None:
+    steps = 100
+    slow = 'cluster.environment=["BURST_FAULT=slow:1;1;1"]'  # for so long that SSH is back before the end
+    launched = rig.launch(*rig.words(f"train.steps={steps}", slow), "--detach")
+    assert launched.end() == 0, launched.said()
+    run, names = launched.run(), rig.testbed.node_names
+    wait_for(lambda: len(run.read_metrics()) >= 3)
+    for node in names:
+        take_ssh_away(rig.testbed, node)
+    seen, back_at = len(run.read_metrics()), time.monotonic() + AWAY_S
+    wait_for(lambda: time.monotonic() > back_at)
+    assert shown(rig, run)["status"] == "running"
+    made = len(RunFolder(rig.node_folder(run, names[0])).read_metrics())
+    assert made > seen + AWAY_S / 10
+    for node in names:
+        clear_faults(rig.testbed, node)
+    wait_for(lambda: shown(rig, run)["step"] >= made, launched.said)
+    wait_for(lambda: run.read_state()["state"] in FINAL_STATES)
+    rig.wait_until_gone(run.run_id)
+    rig.conclude(LEFT_ALONE, run, run.read_state()["exit_code"])
+    assert [row["step"] for row in run.read_metrics()] == list(range(1, steps + 1))
+
+
+def shown(rig: FaultRig, run: RunFolder) -> dict[str, Any]:
+    """What `burst status` says, which fails for a run that failed."""
+    status: dict[str, Any] = json.loads(rig.burst("status", run.run_id, "--json").stdout)
+    return status

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes, supervisors
+from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
@@ -84,10 +85,7 @@ def no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     """Every test here must end without a process of its run; also not in another session."""
     monkeypatch.setenv("FAKE_MODE", "ok")  # so that what `launch` sets is taken back
     yield
-    deadline = time.monotonic() + GONE_S
-    while (left := leftovers(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    wait_for(lambda: not leftovers(tmp_path), lambda: f"the end of {leftovers(tmp_path)}", GONE_S)
 
 
 def leftovers(tmp_path: Path) -> list[psutil.Process]:

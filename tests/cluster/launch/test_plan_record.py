@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.fake_plan import node_facts
 from testkit.plan_fleet import fleet, run_config
 
-from cluster.facts import NodeFacts
 from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
 from cluster.plan_record import PlanFileError, read_launch_plan, with_texts
 from cluster.plan_ssh import build_ssh_plan
@@ -26,7 +26,7 @@ def ssh_plan(**sections: Any) -> LaunchPlan:
 
 
 def local_plan(path: Path = RUN) -> LaunchPlan:
-    return build_launch_plan(RunConfig(), NodeFacts("vm", 4, 0, "/usr/bin/python3", "/home/me"), path)
+    return build_launch_plan(RunConfig(), node_facts("vm", cores=4), path)
 
 
 def document() -> dict[str, Any]:

@@ -28,7 +28,7 @@ def test_what_the_survey_asks_and_what_only_slows_is_left_to_others() -> None:
     selection = gate_selection(ClusterConfig(backend="nccl"))
     assert selection.wants("gpu.xid")
     assert selection.wants("host.memlock")
-    assert not any(selection.wants(check) for check in ("gpu.busy", "host.image", "host.governor", "net.pairs"))
+    assert not any(selection.wants(check) for check in ("gpu.busy", "host.image", "host.memory", "net.pairs"))
 
 
 def test_a_failure_stops_the_launch_and_is_said_once_for_all_its_nodes() -> None:

@@ -255,7 +255,7 @@ def test_gpus_that_cannot_be_counted_do_not_pass() -> None:
     [
         (SshError("n2", SshFailure.REFUSED, "connection refused", "is sshd up?"), "ssh.refused", "is sshd up?"),
         (SshError("n2", SshFailure.HOST_KEY_CHANGED, "another key"), "ssh.host_key_changed", "n2: another key"),
-        (NoAnswerError("no python3 there", is_python_missing=True), "tools", "burst needs Python 3.6 or newer"),
+        (NoAnswerError("no python3 there", is_python_missing=True), "tools", "burst needs Python 3.9 or newer"),
         (NoAnswerError("python3 there ended with 1"), "answer", "n2: python3 there ended with 1"),
     ],
 )

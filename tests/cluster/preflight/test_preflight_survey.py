@@ -261,7 +261,7 @@ def test_a_login_that_talks_does_not_spoil_the_answer(tmp_path: Path, tools: Pat
     ("code", "said", "is_python_missing"),
     [
         (127, b"sh: python3: not found", True),
-        (1, b"burst needs Python 3.6 or newer as python3", True),
+        (1, b"burst needs Python 3.9 or newer as python3", True),
         (1, b"Traceback: \x1b[31mboom", False),
         (None, b"", False),
     ],

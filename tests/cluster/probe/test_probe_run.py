@@ -146,8 +146,7 @@ def test_a_node_that_does_not_even_tell_the_time_is_an_error() -> None:
 def test_the_clock_is_read_against_the_middle_of_the_round_trip(ahead_s: float) -> None:
     probe = ask(HEALTHY, ahead_s=ahead_s)
     assert probe.clock_offset_s == pytest.approx(ahead_s, abs=0.05)
-    assert probe.round_trip_s is not None
-    assert probe.clock_error_s == pytest.approx(probe.round_trip_s / 2)
+    assert 0 < probe.clock_error_s < 0.5
 
 
 @pytest.mark.parametrize("shape", ["{:.0f}\n", "{:.0f}.%N\n", "{:.0f}.\n"])
@@ -165,5 +164,5 @@ def test_a_time_that_makes_no_sense_is_none(clock: bytes) -> None:
 def test_this_machine_is_asked_without_ssh() -> None:
     probe = probe_local(["host"], timeout_s=30)
     assert probe.trouble == ""
-    assert probe.section("host.cpu").ok
-    assert probe.round_trip_s is None
+    assert probe.section("host.memory").ok
+    assert probe.clock_offset_s is None

@@ -8,16 +8,16 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from testkit import FAKE_PYTHON_PATH
+from testkit.fake_run import Observer
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeStatus
 from cluster.control.open import open_links
 from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
@@ -36,32 +36,12 @@ from engine.runs import RunFolder, create_run, new_run_path
 
 
 @dataclass
-class Watcher:
-    """An observer that keeps what it is told; thread-safe enough for tests that look on."""
-
-    notes: list[str] = field(default_factory=list)
-    statuses: tuple[NodeStatus, ...] = ()
-
-    def tick(self) -> None:
-        pass
-
-    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
-        self.statuses = tuple(statuses)
-
-    def stopping(self, cause: str, grace_s: float) -> None:
-        self.notes.append(f"stopping: {cause}")
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-@dataclass
 class Led:
     """A run that is being led in a thread of this process."""
 
     plan: LaunchPlan
     run: RunFolder
-    watcher: Watcher
+    observer: Observer
     stop: StopRequests
     outcome: LaunchOutcome | None = None
     error: BaseException | None = None
@@ -88,7 +68,7 @@ class Led:
     def describe(self) -> str:
         """What is known, for a test that waits in vain."""
         logs = [path.read_text(errors="replace")[-2000:] for path in self.run.path.glob("slurm-*.log")]
-        return "\n".join([*self.watcher.notes, str(self.watcher.statuses), *logs])
+        return "\n".join([*self.observer.notes, str(self.observer.stops), str(self.observer.statuses), *logs])
 
     @property
     def job_id(self) -> str:
@@ -144,12 +124,12 @@ class SlurmBench:
     ) -> Led:
         """Begin to lead the run of `plan` in a thread; folder: one that is there already."""
         run = folder or create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
-        led = Led(plan, run, Watcher(), StopRequests())
+        led = Led(plan, run, Observer(), StopRequests())
 
         def work() -> None:
             try:
                 manner = Manner(start=start, timing=timing or LaunchTiming(stop_grace_s=3.0))
-                led.outcome = control(plan, run, open_links(plan, run), led.watcher, led.stop, manner)
+                led.outcome = control(plan, run, open_links(plan, run), led.observer, led.stop, manner)
             except BaseException as error:
                 led.error = error
 
@@ -182,6 +162,10 @@ class SlurmBench:
         for process in lost:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def mark_down(self, node: Node) -> None:
+        """As an administrator does: Slurm ends what runs there, and takes the node back when its daemon next speaks."""
+        self.client("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=test")
 
     def processes(self, run: RunFolder) -> list[str]:
         """Live processes that bear the mark of `run`, on any node."""

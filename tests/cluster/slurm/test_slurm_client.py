@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
+from testkit.waiting import wait_for
 
-from cluster.facts import NodeFacts
 from cluster.slurm.client import SlurmClient, SlurmError, client_environment, gres_gpus
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
@@ -194,9 +194,7 @@ def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_
     job = SlurmJob(
         RunFolder(tmp_path / "20260131-120000-abc123"), JobRecord("abc", "batch"), client, poll_s=0.05
     ).watch()
-    deadline = time.monotonic() + 200
-    while job.status is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: job.status)
     job.close()
 
     assert (job.job_id, job.status and job.status.state) == ("31", "RUNNING")
@@ -209,10 +207,7 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
     job = SlurmJob(run, JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
 
     assert job.wait_ended(10)
-    deadline = time.monotonic() + 200
-    while read_record(tmp_path) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    record = read_record(tmp_path)
+    record = wait_for(lambda: read_record(tmp_path))
     assert record is not None
     assert record.ended is not None
     failure = SlurmJob(run, record, client).failure()
@@ -223,9 +218,7 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
 def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
     client = fake("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     job = SlurmJob(RunFolder(tmp_path), JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
-    deadline = time.monotonic() + 200
-    while job.problem is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: job.problem)
     job.close()
 
     assert "does not answer" in (job.problem or "")
@@ -295,7 +288,7 @@ def test_without_a_partition_the_default_counts_or_that_of_the_environment(fake)
 def test_restarts_in_a_row_are_limited_and_a_further_checkpoint_counts_them_anew(tmp_path):
     plan = build_slurm_plan(
         RunConfig(data=DataConfig(format="text", paths=("/x",)), cluster=ClusterConfig(num_nodes=1, max_restarts=1)),
-        NodeFacts("head", 8, 0, python="/py", cwd="/w"),
+        node_facts("head"),
         new_run_path(tmp_path, "tiny"),
         environment={},
     )

@@ -21,18 +21,12 @@ IMAGE = "rig:1"
 
 
 @pytest.fixture(scope="module")
-def docker_testbed(testbed_machine, tmp_path_factory):
+def docker_testbed(module_testbeds):
     """Two nodes with Slurm and Docker, and an image without anything: what ranks need is mounted."""
-    from testkit.testbed_fixture import Testbeds
-
-    testbeds = Testbeds(tmp_path_factory.mktemp("docker_testbed"))
-    try:
-        testbed = testbeds.make(nodes=2, slurm=True, docker=True, docker_in_memory=True)
-        for node in testbed.nodes:
-            docker(node, "import", "-", IMAGE, stdin=busybox_tree())
-        yield testbed
-    finally:
-        testbeds.close()
+    testbed = module_testbeds.make(nodes=2, slurm=True, docker=True, docker_in_memory=True)
+    for node in testbed.nodes:
+        docker(node, "import", "-", IMAGE, stdin=busybox_tree())
+    return testbed
 
 
 @pytest.fixture
@@ -88,8 +82,8 @@ def test_the_container_of_a_supervisor_that_was_killed_is_swept(bench):
     led = bench.lead(plan(bench, "wait"))
     led.wait_for_step(5)
     # Who leads looks at the nodes now and then: the ranks may be there before it has heard of their supervisors.
-    wait_for(lambda: [status.supervisor.get("pid") is not None for status in led.watcher.statuses] == [True] * 2)
-    supervisor = led.watcher.statuses[1].supervisor
+    wait_for(lambda: [status.supervisor.get("pid") is not None for status in led.observer.statuses] == [True] * 2)
+    supervisor = led.observer.statuses[1].supervisor
     assert psutil.pid_exists(supervisor["pid"])
     os.kill(supervisor["pid"], signal.SIGKILL)
     outcome = led.wait()

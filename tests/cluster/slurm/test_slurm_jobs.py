@@ -41,7 +41,7 @@ def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_node
     assert "rank 1 in mode ok" in led.run.log_path(second, 1).read_text()
     assert led.run.read_state()["nodes"] == [first, second]
     assert [node.name for node in read_launch_plan(led.run.path).nodes] == [first, second]
-    assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.watcher.notes
+    assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.observer.notes
     assert bench.processes(led.run) == []
     check_commands(bench, led)
     wait_for(lambda: "JobState=COMPLETED" in bench.client("scontrol", "show", "job", led.job_id))
@@ -224,6 +224,28 @@ def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itsel
     (saved,) = [row for row in RunFolder(led.run.path / "attempts" / "1").read_events() if row["kind"] == "checkpoint"]
     assert saved["step"] == 5
     assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_led", [True, False], ids=["marked down", "dead, without a launcher"])
+def test_a_job_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_led):
+    plan = bench.plan("saves", max_restarts=1)
+    led = bench.lead(plan) if is_led else None
+    run = led.run if led is not None else bench.leave_in_queue(plan)
+    wait_for(lambda: len(run.read_metrics()) == 5)
+    lost = bench.testbed.nodes[1]
+    try:
+        bench.mark_down(lost) if is_led else bench.lose(lost)
+        wait_for(lambda: run.read_state()["attempt"] == 2 and settle(run).state == "completed", timeout_s=300)
+        if led is not None:
+            assert led.wait().status == "completed", led.describe()
+    finally:
+        if not is_led:
+            bench.testbed.slurm.start_node(lost)
+
+    used = tuple(node.name for node in read_launch_plan(run.path).nodes)
+    assert is_led or used == names(bench)[::2]
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
 
 
 def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(bench):

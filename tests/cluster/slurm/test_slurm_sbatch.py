@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.fake_plan import node_facts
 
-from cluster.facts import NodeFacts
 from cluster.plan import Backend
 from cluster.plan_torchrun import Rendezvous
 from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
@@ -189,7 +189,7 @@ def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 
 
 
 def plan_with(config: RunConfig, environment: dict[str, str] | None = None, partition_gpus: int = 0):
-    facts = NodeFacts("head", 8, 0, python="/opt/venv/bin/python", cwd="/w", python_path="/src")
+    facts = node_facts("head", python="/opt/venv/bin/python", cwd="/w", python_path="/src")
     return build_slurm_plan(config, facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
 
 

@@ -13,6 +13,7 @@ import pytest
 from slurm_rig import SlurmBench
 from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import next_name
+from testkit.waiting import wait_for
 
 from burst_cli.testbed_view import status_table
 from cluster.slurm.client import SlurmClient
@@ -67,12 +68,12 @@ def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbe
     own = make_testbed(nodes=1, slurm=True)
     node = own.node_names[0]
     slurm(own, "sbatch", "--output=/dev/null", "--wrap=setsid sleep 1000 & srun sleep 1000")
-    _wait(lambda: read_status(own.name).nodes[0].slurm != "idle")
+    wait_for(lambda: read_status(own.name).nodes[0].slurm != "idle")
     tear_down(own.name, Path("/nowhere"))
 
     assert leftovers(own.name) == []
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"))
-    _wait(lambda: not [line for line in slurm_processes(own.folder.path) if str(own.folder.path) in line])
+    wait_for(lambda: not [line for line in slurm_processes(own.folder.path) if str(own.folder.path) in line])
     assert {one.slurm for one in read_status(slurm_testbed.name).nodes} == {"idle"}
 
 
@@ -117,13 +118,6 @@ def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
 
     assert status.nodes[0].slurm == "no controller"
     assert elapsed_s < 2
-
-
-def _wait(ready, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_sinfo_tells_the_gpus_of_the_partition(make_testbed):

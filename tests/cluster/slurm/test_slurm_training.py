@@ -8,33 +8,43 @@ import sys
 from pathlib import Path
 
 import pytest
+from slurm_rig import SlurmBench
 from testkit.fault_rig import SMALL
+from testkit.waiting import wait_for
 
 from engine.runs import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
-_SETTINGS = (*SMALL, "train.steps=4")
+_ON_TWO_NODES = ("cluster.launcher=slurm", "cluster.num_nodes=2", "cluster.ranks_per_node=1")
+
+
+def words(folder: Path, name: str, *settings: str) -> tuple[str, ...]:
+    """The command line of a launch whose run lies in folder `name`."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("it was the best of times, it was the worst of times\n" * 400)
+    data = (f"data.paths=[{corpus}]", f"data.prepared_dir={folder / 'prepared'}")
+    where = ("--plain", "--runs-dir", str(folder / name))
+    return (sys.executable, "-m", "burst_cli", "launch", *SMALL, *data, *settings, *where)
 
 
 def launch(folder: Path, name: str, *settings: str, **environment: str) -> RunFolder:
     """The run of a launch that completed."""
-    corpus = folder / "corpus.txt"
-    if not corpus.exists():
-        corpus.write_text("it was the best of times, it was the worst of times\n" * 400)
-    words = (*_SETTINGS, f"data.paths=[{corpus}]", f"data.prepared_dir={folder / 'prepared'}", *settings)
-    command = (sys.executable, "-m", "burst_cli", "launch", *words, "--plain", "--runs-dir", str(folder / name))
+    command = words(folder, name, "train.steps=4", *settings)
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr + done.stdout
-    (path,) = (folder / name / "tiny").iterdir()
+    return run_in(folder / name)
+
+
+def run_in(folder: Path) -> RunFolder:
+    (path,) = (folder / "tiny").glob("2*")
     return RunFolder(path)
 
 
 def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slurm_testbed, tmp_path):
     conf = str(slurm_testbed.folder.slurm_conf)
-    far = launch(
-        tmp_path, "far", "cluster.launcher=slurm", "cluster.num_nodes=2", "cluster.ranks_per_node=1", SLURM_CONF=conf
-    )
+    far = launch(tmp_path, "far", *_ON_TWO_NODES, SLURM_CONF=conf)
     here = launch(tmp_path, "here", "cluster.ranks_per_node=2")
 
     losses = [row["loss"] for row in far.read_metrics()]
@@ -42,3 +52,28 @@ def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slu
     # The same tiles in the same order: only the order of two summands in a reduction may differ.
     assert losses == pytest.approx([row["loss"] for row in here.read_metrics()], abs=1e-5)
     assert far.read_state()["nodes"] == list(slurm_testbed.node_names[:2])
+
+
+def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(slurm_testbed, tmp_path):
+    bench, steps, every = SlurmBench(slurm_testbed, tmp_path), 24, 4
+    saves = (f"train.steps={steps}", f"train.checkpoint.every_steps={every}", "cluster.max_restarts=1")
+    slow = 'cluster.environment=["BURST_FAULT=slow:0.5;1;1"]'  # or it would end before it loses the node
+    with (tmp_path / "said").open("w") as said:
+        command = words(tmp_path, "far", *_ON_TWO_NODES, *saves, slow)
+        launcher = subprocess.Popen(command, env=bench.environment, stdout=said, stderr=said)
+    try:
+        wait_for(lambda: list(tmp_path.glob("far/tiny/2*/metrics.jsonl")), (tmp_path / "said").read_text)
+        run = run_in(tmp_path / "far")
+        wait_for(lambda: len(run.read_metrics()) > 2 * every)
+        bench.mark_down(slurm_testbed.nodes[1])
+        assert launcher.wait(500) == 0, (tmp_path / "said").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+    (restored,) = [event["step"] for event in run.read_events() if event["kind"] == "restored"]
+    assert restored >= 2 * every
+    before = {row["step"]: row["loss"] for row in RunFolder(run.path / "attempts" / "1").read_metrics()}
+    again = {row["step"]: row["loss"] for row in run.read_metrics()}
+    assert list(again) == list(range(restored + 1, steps + 1))
+    assert all(again[step].hex() == before[step].hex() for step in again.keys() & before.keys())

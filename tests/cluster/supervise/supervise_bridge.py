@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.image.node.frames import Frame, FrameError, FrameReader, Message, pack_message
+from testkit.waiting import wait_for
+
 from cluster.supervise.bundle import bridge_command, bridge_text
+from cluster.supervise.node.frames import Frame, FrameError, FrameReader, Message, pack_message
 
 
 class BridgeClient:
@@ -50,11 +51,8 @@ class BridgeClient:
 
     def wait(self, op: str, timeout_s: float = 200.0, accept: Callable[[Message], Any] = bool) -> Message:
         """The newest message with that op that is accepted, once there is one."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := [message for message in self.all(op) if accept(message)]):
-            assert time.monotonic() < deadline, f"no {op}; {self.messages[-5:]}"
-            time.sleep(0.01)
-        return found[-1]
+        told = wait_for(lambda: [*filter(accept, self.all(op))], lambda: f"{op}; {self.messages[-5:]}", timeout_s)
+        return told[-1]
 
     def close(self) -> int:
         """End of file on its stdin; its exit code."""

@@ -16,8 +16,8 @@ from supervise_bridge import BridgeClient
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.image.node.frames import pack_data
 from cluster.supervise.node.folder import NodeFiles, write_json
+from cluster.supervise.node.frames import pack_data
 
 NODE = "alpha"
 MIB = 1 << 20

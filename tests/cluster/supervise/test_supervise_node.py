@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 import cluster.supervise.node
 from cluster.supervise.bundle import bridge_text
-from cluster.supervise.node import processes, processes_psutil
+from cluster.supervise.node import processes
 from cluster.supervise.node.container import Helpers
 from cluster.supervise.node.family import Family, Marks
 from cluster.supervise.node.folder import read_json, safe_name, write_json, write_text
@@ -53,21 +53,18 @@ def test_process_of_another_user_cannot_pass_as_a_rank() -> None:
 
 
 def is_newer(node: ast.AST) -> bool:
-    """Whether this is `list[...]` or `... | None`: both parse as 3.6 and fail there."""
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.value, ast.Name) and node.value.id in ("dict", "list", "set", "tuple", "type")
+    """Whether this is `... | None`, which parses as 3.9 and fails there."""
     is_union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
     return is_union and isinstance(node.right, ast.Constant) and node.right.value is None
 
 
-def test_what_runs_on_nodes_is_python_3_6_with_nothing_but_the_standard_library() -> None:
+def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library() -> None:
     body = bridge_text()
     modules = dict(json.loads(body[10:]))
     imported = set()
     for name, source in modules.items():
-        tree = ast.parse(source, name, feature_version=(3, 6))
+        tree = ast.parse(source, name, feature_version=(3, 9))
         imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert "from __future__ import annotations" not in source  # came with 3.7
         assert not [ast.unparse(node) for node in ast.walk(tree) if is_newer(node)]
     assert int(body[:10]) == len(body) - 10
     assert {str(name) for name in imported if str(name).startswith(("cluster", "engine"))} <= modules.keys()
@@ -81,31 +78,6 @@ def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-def test_psutil_tells_what_proc_tells() -> None:
-    child = subprocess.Popen(SLEEP, env={**os.environ, "MARK": "é"})
-    try:
-        entry = wait_for(lambda: processes.read_entry(child.pid), "the child")
-        facts = processes_psutil.process_facts(child.pid)
-        assert facts is not None
-        assert facts.parent == entry.parent == os.getpid()
-        environ = wait_for(lambda: processes_psutil.process_environ(child.pid), "its environment")  # which comes late
-        assert environ == processes.read_environ(child.pid)
-        assert environ[b"MARK"] == "é".encode()
-        assert child.pid in processes_psutil.process_pids()
-        wait_for(lambda: (processes_psutil.process_resident_bytes(child.pid) or 0) > 2**20, "its memory")
-        assert processes_psutil.process_cpu_seconds(child.pid) is not None
-        child.kill()
-        wait_for(lambda: is_gone(child.pid), "its end")
-        facts = processes_psutil.process_facts(child.pid)
-        assert facts is not None
-        assert facts.state == "Z"
-    finally:
-        child.kill()
-        child.wait()
-    assert processes_psutil.process_facts(child.pid) is None
-    assert processes.read_entry(child.pid) is None
 
 
 def test_signal_does_not_reach_a_process_that_got_the_number_later() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 from testkit.machine_clock import machine_time
-from testkit.testbed_fixture import Testbeds
 
 from cluster.access.ssh import connect
 from cluster.testbed.faults import clear_faults, set_fault
@@ -34,12 +33,8 @@ def busybox_tree() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine, tmp_path_factory):
-    testbeds = Testbeds(tmp_path_factory.mktemp("docker"))
-    try:
-        yield testbeds.make(nodes=2, docker=True, docker_in_memory=True)
-    finally:
-        testbeds.close()
+def testbed(module_testbeds):
+    return module_testbeds.make(nodes=2, docker=True, docker_in_memory=True)
 
 
 def run(testbed, node: str, *argv: str, stdin: bytes = b"") -> str:

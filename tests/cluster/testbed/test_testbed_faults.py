@@ -17,14 +17,8 @@ TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine, tmp_path_factory):
-    from testkit.testbed_fixture import Testbeds
-
-    testbeds = Testbeds(tmp_path_factory.mktemp("faults"))
-    try:
-        yield testbeds.make(nodes=2, rails=1)
-    finally:
-        testbeds.close()
+def testbed(module_testbeds):
+    return module_testbeds.make(nodes=2, rails=1)
 
 
 @pytest.fixture

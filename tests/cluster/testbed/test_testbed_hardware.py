@@ -5,7 +5,6 @@ from __future__ import annotations
 import stat
 
 import pytest
-from testkit.testbed_fixture import Testbeds
 
 from cluster.access.ssh import connect
 from cluster.testbed.faults import clear_faults, set_fault
@@ -16,12 +15,8 @@ from engine.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine, tmp_path_factory):
-    testbeds = Testbeds(tmp_path_factory.mktemp("hardware"))
-    try:
-        yield testbeds.make(nodes=2, rails=1, hardware="h100x8")
-    finally:
-        testbeds.close()
+def testbed(module_testbeds):
+    return module_testbeds.make(nodes=2, rails=1, hardware="h100x8")
 
 
 def run(testbed, node: str, script: str) -> str:

@@ -2,13 +2,16 @@
 
 Written from the operators' contracts (names of the schemas; layouts, alignment, log-sum-exp) and dense attention, for
 the kernels that call them: a wrong order of arguments, a wrong transpose or a wrong alignment gives wrong numbers here.
+Arguments have the names that the schema of this version of torch gives them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,207 +68,106 @@ def bhsd(*tensors: Tensor) -> list[Tensor]:
     return [x[0].transpose(0, 1) for x in tensors]
 
 
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **unused: object,
-) -> tuple[Tensor, ...]:
-    assert cum_seq_q is None
-    assert cum_seq_k is None
-    assert (max_q, max_k, dropout_p, return_debug_mask) == (query.shape[1], key.shape[1], 0.0, False)
-    assert scale == query.shape[-1] ** -0.5
-    assert window_size_left is not None
-    assert window_size_right is not None
-    q, k, v = bhsd(query, key, value)
-    out, lse = attention(q, k, v, window_bias(max_q, max_k, is_causal, window_size_left, window_size_right))
+def flash_forward(given: Any) -> tuple[Tensor, ...]:
+    check_flash(given)
+    assert not given.return_debug_mask
+    q, k, v = bhsd(given.query, given.key, given.value)
+    out, lse = attention(q, k, v, flash_bias(given))
     state = torch.zeros(2, dtype=torch.uint64)
-    return out.transpose(0, 1)[None].to(query.dtype), lse[None].float(), state, state, torch.empty(0)
+    return out.transpose(0, 1)[None].to(given.query.dtype), lse[None].float(), state, state, torch.empty(0)
 
 
-def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    assert cum_seq_q is None
-    assert cum_seq_k is None
-    assert (max_q, max_k, dropout_p) == (query.shape[1], key.shape[1], 0.0)
-    assert scale == query.shape[-1] ** -0.5
-    assert rng_state.dtype == unused.dtype == torch.uint64
-    assert window_size_left is not None
-    assert window_size_right is not None
-    assert logsumexp.is_contiguous()
-    assert logsumexp.dtype == torch.float32
-    assert logsumexp.shape == (1, query.shape[2], max_q)
-    bias = window_bias(max_q, max_k, is_causal, window_size_left, window_size_right)
-    found = gradients(*bhsd(grad_out, query, key, value, out), logsumexp[0], bias)
-    return tuple(x.transpose(0, 1)[None].to(query.dtype).contiguous() for x in found)
+def flash_backward(given: Any) -> tuple[Tensor, ...]:
+    check_flash(given)
+    assert given.rng_state.dtype == given.unused.dtype == torch.uint64
+    assert given.logsumexp.is_contiguous()
+    assert given.logsumexp.dtype == torch.float32
+    assert given.logsumexp.shape == (1, given.query.shape[2], given.max_q)
+    tensors = bhsd(given.grad_out, given.query, given.key, given.value, given.out)
+    found = gradients(*tensors, given.logsumexp[0], flash_bias(given))
+    return tuple(x.transpose(0, 1)[None].to(given.query.dtype).contiguous() for x in found)
 
 
-def cudnn_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[object, ...]:
-    assert attn_bias is None
-    assert compute_log_sumexp
-    assert dropout_p == 0.0
-    assert not return_debug_mask
-    assert scale is None
-    assert key.shape[2] > 1
-    out, lse = attention(query[0], key[0], value[0], top_left_bias(query.shape[2], key.shape[2], is_causal))
+def check_flash(given: Any) -> None:
+    assert (given.cum_seq_q, given.cum_seq_k, given.dropout_p) == (None, None, 0.0)
+    assert (given.max_q, given.max_k) == (given.query.shape[1], given.key.shape[1])
+    assert given.scale == given.query.shape[-1] ** -0.5
+    assert None not in (given.window_size_left, given.window_size_right)
+
+
+def flash_bias(given: Any) -> Tensor:
+    return window_bias(given.max_q, given.max_k, given.is_causal, given.window_size_left, given.window_size_right)
+
+
+def cudnn_forward(given: Any) -> tuple[object, ...]:
+    assert (given.attn_bias, given.scale, given.dropout_p) == (None, None, 0.0)
+    assert given.compute_log_sumexp
+    assert not given.return_debug_mask
+    rows, keys = given.query.shape[2], given.key.shape[2]
+    assert keys > 1
+    bias = top_left_bias(rows, keys, given.is_causal)
+    out, lse = attention(given.query[0], given.key[0], given.value[0], bias)
     empty = torch.empty(0)
-    results = out[None].to(query.dtype), lse[None, ..., None].float()
-    return (*results, empty, empty, query.shape[2], key.shape[2], empty, empty, empty)
+    return out[None].to(given.query.dtype), lse[None, ..., None].float(), empty, empty, rows, keys, empty, empty, empty
 
 
-def cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    assert attn_bias is None
-    assert cum_seq_q is None
-    assert cum_seq_k is None
-    assert scale is None
-    assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
-    assert philox_seed.dtype == philox_offset.dtype == torch.int64
-    assert logsumexp.shape == (*query.shape[:3], 1)
-    assert logsumexp.dtype == torch.float32
-    assert grad_out.stride() == out.stride()
-    bias = top_left_bias(max_q, max_k, is_causal)
-    found = gradients(grad_out[0], query[0], key[0], value[0], out[0], logsumexp[0, ..., 0], bias)
-    return tuple(x[None].to(query.dtype) for x in found)
+def cudnn_backward(given: Any) -> tuple[Tensor, ...]:
+    assert (given.attn_bias, given.scale, given.dropout_p) == (None, None, 0.0)
+    assert (given.cum_seq_q, given.cum_seq_k) == (None, None)
+    assert (given.max_q, given.max_k) == (given.query.shape[2], given.key.shape[2])
+    assert given.philox_seed.dtype == given.philox_offset.dtype == torch.int64
+    assert given.logsumexp.shape == (*given.query.shape[:3], 1)
+    assert given.logsumexp.dtype == torch.float32
+    assert given.grad_out.stride() == given.out.stride()
+    bias = top_left_bias(given.max_q, given.max_k, given.is_causal)
+    tensors = [x[0] for x in (given.grad_out, given.query, given.key, given.value, given.out)]
+    found = gradients(*tensors, given.logsumexp[0, ..., 0], bias)
+    return tuple(x[None].to(given.query.dtype) for x in found)
 
 
-def efficient_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    custom_mask_type: int,
-    compute_log_sumexp: bool = False,
-    *,
-    scale: float | None = None,
-    **unused: object,
-) -> tuple[object, ...]:
-    assert cu_seqlens_q is None
-    assert cu_seqlens_k is None
-    assert max_seqlen_q is None
-    assert max_seqlen_k is None
-    assert dropout_p == 0.0
-    assert compute_log_sumexp
-    assert scale is None
-    rows, keys = query.shape[1], key.shape[1]
-    out, lse = attention(*bhsd(query, key, value), efficient_bias(query, key, bias, custom_mask_type))
+def efficient_forward(given: Any) -> tuple[object, ...]:
+    check_efficient(given)
+    assert (given.max_seqlen_q, given.max_seqlen_k) == (None, None)
+    assert given.compute_log_sumexp
+    query, rows = given.query, given.query.shape[1]
+    out, lse = attention(*bhsd(query, given.key, given.value), efficient_bias(given))
     padded = torch.full((1, query.shape[2], -(-rows // 32) * 32), math.inf)
     padded[0, :, :rows] = lse
     state = torch.zeros((), dtype=torch.int64)
-    return out.transpose(0, 1)[None].to(query.dtype), padded, state, state, rows, keys
+    return out.transpose(0, 1)[None].to(query.dtype), padded, state, state, rows, given.key.shape[1]
 
 
-def efficient_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    logsumexp: Tensor,
-    dropout_p: float,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    custom_mask_type: int,
-    bias_requires_grad: bool,
-    *,
-    scale: float | None = None,
-    **unused: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = query.shape[1]
-    assert cu_seqlens_q is None
-    assert cu_seqlens_k is None
-    assert scale is None
-    assert not bias_requires_grad
-    assert (max_seqlen_q, max_seqlen_k, dropout_p) == (rows, key.shape[1], 0.0)
-    assert philox_seed.dtype == philox_offset.dtype == torch.int64
-    assert out.is_contiguous()
-    assert logsumexp.shape == (1, query.shape[2], -(-rows // 32) * 32)
-    assert logsumexp.is_contiguous()
-    assert (logsumexp[..., rows:] == math.inf).all()
-    mask = efficient_bias(query, key, bias, custom_mask_type)
-    found = gradients(*bhsd(grad_out_, query, key, value, out), logsumexp[0, :, :rows], mask)
+def efficient_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, rows = given.query, given.query.shape[1]
+    check_efficient(given)
+    assert not given.bias_requires_grad
+    assert (given.max_seqlen_q, given.max_seqlen_k) == (rows, given.key.shape[1])
+    assert given.philox_seed.dtype == given.philox_offset.dtype == torch.int64
+    assert given.out.is_contiguous()
+    assert given.logsumexp.shape == (1, query.shape[2], -(-rows // 32) * 32)
+    assert given.logsumexp.is_contiguous()
+    assert (given.logsumexp[..., rows:] == math.inf).all()
+    tensors = bhsd(given.grad_out_, query, given.key, given.value, given.out)
+    found = gradients(*tensors, given.logsumexp[0, :, :rows], efficient_bias(given))
     dq, dk, dv = (x.transpose(0, 1)[None].to(query.dtype).contiguous() for x in found)
     return dq, dk, dv, torch.empty(0)
 
 
-def efficient_bias(query: Tensor, key: Tensor, bias: Tensor | None, mask_type: int) -> Tensor:
-    assert query.shape[2] == key.shape[2], "this operator has no grouped heads"
-    rows, keys = query.shape[1], key.shape[1]
-    causal = top_left_bias(rows, keys, {0: False, 1: True}[mask_type])
-    if bias is None:
+def check_efficient(given: Any) -> None:
+    assert (given.cu_seqlens_q, given.cu_seqlens_k, given.scale, given.dropout_p) == (None, None, None, 0.0)
+    assert given.query.shape[2] == given.key.shape[2], "this operator has no grouped heads"
+
+
+def efficient_bias(given: Any) -> Tensor:
+    rows, keys = given.query.shape[1], given.key.shape[1]
+    causal = top_left_bias(rows, keys, {0: False, 1: True}[given.custom_mask_type])
+    if given.bias is None:
         return causal
-    assert bias.shape == (1, query.shape[2], rows, keys)
-    assert bias.dtype == query.dtype
-    assert bias.stride(-1) == 1
-    assert bias.stride(-2) % 16 == 0
-    return causal + bias[0]
+    assert given.bias.shape == (1, given.query.shape[2], rows, keys)
+    assert given.bias.dtype == given.query.dtype
+    assert given.bias.stride(-1) == 1
+    assert given.bias.stride(-2) % 16 == 0
+    return causal + given.bias[0]
 
 
 OPERATORS = {
@@ -278,13 +180,25 @@ OPERATORS = {
 }
 
 
+def with_names(name: str, function: Callable[[Any], object]) -> Callable[..., object]:
+    """An operator of torch that gives `function` its arguments by name, those left out with their defaults."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def operator(*args: object, **kwargs: object) -> object:
+        by_position = zip((argument.name for argument in arguments), args, strict=False)
+        return function(SimpleNamespace(**{**defaults, **dict(by_position), **kwargs}))
+
+    return operator
+
+
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Inside the body the operators take CPU tensors."""
     library = Library("aten", "IMPL", "CPU")
     try:
         for name, function in OPERATORS.items():
-            library.impl(name, function)
+            library.impl(name, with_names(name, function))
         yield
     finally:
         library._destroy()

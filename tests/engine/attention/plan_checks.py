@@ -6,8 +6,8 @@ from itertools import chain, pairwise
 
 import torch
 from attention_oracle import Group, dense_visibility, errors, oracle, random_inputs
+from counting import band_mask, prove_pair
 
-from engine.attention.counting import band_mask, prove_pair
 from engine.attention.kernels.base import BandSpec, TileKernel
 from engine.attention.kernels.cuda import window_of
 from engine.attention.kernels.reference import ReferenceKernel
@@ -36,6 +36,8 @@ def check_plans(
     """
     for plan in filter(None, (plans.forward, plans.recompute, plans.backward)):
         plan.validate()
+        for rank_plan in plan.ranks.values():
+            check_places(rank_plan)
     prove_pair(plans, mask, blocks, late=late)
     visible = dense_visibility(mask, blocks.home.seq_len)
     check_tiles(plans, blocks, visible)
@@ -48,6 +50,14 @@ def check_plans(
     tokens = TokenBytes(*heads, HEAD_DIM, element_bytes=8, gradient_bytes=8, wire_gradient_bytes=8)
     assert plans.forward.bytes_by_link(tokens, topology) == result.forward_bytes
     assert plans.backward.bytes_by_link(tokens, topology) == result.backward_bytes
+
+
+def check_places(plan: RankPlan) -> None:
+    """Only loads and stores touch host memory."""
+    views = [view for tile in plan.tiles() for view in (tile.q, tile.kv, tile.acc, tile.acc_kv)]
+    views += [view for step in plan.steps for op in (*step.pre, *step.after) for view in (op.dst, op.src)]
+    views += [transfer.view for transfer in plan.transfers() if transfer.source is None]
+    assert {plan.slots[view.slot].where for view in views if view} <= {"device"}
 
 
 def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor) -> None:

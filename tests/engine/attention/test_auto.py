@@ -46,14 +46,6 @@ def test_slow_links_between_nodes_put_flat_rings_last() -> None:
     )
 
 
-def test_the_prediction_is_that_of_the_plan_preview() -> None:
-    best = rank_methods(AUTO, NODES, SLOW_RAILS)[0]
-    preview = preview_attention(replace(AUTO, attention=best.attention), NODES, SLOW_RAILS)
-    time = preview.time_to_dict()
-    assert time is not None
-    assert best.seconds == time["seconds"]
-
-
 def test_no_method_comes_twice() -> None:
     methods = [replace(c.method, preset="auto", reason="") for c in rank_methods(AUTO, NODES, SLOW_RAILS)]
     assert len(methods) == len(set(methods)) > 8

@@ -7,17 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention.arithmetic import AttentionShape, TensorArithmetic
-from engine.attention.buffers import BufferPool, Place, allocate_bytes, compute_place
-from engine.attention.executor import Execution, Fields
-from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layout import build_layout
-from engine.attention.mask import Mask, Visibility
-from engine.attention.plan import Slot
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
-from engine.attention.transport import Hub, HubTransport
+from engine.attention.buffers import BufferPool, Place, allocate_bytes
 
 CPU = Place(torch.device("cpu"))
 HOST = Place(torch.device("cpu"), stream=1)  # another place in the same memory
@@ -117,51 +108,3 @@ def test_release_drops_everything_and_idle_blocks_are_bounded() -> None:
     assert pool.idle_bytes == 2 * 64 * 8 * 4
     pool.release()
     assert pool.idle_bytes == 0
-
-
-class PooledArithmetic(TensorArithmetic):
-    """Buffers that are neither input nor output come from a lease."""
-
-    def __init__(self, shape: AttentionShape, lease) -> None:
-        super().__init__(shape, ReferenceKernel())
-        self._lease = lease
-
-    def allocate(self, slot: Slot) -> Fields:
-        if slot.pin is not None:
-            return super().allocate(slot)
-        place = compute_place(self.shape.device, slot.where)
-        kinds = self._field_shapes(slot)
-        return {name: self._lease.empty((slot.rows, *tail), dtype, place) for name, (tail, dtype) in kinds.items()}
-
-
-class SlotAllocations(TorchDispatchMode):
-    """Counts aten::empty calls, the way slots are allocated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.empty.memory_format
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_rank_sets_up_its_runs_without_allocating_in_the_steady_state() -> None:
-    ring = Ring(3)
-    layout = build_layout("zigzag", 24, 3)
-    visibility = Visibility(Mask(24), layout)
-    plans = [plan.ranks[1] for plan in (plan_forward(visibility, ring), plan_backward(visibility, ring, "q"))]
-    shape = AttentionShape(4, 2, 8, torch.float32, torch.device("cpu"))
-    pool = BufferPool()
-    counts = []
-    for _ in range(4):
-        with SlotAllocations() as allocations:
-            for plan in plans:
-                with pool.lease() as lease:
-                    transport = HubTransport(Hub(3, late=True), 1)
-                    Execution(plan, PooledArithmetic(shape, lease), transport, {})
-        counts.append(allocations.count)
-    pins = sum(
-        len(TensorArithmetic(shape, ReferenceKernel())._field_shapes(s)) for p in plans for s in p.slots if s.pin
-    )
-    assert counts[0] > counts[-1] == counts[-2] == pins

@@ -9,7 +9,6 @@ import pytest
 from engine.attention.mask import Mask
 from engine.attention.methods import chunk_count, divide_sequence, plan_method
 from engine.attention.plan import AttentionPlan
-from engine.attention.planners.chunk_stays import Stay, stays
 from engine.attention.presets import AttentionMethod
 
 ROWS = 23
@@ -42,21 +41,6 @@ def test_device_buffers_do_not_grow_with_the_sequence(grid, window):
     assert max(max(kinds.values()) for kinds in found[0]) <= 5 * 16 * chosen.head_parallel_size
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (4, 1, 1), (2, 2, 1)], ids=str)
-def test_only_transfers_touch_host_memory(grid):
-    chosen = method(*grid, chunk_tokens=3, kv_replicated=grid[0] == 4)
-    plans = plan_method(chosen, Mask(ROWS - 1, documents=(0, 1, 7, 15)), divide_sequence(chosen, ROWS))
-    for plan in (plans.forward, plans.backward):
-        for rank_plan in plan.ranks.values():
-            ops = [op for step in rank_plan.steps for op in (*step.pre, *step.after)]
-            views = [view for op in ops for view in (op.dst, op.src) if view]
-            views += [view for tile in rank_plan.tiles() for view in (tile.q, tile.kv, tile.acc, tile.acc_kv) if view]
-            messages = [transfer for transfer in rank_plan.transfers() if transfer.source is None]
-            views += [transfer.view for transfer in messages]
-            assert {rank_plan.slots[view.slot].where for view in views} == {"device"}
-            assert all(slot.where == "host" for slot in rank_plan.slots if slot.pin)
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
 def test_a_causal_pipeline_of_one_rank_moves_few_chunks(chunks):
     rows = 4 * chunks
@@ -82,13 +66,6 @@ def test_chunks_that_see_nothing_are_neither_fetched_nor_computed():
     for plan in (plans.forward, plans.backward):
         assert len(plan.ranks[0].steps) < 25  # of 36 pairs of chunks, 15 see each other
         assert sum(tile.kv.stop > tile.kv.start for tile in plan.ranks[0].tiles()) < 40
-
-
-def test_what_is_needed_soon_stays():
-    assert stays([(3, 0), (4, 0), (9, 0)], 1) == [Stay(0, 3, 4, True, False), Stay(0, 9, 9, False, True)]
-    assert stays([(0, 0), (1, 1), (2, 0)], 1) == [Stay(0, 0, 2), Stay(1, 1, 1)]  # cannot be back by 2
-    assert len(stays([(0, 0), (3, 0)], 1)) == 2  # stored during 1, fetched during 2
-    assert len(stays([(0, 0), (3, 0)], 2)) == 1
 
 
 def test_the_first_chunks_exchange_does_not_wait_for_the_last():

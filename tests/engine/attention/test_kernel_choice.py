@@ -40,12 +40,6 @@ def test_the_fastest_by_published_rates_is_tried_first(request_: KernelRequest, 
     assert preference(request_)[: len(order)] == order
 
 
-@pytest.mark.parametrize("capability", [AMPERE, ADA, (12, 0)])
-def test_without_further_packages_flash_attention_2_of_torch_is_always_there(capability: tuple[int, int]) -> None:
-    problem = problem_of(KERNELS["aten_flash"].capabilities, ask(capability))
-    assert problem is None
-
-
 def test_deterministic_runs_on_hopper_do_not_take_cudnn() -> None:
     choice = chosen(ask(HOPPER, deterministic=True))
     assert choice.kernel.name == "aten_flash"

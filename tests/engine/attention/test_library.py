@@ -16,7 +16,7 @@ from attention_oracle import Inputs, dense_visibility, errors, oracle, random_in
 from torch import Tensor
 
 from engine.attention import ContextParallel, SequenceContext, attention
-from engine.attention.library import HeadShape, _find_topology
+from engine.attention.library import _find_topology
 from engine.attention.mask import Mask
 from engine.attention.topology import Topology
 from engine.errors import ConfigError
@@ -147,23 +147,6 @@ def test_shard_follows_the_layout_and_fills_padding(ranks: Any) -> None:
     assert ranks(2).run(run_shard) == [([0, 1, 6, 7], [10, 11, -100, -100], 8), ([2, 3, 4, 5], [12, 13, 14, 15], 8)]
 
 
-def run_padding() -> tuple[Tensor, Tensor]:
-    context = make(preset="ring").context(SEQ_LEN)
-    inputs = random_inputs(SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM)
-    q, k, v = (context.shard(x[None], pad_value=1e3).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = attention(q, k, v, context)
-    out.sum().backward()
-    assert q.grad is not None
-    padding = context.positions >= SEQ_LEN
-    return out.detach()[0, padding], q.grad[0, padding]
-
-
-def test_padding_comes_out_as_zeros(ranks: Any) -> None:
-    found = ranks(4).run(run_padding)
-    assert sum(len(out) for out, _ in found) == 3  # 40 - 37
-    assert not any(x.any() for pair in found for x in pair)
-
-
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
@@ -274,9 +257,3 @@ def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     mean = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).mean()
     found = re.findall(r"mean of out: (-?\d\.\d{6}) rows of this rank: 500 of 1000", done.stdout)
     np.testing.assert_allclose([float(x) for x in found], [float(mean)] * 2, atol=2e-6)
-
-
-def test_head_shape_names_every_bad_number() -> None:
-    with pytest.raises(ConfigError) as caught:
-        HeadShape(0, 1, -1)
-    assert len(caught.value.problems) == 2

@@ -109,36 +109,6 @@ def test_published_formulas_hold_when_whole_blocks_travel(size: int, gradient_by
         assert set(total_bytes(plan, tokens)) == {expected}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (5, 1), (1, 4), *DOUBLE])
-def test_pruning_only_lowers_the_bytes(inner: int, outer: int, layout: Literal["zigzag"]) -> None:
-    size, ring = inner * outer, Ring(inner, outer)
-    visibility = Visibility(Mask(4 * size + 1), build_layout(layout, 4 * size + 1, size))
-    published = replace(ring, whole_blocks=True, own_gradient_travels=True)
-    for circulates in ("kv", "q"):
-        ours, theirs = (ring_pair(visibility, r, circulates) for r in (ring, published))  # type: ignore[arg-type]
-        assert sum(total_bytes(ours.forward)) <= sum(total_bytes(theirs.forward))
-        assert sum(total_bytes(ours.backward)) <= sum(total_bytes(theirs.backward))
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_circulating_q_saves_24_percent_for_multi_head_attention(size: int) -> None:
-    tokens = replace(MHA, wire_gradient_bytes=2)
-    per_head = {
-        "q": (tokens.of(Kind.QX) + tokens.of(Kind.DQ_WIRE)) / tokens.num_heads,
-        "kv": (tokens.of(Kind.KV) + tokens.of(Kind.DKV_WIRE)) / tokens.num_heads,
-    }
-    assert per_head == {"q": 776, "kv": 1024}  # bytes per token and hop, D = 128, bf16 on the wire
-    ring = Ring(size, narrow_gradients=True)
-    q, kv = (sum(total_bytes(plan_backward(everything(ring), ring, what), tokens)) for what in ("q", "kv"))
-    assert q / kv == 776 / 1024
-
-
-def test_circulating_towards_lower_ranks_moves_a_quarter_less_of_causal_zigzag() -> None:
-    down, up = (sum(total_bytes(plan_forward(zigzag(64 * 32, 32), Ring(32, direction=d)))) for d in (-1, 1))
-    assert 0.23 <= 1 - down / up <= 0.26
-
-
 @pytest.mark.parametrize(("inner", "outer"), [(8, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("circulates", ["kv", "q"])
 def test_preferred_direction_never_costs_more_between_nodes(
@@ -152,22 +122,6 @@ def test_preferred_direction_never_costs_more_between_nodes(
     chosen, other = (cost[sign * preferred_direction(circulates, outer, backward=True)] for sign in (1, -1))
     assert chosen[0] <= other[0]
     assert chosen[1] <= 1.05 * other[1]  # within a node the two may trade places by a few percent
-
-
-def test_topology_decides_which_bytes_cross_nodes() -> None:
-    seen = everything(Ring(8), 64)
-    flat = plan_forward(seen, Ring(8)).bytes_by_link(MHA, Topology(2, 4)).values()
-    double = plan_forward(seen, Ring(4, 2)).bytes_by_link(MHA, Topology(2, 4)).values()
-    assert sum(link.inter_bytes for link in flat) == 2 * 7 * 8 * MHA.of(Kind.KV)
-    assert sum(link.inter_bytes for link in double) == 8 * 8 * MHA.of(Kind.KV)
-    assert sum(link.total for link in flat) == sum(link.total for link in double)
-
-
-def test_only_visible_rows_are_gathered() -> None:
-    layout = build_layout("contiguous", 80, 8)
-    for mask, blocks in ((Mask(80), 8 * 7 / 2), (Mask(80, window=5), 7 * 4 / 10), (Mask(80, documents=(0, 40)), 12)):
-        plan = plan_gather_forward(Visibility(mask, layout), Ring(8))
-        assert sum(total_bytes(plan)) == blocks * 10 * MHA.of(Kind.KV)
 
 
 # ---- hops and overlap -----------------------------------------------------------------------------------------------
@@ -255,22 +209,6 @@ def test_prefetch_decides_how_many_gathered_blocks_are_held(prefetch_steps: int 
 
 def test_gathered_gradients_need_few_buffers() -> None:
     assert max(travelling(plan_gather_backward(zigzag(64, 8), Ring(8)), Kind.DKV)) <= 3
-
-
-def test_a_reversed_backward_starts_from_the_last_block_and_never_reads_its_own() -> None:
-    ring, seen = Ring(3, 2, backward_order="reversed"), zigzag(22, 6)
-    plans = ring_pair(seen, ring)
-    for rank in range(6):
-        home = ring.last_home(rank)
-        assert ring.visitor(home, 1, 2) == rank
-        assert plans.forward.ranks[rank].pins == {"q", "kv", "acc", "kv_last"}
-        assert plans.backward.ranks[rank].pins == {"qx", "kv_last", "dq", "dkv"}
-        for plan in (plans.forward.ranks[rank], plans.backward.ranks[rank]):
-            assert plan.slots[plan.pinned("kv_last")].rows == seen.layout.rows(home)
-
-
-def test_a_ring_of_one_rank_has_no_last_block_but_its_own() -> None:
-    assert ring_pair(zigzag(5, 1), Ring(1, backward_order="reversed")) == ring_pair(zigzag(5, 1), Ring(1))
 
 
 def test_reversed_q_circulation_is_refused() -> None:

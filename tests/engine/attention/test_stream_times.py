@@ -44,19 +44,6 @@ def test_copies_shorter_than_a_layer_are_hidden() -> None:
     assert streams.finished_s == 12.0
 
 
-def test_copies_twice_as_long_as_a_layer_are_exposed_by_half() -> None:
-    times, streams = offload(6, layer_s=1.0, copy_s=2.0)
-    assert times == Times(10 * 4 * ELEMENTS, 20.0, 10.0)
-    assert times.exposed_share(10 * 2.0) == 0.5
-    assert streams.finished_s == 22.0
-
-
-def test_without_copies_in_flight_and_loads_ahead_nothing_overlaps() -> None:
-    times, _ = offload(4, layer_s=1.0, copy_s=0.25, copies_in_flight=0, loads_ahead=0)
-    assert times == Times(8 * 4 * ELEMENTS, 2.0, 2.0)
-    assert times.exposed_share(8 * 0.25) == 1.0
-
-
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.integers(0, 4), st.integers(0, 3))
 def test_exposed_seconds_are_those_that_compute_lost(
     layers: int, layer_s: int, copy_s: int, copies: int, loads: int

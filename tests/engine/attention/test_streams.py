@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from typing import Literal
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from testkit.stream_machine import DeadlockError, DeferredArithmetic, Machine, MachineStreams, Network
 from torch import Tensor
 
-from engine.attention.allocate import Home, PlanBuilder, Rows, Value
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool, compute_place
 from engine.attention.executor import Execution, Fields
@@ -22,8 +20,10 @@ from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.layout import build_layout
 from engine.attention.mask import Mask, Visibility
 from engine.attention.merge import backward_stats
-from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Slot, Tile
+from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.plan import AttentionPlan, Channel, Slot
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.presets import AttentionMethod
 from engine.attention.streams import StreamTransport
 from engine.attention.topology import Topology
 from engine.attention.transport import Meter, Parcel, poison
@@ -226,44 +226,19 @@ def test_channels_in_different_orders_deadlock_on_one_queue_unless_the_transport
     machine.run(0)
 
 
-def chunk_plan(chunks: int, rows: int, rng: random.Random) -> AttentionPlan:
-    """Forward on one rank: kv chunks go to host memory at random times, come back later and are attended once."""
-    builder = PlanBuilder("forward", 1)
-    q = builder.value(0, Kind.Q, Rows(0, rows), pin="q")
-    acc = builder.value(0, Kind.ACC, Rows(0, rows), pin="acc")
-    builder.op(0, "pre", 0, LocalOp("init", acc.view()))
-    loads = []
-    source = builder.value(0, Kind.KV, Rows(0, chunks * rows), pin="kv")
-    for step in range(chunks):
-        part = Rows(step * rows, (step + 1) * rows)
-        host = builder.value(0, Home(Kind.KV, None, "host"), part)
-        stored = step + rng.randint(0, 1)
-        builder.move(step, stored, source, host, part)
-        loads.append((host, part, stored + 1))
-    last = 0
-    for host, part, earliest in sorted(loads, key=lambda load: (load[2], rng.random())):
-        arrived: Value = builder.value(0, Kind.KV, part)
-        post = max(earliest, last + rng.randint(0, 1))
-        last = post + rng.randint(0, 2)
-        builder.move(post, last, host, arrived, part)
-        builder.tile(last + 1, 0, Tile(q.view(), arrived.view(), acc.view()))
-    return builder.build()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_copies_between_host_and_device_are_ordered_by_the_plans_waits(seed: int) -> None:
-    rng = random.Random(seed)
-    chunks, rows = rng.randint(1, 5), 3
-    plan = chunk_plan(chunks, rows, rng)
-    plan.validate()
-    data = random_inputs(chunks * rows, HEADS, KV_HEADS, HEAD_DIM)
-    group = Group(1)
-    [execution] = group.start(plan, [{"q": {"q": data.q[:rows].clone()}, "kv": {"k": data.k, "v": data.v}}])
+    rows, prefetch = 5 + seed, seed % 4
+    method = AttentionMethod(
+        "fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host", prefetch_chunks=prefetch
+    )
+    plans = plan_method(method, Mask(rows), divide_sequence(method, rows))
+    case, group = Case(Ring(1), "contiguous", rows), Group(1)
+    [execution] = group.start(plans.forward, case.forward_inputs())
     assert group.machine.races() == []
     group.machine.run(seed)
-    scores = torch.einsum("ihd,jhd->hij", data.q[:rows], data.k.expand(-1, HEADS, -1)) / HEAD_DIM**0.5
-    want = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), data.v.expand(-1, HEADS, -1))
-    torch.testing.assert_close(execution.pinned("acc")["out"], want, rtol=0, atol=1e-12)
+    for name, value in execution.pinned("saved").items():
+        case.check(name, [value])
 
 
 def test_a_run_that_broke_off_leaves_nothing_in_flight_unordered() -> None:

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from testkit.waiting import wait_for
 
 from engine.bench.ranks import RankProgram, measure_cell, run_ranks
 from engine.bench.spec import AttentionCell, RankSetup
@@ -59,16 +59,10 @@ def test_no_rank_survives_its_starter(tmp_path: Path, number: int) -> None:
     )
     environment = os.environ | {"FAKE_MODE": "hang", "FAKE_PIDS": str(tmp_path)}
     starter = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while len(alive(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(alive(tmp_path)) == 2
+    wait_for(lambda: len(alive(tmp_path)) == 2)
     starter.send_signal(number)
     starter.wait(timeout=200)
-    deadline = time.monotonic() + GONE_S
-    while alive(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert alive(tmp_path) == []
+    wait_for(lambda: not alive(tmp_path), "the end of the ranks", GONE_S)
 
 
 def test_rank_command_comes_first_with_places_filled_in(tmp_path: Path) -> None:

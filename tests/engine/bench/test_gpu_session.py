@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.clock import Clock
 
 from benchmarks.bench_gpu import main
 from benchmarks.gpu import steps
@@ -26,22 +27,12 @@ from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
 from engine.bench.environment import parse_smi
 from engine.config_checks import check_config
+from engine.devices import Peak
 from engine.errors import ConfigError
 from engine.memory.capacity import Gpu, Hardware
-from engine.peak_table import Peak
 
 PEAK = Peak(100e12, "made up")
 FACTS: Row = {"kernels": dict.fromkeys(KERNELS), "environment": {"device": "NVIDIA H200"}}
-
-
-class Clock:
-    """Time that passes when a fake measurement says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeMeasures:
@@ -66,7 +57,7 @@ def part(name: str, *labels: str, weight: float = 1.0, expected_s: float = 10.0,
 
 
 def run(parts: list[Part], budget_s: float, pace: float = 1.0) -> tuple[list[Row], FakeMeasures, list[list[Row]]]:
-    clock = Clock()
+    clock = Clock(0.0)
     measures, saved = FakeMeasures(clock, pace), []
 
     def save(done: Any) -> None:

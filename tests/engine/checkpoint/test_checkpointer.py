@@ -204,6 +204,27 @@ def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_tak
     assert len(list(tmp_path.glob("step-00000002.bad-*"))) == 1
 
 
+def count_advances(config: RunConfig, root: str) -> tuple[int, int]:
+    """How often a save, and then a restore, said that it goes on."""
+    run = start_run(config)
+    told: list[str] = []
+    settings = CheckpointConfig(every_steps=1)
+    checkpointer = Checkpointer(settings, Path(root), {}, advance=lambda: told.append("it goes on"))
+    training = training_tensors(run.model, run.train_step.optimizer)
+    begun = len(told)
+    checkpointer.save(Snapshot(1, training.tensors, {"updates": 0}))
+    saved = len(told)
+    checkpointer.restore(training, take_all)
+    checkpointer.close()
+    return saved - begun, len(told) - saved
+
+
+def test_every_part_of_a_save_and_of_a_restore_counts_as_progress_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    for saving, restoring in ranks(2).run(count_advances, CASES[1].config, str(tmp_path)):
+        assert saving >= 4  # its folder, its files, their hashes, its commit
+        assert restoring >= 2  # what there is, and what is in it
+
+
 def refuse_other_model(config: RunConfig, other: RunConfig, root: str) -> str:
     run = start_run(config)
     checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
@@ -259,6 +280,12 @@ def restore_from(config: RunConfig, root: str, source: str) -> tuple[int, str, s
     return manifest.step, state_hash(training_tensors(run.model, run.train_step.optimizer).tensors), " ".join(told)
 
 
+def restore_where_it_is(config: RunConfig, root: str, sources: list[str]) -> tuple[int, str, str]:
+    """As `restore_from`, every rank on a disk of its own, with the folder as its node has it."""
+    rank = torch.distributed.get_rank()
+    return restore_from(config, f"{root}{rank}", sources[rank])
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -285,6 +312,24 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_read_there(ranks: Pools, save
     shutil.copytree(Path(root) / f"step-{STEPS:08d}", tmp_path / "copy" / f"step-{STEPS:08d}")  # without its storage id
     answers = ranks(2).run(restore_from, CASES[1].config, str(tmp_path / "own"), str(tmp_path / "copy"))
     assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
+
+
+@pytest.mark.parametrize("named", ["", "/checkpoints", f"/checkpoints/step-{STEPS:08d}"])
+def test_a_node_that_lacks_the_folder_is_sent_what_it_needs(
+    ranks: Pools, saved: Saved, tmp_path: Path, named: str
+) -> None:
+    root, whole = saved(CASES[1].name)
+    shutil.copytree(root, tmp_path / "here/run/checkpoints")
+    sources = [f"{tmp_path}/{node}/run{named}" for node in ("away", "here")]
+    answers = ranks(2).run(restore_where_it_is, CASES[1].config, f"{tmp_path}/own", sources)
+    assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
+    assert not (tmp_path / "away").exists()
+
+
+def test_a_folder_that_no_node_has_is_an_error(ranks: Pools, tmp_path: Path) -> None:
+    gone = [f"{tmp_path}/gone"] * 2
+    with pytest.raises(RankFailedError, match=f"cannot go on from {gone[0]}: .* holds no checkpoint"):
+        ranks(2).run(restore_where_it_is, CASES[1].config, f"{tmp_path}/own", gone)
 
 
 def train_on_disks(config: RunConfig, roots: list[str], saves: int | None, restores: bool) -> dict[str, Any]:

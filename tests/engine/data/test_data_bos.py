@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_tokenizer import write_tokenizer
+from tokenizer_families import FAMILIES, write_family
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
@@ -37,9 +39,9 @@ def tokenizer_of(folder: Path, template: str | None, **settings: Any) -> str:
     return str(path)
 
 
-def config_of(tmp_path: Path, tokenizer: str, **settings: Any) -> DataConfig:
+def config_of(tmp_path: Path, tokenizer: str, texts: Sequence[str] = TEXTS, **settings: Any) -> DataConfig:
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "ask": text[:11]}) + "\n" for text in TEXTS))
+    path.write_text("".join(json.dumps({"text": text, "ask": text[:11]}) + "\n" for text in texts))
     given = {"prepared_dir": str(tmp_path / "prepared"), "validation_fraction": 0.2, "tokenizer": tokenizer}
     return DataConfig(format="jsonl", paths=(str(path),), **(given | settings))
 
@@ -64,6 +66,30 @@ def test_documents_begin_as_transformers_begins_them(tmp_path: Path, template: s
     after_text = theirs.convert_tokens_to_ids("<|eot|>")
     whole = [[token for token in theirs(text)["input_ids"] if token != after_text] for text in TEXTS]
     assert all_documents(data) == sorted([*ids, data.eod_id] for ids in whole)
+
+
+ODD_TEXTS = {
+    "words": "hello there world, it's 1234 numbers",
+    "whitespace": "  leading, trailing \t and\n\n\n many\r\n   lines  ",
+    "only whitespace": " \n ",
+    "unicode": "größe €uro 😀 naïve e\u0301 漢字 \u200d\u00a0x \x00 \ufeff",
+    "special tokens are text": "so <|endoftext|></s> <s><|im_end|> <|begin_of_text|><|eot_id|><unk>.",
+    "long": "hello" * 2_000 + " there" * 2_000,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    path = write_family(tmp_path / "model", family)
+    _, start, end, _ = FAMILIES[family]
+    theirs = AutoTokenizer.from_pretrained(path.parent, split_special_tokens=True)
+    data = prepare(config_of(tmp_path, str(path), ["", *ODD_TEXTS.values(), ""]))
+    found = all_documents(data)
+    for name, text in ODD_TEXTS.items():
+        expected = [*theirs(text)["input_ids"], theirs.convert_tokens_to_ids(end)]
+        assert expected in found, f"{name}: {theirs.convert_ids_to_tokens(expected[:30])}"
+    assert len(found) == len(ODD_TEXTS), "a text without a character is no document"
+    assert data.train.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))
 
 
 @pytest.mark.parametrize(("template", "bos"), [("none", "on"), ("start", "on"), ("start", "off"), ("none", "off")])

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from engine.config import RunConfig
+from engine.devices import find_device
 from engine.errors import ConfigError
 from engine.memory.capacity import (
     MIB,
     Gpu,
     Hardware,
     capacity_of,
-    find_device,
     find_hardware,
     host_memory,
     parse_nvidia_smi,
@@ -36,10 +36,11 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("a100-40gb", "a100-40gb"),
-        ("NVIDIA A800-SXM4-80GB", "a100"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 NVL", "h100-nvl"),
-        ("NVIDIA H800", "h100"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),

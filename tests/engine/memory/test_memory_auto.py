@@ -18,8 +18,8 @@ from engine.memory.auto import INDIFFERENCE, MOST_VERIFIED, MemoryChoice, advice
 from engine.memory.candidate import MARGIN
 from engine.memory.capacity import Capacity
 from engine.memory.fit import Prediction, estimate_on, fit_of, with_ranks
-from engine.memory.overhead import plain_step_seconds
 from engine.simulate.machine import find_machine
+from engine.step_time import plain_step_seconds
 
 GB = 10**9
 H100 = find_machine("h100")

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, RunConfig]] = {
     ),
     "4 ranks, half of the sequence, burst": (
         4,
-        small_config(2048, attention={"preset": "burst"}, memory={"activation_checkpoint": "seq_fraction"}),
+        small_config(1024, attention={"preset": "burst"}, memory={"activation_checkpoint": "seq_fraction"}),
     ),
     "4 ranks, half of the sequence, contiguous": (
         4,
@@ -145,6 +145,10 @@ def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
     "4 ranks, window and two sequences",
     "4 ranks, two of them slicing matrices",
     "bfloat16, tiles",
+    "full",
+    "attn_out, long",
+    "host store",
+    "4 ranks, burst",
 )
 def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     world_size, config = CASES[name]

@@ -99,17 +99,18 @@ def test_what_is_kept_is_scaled_and_its_gradient_too(dtype: torch.dtype) -> None
     torch.testing.assert_close(dx, torch.where(mask, dout / 0.75, 0.0))
 
 
-def test_every_branch_of_every_layer_is_dropped_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def spy(x: torch.Tensor, dropout: Dropout, branch: int) -> torch.Tensor:
-        seen.append(branch)
-        return dropped(x, dropout, branch)
-
-    monkeypatch.setattr("engine.model.llama.dropped", spy)
-    model, tokens, positions = LlamaModel(TINY_MODEL), torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)
-    model(tokens, positions, lambda q, k, v: q, Dropout(0.5, row_keys(0, [0], positions)))
-    assert seen == list(range(2 * TINY_MODEL.num_layers))
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_branch_of_every_layer_is_dropped_by_itself(half: int) -> None:
+    model, tokens, positions = LlamaModel(TINY_MODEL).double(), torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)
+    added: list[torch.Tensor] = []
+    for layer in model.layers:
+        silent = layer.self_attn.o_proj if half else layer.mlp.down_proj
+        torch.nn.init.zeros_(silent.weight)
+        layer.register_forward_hook(lambda _, given, out: added.append(out - given[0]))
+    model(tokens, positions, lambda q, k, v: q, Dropout(0.5, row_keys(SEED, [0], positions)))
+    width = TINY_MODEL.hidden_size
+    expected = [kept_mask([0], positions, width, 0.5, 2 * index + half) for index in range(TINY_MODEL.num_layers)]
+    assert torch.equal(torch.stack(added) != 0, torch.stack(expected))
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {

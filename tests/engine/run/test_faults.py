@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.waiting import wait_for
 
 from engine.errors import ConfigError
 from engine.run.faults import (
@@ -174,20 +176,13 @@ def test_a_process_that_hangs_stays_and_can_be_killed(kind: str) -> None:
     process = struck(kind)
     assert process.stdout is not None
     assert b"BURST_FAULT: now" in process.stdout.readline()
-    state = wait_for_state(process.pid, "T" if kind == "stop" else "S")
-    process.send_signal(signal.SIGKILL)
+    expected = psutil.STATUS_STOPPED if kind == "stop" else psutil.STATUS_SLEEPING
+    try:
+        wait_for(lambda: psutil.Process(process.pid).status() == expected)
+    finally:
+        process.send_signal(signal.SIGKILL)
     assert process.wait(timeout=200) == -signal.SIGKILL
     process.communicate()
-    assert state == ("T" if kind == "stop" else "S")
-
-
-def wait_for_state(pid: int, wanted: str) -> str:
-    deadline = time.monotonic() + 200
-    state = ""
-    while state != wanted and time.monotonic() < deadline:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        time.sleep(0.02)
-    return state
 
 
 def test_a_slow_rank_is_slow_from_its_step_on() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from testkit.ranks import Pools
+from testkit.waiting import wait_for
 
 from engine.run.flight import MAX_ENTRIES, flight_record, reduce_trace
 from engine.waits import WaitClock
@@ -69,13 +69,14 @@ def recorded() -> dict[str, Any]:
         late.start()
     # The thread is on its way; a collective counts as done a moment after whoever called it goes on.
     awaited = (1, "completed") if dist.get_rank() == 1 else (2, "scheduled")
-    deadline = time.monotonic() + 60
-    while True:
+
+    def look() -> dict[str, Any] | None:
         record = flight_record(WaitClock())
         last = last_of_test(record)
-        if (last["seq"], last["state"]) == awaited or time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
+        return record if (last["seq"], last["state"]) == awaited else None
+
+    record = wait_for(look)
+    assert record is not None
     dist.barrier()  # of another group: all have their records
     if dist.get_rank() == 1:
         late.start()

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
+
+from testkit.waiting import wait_for
 
 from engine.run.stopping import TERMINATED_EXIT_CODE, StopRequest
 
@@ -24,10 +25,7 @@ def test_sigterm_inside_the_watch_is_a_request() -> None:
     with stop.watch():
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 200
-        while not stop.requested and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert stop.requested
+        wait_for(lambda: stop.requested)
 
 
 def test_the_former_handler_returns_after_the_watch() -> None:

@@ -29,7 +29,7 @@ from engine.attention.plan import (
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
 from engine.attention.topology import Topology
 from engine.errors import PlanError
-from engine.simulate.machine import MACHINES, Machine, free_links
+from engine.simulate.machine import Machine, find_machine, free_links
 from engine.simulate.replay import COMPUTE_LANE, Timeline, replay
 
 # One head of one channel: a key-value token is 4 bytes, a gradient of k and v 8, an accumulator 8, a full 4 x 4 tile
@@ -39,6 +39,7 @@ SLOW = Machine(
     name="slow",
     forward_flops_per_s=64.0,
     backward_flops_per_s=160.0,
+    matmul_flops_per_s=math.inf,
     kernel_block_rows=0,
     tile_overhead_s=0.0,
     elementwise_bytes_per_s=math.inf,
@@ -269,7 +270,7 @@ def plans(draw: st.DrawFn) -> tuple[AttentionPlan, Topology]:
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     """The H100 node with every link slowed down by up to a factor of a million."""
-    base = MACHINES["h100"]
+    base = find_machine("h100")
     rates = {f"{link}_bytes_per_s": getattr(base, f"{link}_bytes_per_s") for link in ("intra", "inter", "host")}
     slow = {name: rate / 10 ** draw(st.integers(0, 6)) for name, rate in rates.items()}
     return replace(base, shared_nic=draw(st.booleans()), **slow)
@@ -329,14 +330,16 @@ def causal_rings(inner: int, outer: int, machine: Machine) -> list[Timeline]:
 
 
 def test_a_double_ring_beats_a_flat_one_when_nodes_are_far_apart() -> None:
-    machine = replace(MACHINES["h100"], inter_bytes_per_s=5e9)
+    machine = replace(find_machine("h100"), inter_bytes_per_s=5e9)
     for double, flat in zip(causal_rings(4, 2, machine), causal_rings(8, 1, machine), strict=True):
         assert double.total_s < 0.6 * flat.total_s
 
 
 def test_both_rings_are_equal_when_nothing_is_exposed() -> None:
     for double, flat in zip(
-        causal_rings(4, 2, free_links(MACHINES["h100"])), causal_rings(8, 1, free_links(MACHINES["h100"])), strict=True
+        causal_rings(4, 2, free_links(find_machine("h100"))),
+        causal_rings(8, 1, free_links(find_machine("h100"))),
+        strict=True,
     ):
         assert math.isclose(double.total_s, flat.total_s, rel_tol=0.01)
 
@@ -345,6 +348,6 @@ def test_sixty_four_ranks_are_replayed_in_seconds() -> None:
     visibility = Visibility(Mask(1 << 20), build_layout("zigzag", 1 << 20, 64))
     plan = plan_backward(visibility, Ring(8, 8), "kv")
     start = time.process_time()
-    timeline = replay(plan, MACHINES["h100"], GQA, Topology(8, 8))
+    timeline = replay(plan, find_machine("h100"), GQA, Topology(8, 8))
     assert time.process_time() - start < 2.0
     assert sum(i.kind in ("full", "causal") for i in timeline.intervals) == 64 * 64

@@ -16,19 +16,12 @@ from engine.parallel.shard import shard_batch
 SEQ_LEN = 30
 CHANGED = (0, 7, 14, 15, 29)  # first, inside a chunk, both sides of the middle, last
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    **{
-        f"{preset} {layout} on 4": (4, {"preset": preset, "layout": layout})
-        for preset in ("ring", "burst")
-        for layout in LAYOUTS
-    },
+    "ring contiguous": (4, {"preset": "ring", "layout": "contiguous"}),
+    "ring zigzag": (4, {"preset": "ring", "layout": "zigzag"}),
     "striped on 2": (2, {"preset": "striped"}),
-    "striped on 4": (4, {"preset": "striped"}),
-    "burst 2x2": (4, {"preset": "burst", "ring_inner_size": 2, "ring_outer_size": 2}),
     "burst 2x2 striped": (4, {"preset": "burst", "ring_inner_size": 2, "ring_outer_size": 2, "layout": "striped"}),
     "ulysses": (4, {"preset": "ulysses"}),
-    "usp of 2 x 2": (4, {"preset": "usp", "head_parallel_size": 2}),
     "loongtrain striped": (4, {"preset": "loongtrain", "head_parallel_size": 2, "layout": "striped"}),
     "megatron_cp": (4, {"preset": "megatron_cp"}),
     "megatron_allgather": (4, {"preset": "megatron_allgather"}),
@@ -62,6 +55,7 @@ def in_sequence_order(per_rank: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarr
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough_for("ring zigzag", "striped on 2", "ulysses", "megatron_cp")
 def test_no_logit_before_a_changed_token_changes(ranks: Pools, name: str) -> None:
     world_size, attention = CASES[name]
     per_rank = ranks(world_size).run(local_logits, tiny_config(attention=AttentionConfig(**attention)))
@@ -70,12 +64,3 @@ def test_no_logit_before_a_changed_token_changes(ranks: Pools, name: str) -> Non
         assert np.array_equal(logits[:changed], plain[:changed])
         differs = np.abs(logits - plain).max(axis=1) > 0
         assert differs[changed:].all()  # and every later one sees it
-
-
-def test_logits_do_not_depend_on_the_layout(ranks: Pools) -> None:
-    expected = in_sequence_order([ranks(1).run(local_logits, tiny_config())[0][0]])
-    for layout in LAYOUTS:
-        per_rank = ranks(4).run(local_logits, tiny_config(attention={"preset": "burst", "layout": layout}))
-        found = in_sequence_order([results[0] for results in per_rank])
-        # fp32 sums over 32 keys in another order, two layers deep
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

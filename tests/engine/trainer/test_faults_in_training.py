@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from testkit.ranks import Pools
@@ -13,6 +12,7 @@ from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
 from engine.config import DataConfig, RunConfig
+from engine.run.faults import FAULT_VARIABLE, read_faults
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,12 @@ def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
 
 def train_with_fault(path: str, config: RunConfig, fault: str) -> int:
     """Exit code of this rank."""
-    with mock.patch.dict(os.environ, BURST_FAULT=fault):
-        return train_on_rank(path, config)
+    return train_on_rank(path, config, partial(read_faults, environment={FAULT_VARIABLE: fault}))
 
 
 def train_until_fault(path: str, config: RunConfig, fault: str) -> str:
     """The error of this rank, as text."""
-    with mock.patch.dict(os.environ, BURST_FAULT=fault):
-        return train_until_error(path, config)
+    return train_until_error(path, config, partial(read_faults, environment={FAULT_VARIABLE: fault}))
 
 
 # Of the slow rank, longer than a busy machine holds up any other: who is late by more is the straggler, and rightly so.

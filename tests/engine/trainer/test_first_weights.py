@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +11,8 @@ from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 
-import engine.trainer
 from engine.config import AttentionConfig, RunConfig
 from engine.config_checkpoint import CheckpointConfig
-from engine.model.parallelize import build_empty_model
 from engine.runs import RunFolder
 
 
@@ -36,25 +32,18 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-def empty_means_nan(*args: Any) -> Any:
-    """As build_empty_model, but what nobody sets is seen."""
-    model, attention = build_empty_model(*args)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    return model, attention
+def train(path: str, config: RunConfig) -> int:
+    """Exit code of this rank, whose weights are no numbers until somebody sets them: torch fills new memory so."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return train_on_rank(path, config)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def train(path: str, config: RunConfig, sets_first_weights: bool) -> int:
-    """Exit code of this rank, whose weights are no numbers until somebody sets them."""
-    set_them = engine.trainer.set_first_weights
-    with (
-        mock.patch.object(engine.trainer, "build_empty_model", empty_means_nan),
-        mock.patch.object(engine.trainer, "set_first_weights", side_effect=set_them) as asked,
-    ):
-        code = train_on_rank(path, config)
-    assert asked.call_count == int(sets_first_weights)
-    return code
+def sets_first_weights(run: RunFolder) -> bool:
+    """Whether a run drew or read them."""
+    return "first weights" in [event.get("phase") for event in run.read_events()]
 
 
 def last_losses(run: RunFolder) -> tuple[float, float]:
@@ -66,19 +55,23 @@ def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
     ranks: Pools, config: RunConfig, tmp_path: Path
 ) -> None:
     whole = create_run_of(config, tmp_path, "aaaaaa")
-    assert ranks(2).run(train, str(whole.path), config, True) == [0, 0]
+    assert ranks(2).run(train, str(whole.path), config) == [0, 0]
+    assert sets_first_weights(whole) is True
 
     half = replace(config, train=replace(config.train, steps=2))
     begun = create_run_of(half, tmp_path, "bbbbbb")
-    assert ranks(2).run(train, str(begun.path), half, True) == [0, 0]
+    assert ranks(2).run(train, str(begun.path), half) == [0, 0]
+    assert sets_first_weights(begun) is True
     going_on = CheckpointConfig(resume_from=str(begun.path))
     resumed_config = replace(config, train=replace(config.train, checkpoint=going_on))
     resumed = create_run_of(resumed_config, tmp_path, "cccccc")
-    assert ranks(2).run(train, str(resumed.path), resumed_config, False) == [0, 0]
+    assert ranks(2).run(train, str(resumed.path), resumed_config) == [0, 0]
+    assert sets_first_weights(resumed) is False
     assert last_losses(resumed) == last_losses(whole)
 
     only = replace(resumed_config.train, evaluate_only=True, checkpoint=CheckpointConfig(resume_from=str(whole.path)))
     evaluation = replace(config, train=only, attention=AttentionConfig(preset="single"))
     evaluated = create_run_of(evaluation, tmp_path, "dddddd")
-    assert ranks(1).run(train, str(evaluated.path), evaluation, False) == [0]
+    assert ranks(1).run(train, str(evaluated.path), evaluation) == [0]
+    assert sets_first_weights(evaluated) is False
     assert evaluated.read_metrics()[-1]["validation_loss"] == pytest.approx(last_losses(whole)[1], rel=1e-5)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
-from torch import Tensor
 
-from engine import trainer
 from engine.checkpoint.manifest import Manifest, read_manifest
 from engine.config import RunConfig
 from engine.config_checkpoint import CheckpointConfig
@@ -24,19 +22,18 @@ from engine.runs import RunFolder
 RANKS = 2
 
 
-class Injury:
+class Injury(Faults):
     """Multiplies the loss of one rank at a step: each time, or the first time only."""
 
     def __init__(self, rank: int, step: int, *, once: bool, factor: float = math.nan) -> None:
+        super().__init__()
         self.rank, self.step, self.once, self.factor, self.done = rank, step, once, factor, False
 
-    def faults(self, rank: int, world_size: int) -> tuple[Faults, tuple[str, ...]]:
-        """What takes the place of engine.run.faults.read_faults."""
-        if rank != self.rank:
-            return NO_FAULTS, ()
-        return mock.Mock(wraps=NO_FAULTS, at_loss=self._at_loss), ()
+    def of_rank(self, rank: int, world_size: int) -> tuple[Faults, Sequence[str]]:
+        """In the place of `read_faults`."""
+        return (self if rank == self.rank else NO_FAULTS), ()
 
-    def _at_loss(self, step: int, loss: Tensor) -> Tensor:
+    def at_loss(self, step: int | None, loss: Any) -> Any:
         if step != self.step or (self.once and self.done):
             return loss
         self.done = True
@@ -54,15 +51,9 @@ def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: Checkp
     )
 
 
-def train(path: str, config: RunConfig, injury: Injury) -> int:
-    """Exit code of this rank."""
-    with mock.patch.object(trainer, "read_faults", injury.faults):
-        return train_on_rank(path, config)
-
-
 def run_with(ranks: Pools, tmp_path: Path, config: RunConfig, injury: Injury) -> tuple[RunFolder, list[int]]:
     run = create_run_of(config, tmp_path)
-    return run, ranks(RANKS).run(train, str(run.path), config, injury)
+    return run, ranks(RANKS).run(train_on_rank, str(run.path), config, injury.of_rank)
 
 
 def hashes(manifest: Manifest) -> list[str]:

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from engine.attention.layers import AttendedPairs
 from engine.config import RunConfig
+from engine.devices import Peak
 from engine.flops import Flops
 from engine.memory.oom import peak_resident_bytes
 from engine.metrics import PeakMemory, StepCost, StepMeter, TensorMemory, peak_pinned_bytes
 from engine.parallel.reduce import max_over_ranks
-from engine.peak_table import Peak
 from engine.train_step import StepResult
 from engine.waits import WaitClock
 

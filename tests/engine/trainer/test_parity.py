@@ -6,6 +6,7 @@ A new preset, mesh, policy or shape of a model is a row of TABLE.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from testkit.tiny_training import (
 from engine.attention.presets import PRESETS
 from engine.config import RunConfig
 from engine.data import Batch
+from engine.data.sampler import IGNORE_INDEX
 from engine.optim import clip_gradients
 from engine.train_step import count_labels, rank_batch
 
@@ -189,7 +191,8 @@ def one_rank(ranks: Pools) -> Any:
 ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
          "causal striped on 2", "2 shards, weights stay gathered", "2 tp, nothing recomputed", "2 tp, plain loss",
          "2 tp, small chunks of the loss", "4 tp", "2 cp x 2 tp", "2 dp x 2 tp, tied", "2 replicas of 2 cp",
-         "2 replicas x 2 tp", "2 micro-steps")  # fmt: skip
+         "2 replicas x 2 tp", "2 micro-steps", "2 shards", "usp", "causal burst on 4",
+         "2 replicas of 2 cp, 2 micro-steps")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -220,22 +223,44 @@ def test_rows_that_should_differ_do(one_rank: Any) -> None:
     assert len({round(loss, 4) for loss in losses}) == len(names)
 
 
-SHARDS: Sections = {"dp_shard_size": 2, "reshard_after_forward": True}
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"parallel": SHARDS}, {"parallel": {**SHARDS, "reshard_after_forward": False}}),
-        ({"attention": BURST}, {"attention": BURST, "memory": {"activation_checkpoint": "none"}}),
-    ],
-    ids=["weights that stay gathered are not stale", "checkpointing changes nothing"],
-)
-def test_the_same_bits_either_way(ranks: Pools, one: Sections, other: Sections) -> None:
-    expected, found = (ranks(2).run(facts_of, tiny_config(**sections), 1)[0] for sections in (one, other))
+def test_weights_that_stay_gathered_are_not_stale(ranks: Pools) -> None:
+    parallel = ({"dp_shard_size": 2, "reshard_after_forward": reshard} for reshard in (True, False))
+    expected, found = (ranks(2).run(facts_of, tiny_config(parallel=given), 1)[0] for given in parallel)
     assert found.losses == expected.losses
     for name, weight in expected.trained.items():
         assert torch.equal(found.trained[name], weight), name
+
+
+def packed_and_apart(config: RunConfig) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """(loss, gradients) of a packed sequence, and of its documents as sequences of their own."""
+    run, found = start_run(config), []
+    whole_batch = random_batches(0, sequences=1)
+    edges = [*STARTS, whole_batch.tokens.size]
+    whole_batch.labels[0, np.array(STARTS[1:]) - 1] = IGNORE_INDEX
+    packed = Batch(whole_batch.tokens, whole_batch.labels, (np.array(STARTS),))
+    apart = []
+    for first, after in pairwise(edges):
+        tokens, labels = np.zeros_like(packed.tokens), np.full_like(packed.labels, IGNORE_INDEX)
+        tokens[0, : after - first] = packed.tokens[0, first:after]
+        labels[0, : after - first] = packed.labels[0, first:after]
+        apart.append(Batch(tokens, labels, (np.zeros(1, dtype=np.int64),)))
+    for batches in ([packed], apart):
+        local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batches]
+        loss = run.train_step.accumulate(local, count_labels([batch.rows for batch in local], run.mesh.device))
+        gradients = {name: whole(parameter.grad) for name, parameter in run.model.named_parameters()}
+        found.append((loss.item(), gradients))
+        run.model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_packed_documents_train_as_each_would_alone(ranks: Pools, number: int) -> None:
+    config = tiny_config(attention={"preset": "burst", "documents": True})
+    for (loss, gradients), (expected_loss, expected) in ranks(number).run(packed_and_apart, config):
+        assert loss == pytest.approx(expected_loss, rel=RELATIVE)
+        for name, gradient in expected.items():
+            difference = (gradients[name] - gradient).abs().max().item()
+            assert difference <= GRADIENT_TOLERANCE * gradient.abs().max().item(), f"{name}: {difference}"
 
 
 def test_the_loss_falls(ranks: Pools) -> None:

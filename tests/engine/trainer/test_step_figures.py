@@ -46,10 +46,10 @@ from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
 from engine.data import Batch
+from engine.devices import Peak
 from engine.flops import count_parameters, step_flops
 from engine.metrics import PeakMemory, StepMeter
 from engine.model.llama import LlamaModel
-from engine.peak_table import Peak
 from engine.trainer import step_cost
 
 SEQ_LEN = 30

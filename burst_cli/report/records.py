@@ -1,0 +1,368 @@
+"""What the files of a run say, as flat records, whatever a damaged or foreign file put there. Never raises."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from burst_cli.figures import clean
+from burst_cli.run_records import run_record
+from engine.checkpoint.commit import checkpoints_of, list_checkpoints
+from engine.errors import ConfigError
+from engine.run.records import parse_line, read_json_lines, read_json_object
+from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+
+Record = Mapping[str, Any]
+LEAST_STEPS_RANKED = 5  # measured ones; fewer rank nobody
+PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
+_SAME_PEAK = 1.01
+_LONGEST = 200
+_VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
+_LARGEST_BYTES = 16 * 2**20
+_WHOLE_BYTES, _SAMPLES, _LONGEST_LINE = 8 * 2**20, 2000, 64 * 1024
+
+
+class Pooled(NamedTuple):
+    """One figure of runs that are alike. steps: measured ones behind it, of all runs together."""
+
+    middle: float
+    low: float
+    high: float
+    steps: int
+    runs: int
+
+    @property
+    def may_rank(self) -> bool:
+        """Whether there are steps enough to call it better than another."""
+        return self.steps >= LEAST_STEPS_RANKED
+
+
+# --- values of a record -----------------------------------------------------------------------------------------------
+
+
+def number(record: Record, name: str) -> float | None:
+    """A finite number, or None: for what is missing, no number, a truth value, NaN or infinity."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond every float
+        return None
+
+
+def whole(record: Record, name: str) -> int | None:
+    """A whole number above 0, or None."""
+    value = number(record, name)
+    return int(value) if value is not None and value > 0 and value == int(value) else None
+
+
+def text(record: Record, name: str) -> str | None:
+    """One line of printable text, cut at 200 characters, or None."""
+    value = record.get(name)
+    return None if value is None or isinstance(value, Mapping | list) else one_line(str(value))
+
+
+def one_line(value: str) -> str:
+    """`value` without escapes, control characters and line ends, cut at 200 characters."""
+    bare = " ".join(clean(value[: 4 * _LONGEST]).split())
+    return bare if len(bare) <= _LONGEST else f"{bare[: _LONGEST - 1]}…"
+
+
+def method_of(record: Record) -> str | None:
+    """Attention preset and memory policy: `burst/attn_out`; the preset alone where nothing is recomputed."""
+    preset, policy = text(record, "attention_preset"), text(record, "memory_policy")
+    return preset if preset is None or policy in (None, "none") else f"{preset}/{policy}"
+
+
+def run_name(record: Record) -> str:
+    """exp/run_id, or the cell of a sweep that has no run."""
+    if record.get("run_id") is None:
+        return f"cell {text(record, 'cell') or '?'}"
+    return one_line(f"{record.get('exp')}/{record['run_id']}")
+
+
+def status_of(record: Record) -> str:
+    """Its state; `lost` where that says it runs, but its process is gone."""
+    return "lost" if record.get("alive") is False else text(record, "status") or "?"
+
+
+def count_of(word: str, number: int) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def shortened(lines: Sequence[str], most: int = 12) -> list[str]:
+    """`lines`, or the first of them and how many more there are."""
+    return [*lines] if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def tokens(value: float) -> str:
+    """A sequence length as people say it: 512, 4K, 256K, 1M (powers of two); others in full."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if value >= size and value % size == 0:
+            return f"{value / size:.0f}{unit}"
+    return f"{value:,.0f}"
+
+
+def pooled(records: Iterable[Record], name: str) -> Pooled | None:
+    """The median of the completed runs' figures and the widest of their quartiles; None where none has the figure."""
+    runs = [r for r in records if r.get("status") == "completed" and number(r, name) is not None]
+    if not runs:
+        return None
+
+    def figures(key: str) -> list[float]:
+        return [value for run in runs if (value := number(run, key)) is not None]
+
+    middles = figures(name)
+    low, high = figures(f"{name}_p25") or middles, figures(f"{name}_p75") or middles
+    steps = sum(figures("step_time_s_n"))
+    return Pooled(statistics.median(middles), min(low), max(high), int(steps), len(runs))
+
+
+def share_a_peak(records: Iterable[Record]) -> bool:
+    """Whether utilisations of these runs may be compared: they are shares of one peak."""
+    peaks = [value for record in records if (value := number(record, "peak_flops_per_device")) is not None]
+    return not peaks or max(peaks) <= _SAME_PEAK * min(peaks)
+
+
+def is_above_peak(record: Record) -> bool:
+    """Whether the run claims more FLOP/s than its device has: then the peak or the clock is wrong."""
+    return any((number(record, name) or 0.0) > 1.0 for name in ("mfu", "hfu"))
+
+
+# --- run.json, summary.json and provenance.json -----------------------------------------------------------------------
+
+
+def read_record(run: RunFolder) -> dict[str, Any]:
+    """The record of a run with where it comes from."""
+    record = run_record(run)
+    failure = record.get("failure")
+    message = failure.get("message") if isinstance(failure, dict) else None
+    return {**provenance_facts(run.path), **record, "failure_text": one_line(str(message)) if message else None}
+
+
+def provenance_facts(run_path: Path) -> dict[str, Any]:
+    """The facts of RUN/provenance.json, None for what it does not say.
+
+    launch_hardware is that of the machine that launched: see `with_hardware` for what the ranks themselves said.
+    """
+    document = _read_object(run_path / "provenance.json")
+    git, hardware, versions = (_table(document, name) for name in ("git", "hardware", "versions"))
+    command, gpus = document.get("command"), hardware.get("gpus")
+    device = one_line(str(gpus[0]).partition(",")[0]) if gpus and isinstance(gpus, list) else "cpu"
+    return {
+        "git_sha": text(git, "sha"),
+        "dirty": git.get("dirty") if isinstance(git.get("dirty"), bool) else None,
+        "host": text(hardware, "host"),
+        "launch_hardware": device if isinstance(gpus, list) else None,
+        "versions": {name: text(versions, name) for name in _VERSIONS if versions.get(name) is not None} or None,
+        "command": one_line(" ".join(map(_without_values, command))) if isinstance(command, list) else None,
+        "image": text(document, "image"),
+    }
+
+
+def _without_values(word: object) -> str:
+    """A word of a command line; of cluster.environment only which setting it is, for its values may be secrets."""
+    key, equals, _ = str(word).partition("=")
+    return f"{key}=..." if equals and key.lstrip("+~").startswith("cluster.environment") else str(word)
+
+
+def with_hardware(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`records` with `hardware`: the device that the ranks found; for runs that died before, that of their sisters.
+
+    A run without summary (it failed, or ran out of memory) belongs to the hardware on which all other runs of its
+    experiment, model and ranks were; where those differ, or there are none, the launcher's own is the best guess.
+    """
+
+    def family(record: Record) -> tuple[str | None, ...]:
+        return tuple(text(record, name) for name in ("exp", "model", "world_size"))
+
+    known: dict[tuple[str | None, ...], set[str]] = {}
+    for record in records:
+        if (device := text(record, "device")) is not None:
+            known.setdefault(family(record), set()).add(device)
+    for record in records:
+        sisters = known.get(family(record), set())
+        guess = next(iter(sisters)) if len(sisters) == 1 else record.get("launch_hardware")
+        record["hardware"] = text(record, "device") or guess
+    return records
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        return (read_json_object(path) if path.stat().st_size <= _LARGEST_BYTES else None) or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = document.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def run_rows(run_path: Path, *, all_rows: bool = False) -> list[dict[str, Any]]:
+    """The rows of all attempts of a run by step: of each attempt the steps before those that the next one made."""
+    rows: list[dict[str, Any]] = []
+    for attempt in RunFolder(run_path).attempts():
+        newer = metric_rows(attempt.path / "metrics.jsonl", all_rows=all_rows)
+        rows = [row for row in rows if not newer or row["step"] < newer[0]["step"]] + newer
+    return rows
+
+
+def metric_rows(path: Path, *, all_rows: bool = False) -> list[dict[str, Any]]:
+    """One file by step, the later of two counts; above 8 MiB 2,000 lines of it evenly spread, unless `all_rows`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            lines = file.read().split(b"\n") if all_rows or size <= _WHOLE_BYTES else _sampled_lines(file, size)
+            found = (row for line in lines if (row := parse_line(line)) is not None)
+            rows = {row["step"]: row for row in found if whole(row, "step") is not None}
+    except OSError:
+        return []
+    return [rows[step] for step in sorted(rows)]
+
+
+def _sampled_lines(file: BinaryIO, size: int) -> Iterable[bytes]:
+    """The first whole line after each of evenly spaced places, and the last one."""
+    for index in range(_SAMPLES):
+        file.seek(max(0, index * size // _SAMPLES - 1))
+        if index:
+            file.readline(_LONGEST_LINE)
+        yield file.readline(_LONGEST_LINE)
+    file.seek(max(0, size - _LONGEST_LINE))
+    yield from file.read().split(b"\n")[-2:]
+
+
+def series(rows: Iterable[Record], name: str) -> list[tuple[int, float]]:
+    """(step, value) of one figure, steps without it left out."""
+    return [(row["step"], value) for row in rows if (value := number(row, name)) is not None]
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[float, float]]:
+    """At most `most` points: neighbours become their mean, so nothing that lasts is lost."""
+    size = -(-len(points) // most) if points else 1
+    groups = (points[index : index + size] for index in range(0, len(points), size))
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in groups]
+
+
+# --- effective training time: which share of the wall clock made steps that count, and where the rest went ------------
+#
+#     wall = productive + start-up + evaluation + checkpoint stall + lost work + restart + other
+#
+#     productive         seconds of the steps that count: of the last attempt that made each step
+#     start_up           from the first start to the training phase of the first attempt (or to its evaluation)
+#     lost_work          steps that a later attempt made again
+#     restart            from the end of an attempt to the training phase of the next one; all of one that never trained
+#     checkpoint_stall   phases in which training waited for a checkpoint
+#     other              the rest: between steps, shutting down
+
+_SHARES = ("wall", "productive", "start_up", "evaluation", "checkpoint_stall", "lost_work", "restart", "other")
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt: when it started, began to train and ended (seconds since 1970), its steps and phases in seconds."""
+
+    start: float
+    begun: float
+    end: float
+    step_seconds: Mapping[int, float]
+    phases: Mapping[str, float]
+
+
+def effective_time(run: RunFolder) -> dict[str, Any]:
+    """{attempts, effective_fraction, wall_s, productive_s, ...}; None for all that the run's files do not tell."""
+    try:
+        attempts = _attempts(run)
+    except (RunFolderError, OSError, ValueError, TypeError, KeyError, AttributeError):
+        attempts = []
+    if not attempts:
+        return {"attempts": None, "effective_fraction": None, **{f"{key}_s": None for key in _SHARES}}
+    seconds: dict[str, float | None] = {**_shares(attempts)}
+    wall, productive = seconds["wall"], seconds["productive"]
+    if not any(attempt.phases["checkpoint"] for attempt in attempts) and _has_checkpoints(run.path):
+        seconds["checkpoint_stall"] = None  # some were written, nothing says how long that took
+    fraction = productive / wall if wall and productive is not None else None
+    known = {f"{key}_s": seconds[key] for key in _SHARES}
+    return {"attempts": len(attempts), "effective_fraction": fraction, **known}
+
+
+def _shares(attempts: Sequence[_Attempt]) -> dict[str, float]:
+    owner = {step: index for index, attempt in enumerate(attempts) for step in attempt.step_seconds}
+    productive = lost = restart = 0.0
+    for index, attempt in enumerate(attempts):
+        counted = sum(seconds for step, seconds in attempt.step_seconds.items() if owner[step] == index)
+        productive += counted
+        lost += sum(attempt.step_seconds.values()) - counted
+        restart += max(0.0, attempt.begun - attempts[index - 1].end) if index else 0.0
+    shares = {
+        "productive": productive,
+        "start_up": attempts[0].begun - attempts[0].start,
+        "evaluation": sum(attempt.phases["evaluation"] for attempt in attempts),
+        "checkpoint_stall": sum(attempt.phases["checkpoint"] for attempt in attempts),
+        "lost_work": lost,
+        "restart": restart,
+    }
+    wall = max(attempt.end for attempt in attempts) - attempts[0].start
+    return {"wall": wall, **shares, "other": max(0.0, wall - sum(shares.values()))}
+
+
+def _attempts(run: RunFolder) -> list[_Attempt]:
+    starts: list[float] = []
+    ends: list[float | None] = []
+    for entry in run.read_state()["history"]:
+        moment = _seconds(entry["at"])
+        if entry["state"] == "starting":
+            starts.append(moment)
+            ends.append(None)
+        elif entry["state"] in FINAL_STATES and ends:
+            ends[-1] = moment
+    folders = [*(run.path / "attempts" / str(number) for number in range(1, len(starts))), run.path]
+    return [_attempt(*attempt) for attempt in zip(folders, starts, ends, strict=True)] if starts else []
+
+
+def _attempt(folder: Path, start: float, end: float | None) -> _Attempt:
+    """end None: it still runs, or died without a word; then it lasted until its last sign of life."""
+    events = [(_seconds(event["at"]), event) for event in read_json_lines(folder / "events.jsonl") if "at" in event]
+    metrics = folder / "metrics.jsonl"
+    if end is None:
+        # Renaming a file into attempts/ leaves its time as it was.
+        written = [metrics.stat().st_mtime] if metrics.exists() else []
+        end = max([start, *(moment for moment, _ in events), *written])
+    phases = {name: [at for at, event in events if event.get("phase") == name] for name in ("train", "evaluate")}
+    begun = min(phases["train"] or phases["evaluate"], default=max(start, end))
+    steps = dict(series(metric_rows(metrics, all_rows=True), "step_time_s"))
+    return _Attempt(start, begun, max(start, end), steps, _phases(events, end))
+
+
+def _phases(events: Sequence[tuple[float, Mapping[str, Any]]], end: float) -> dict[str, float]:
+    """Seconds in evaluation and in checkpoints: from a phase to the next one; events that name their stall add it."""
+    found = {"evaluation": 0.0, "checkpoint": sum((number(event, "stall_s") or 0.0 for _, event in events), 0.0)}
+    phases = [(moment, str(event.get("phase"))) for moment, event in events if event.get("kind") == "phase"]
+    for (moment, phase), (until, _) in zip(phases, [*phases, (end, "")][1:], strict=True):
+        name = "evaluation" if phase == "evaluate" else "checkpoint" if "checkpoint" in phase else None
+        if name is not None:
+            found[name] += max(0.0, until - moment)
+    return found
+
+
+def _has_checkpoints(path: Path) -> bool:
+    try:
+        return bool(list_checkpoints(checkpoints_of(path)))
+    except (ConfigError, OSError):
+        return False
+
+
+def _seconds(moment: Any) -> float:
+    return datetime.fromisoformat(moment).timestamp()

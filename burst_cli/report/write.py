@@ -1,0 +1,419 @@
+"""A report written: for terminals, as Markdown, CSV, LaTeX or an HTML page, and into files."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli import __version__
+from burst_cli.evaluation_view import evaluation_tables, evaluation_view, is_evaluation, weights_text
+from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
+from burst_cli.report.build import Group, Report
+from burst_cli.report.columns import BY_KEY, PROVENANCE_KEYS, Column, filled, notes_for
+from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
+from burst_cli.report.panels import (
+    Panel,
+    comparison_panels,
+    group_panels,
+    method_matrix,
+    needle_panels,
+    run_panels,
+    style_numbers,
+)
+from burst_cli.report.records import Record, count_of, run_name, shortened, status_of
+from engine.errors import BurstError, ConfigError
+from engine.runs import STATES
+
+MOST_PANELS = 30  # a page with more is neither read nor quick
+_MOST_EVALUATIONS = 4
+_CELL_PADDING = 3  # one blank on each side and the rule
+_NO_PLOTS = "There are no plots, because matplotlib is not installed: pip install 'burst-train[picture]'"
+_STATUSES = frozenset({*STATES, "unreadable", "lost", "illegal"})
+_FORMULA = frozenset("=+-@\t\r")
+_CSV_FIRST = ("run_id", "exp", "status", "path")
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+    "×": r"$\times$",
+    "…": r"\ldots{}",
+    "–": "--",
+    "·": r"$\cdot$",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': "''",
+}
+_PAPER = frozenset(
+    {
+        "attention_preset",
+        "memory_policy",
+        "seq_len",
+        "tokens_per_s_per_device",
+        "mfu",
+        "mfu_full_attention",
+        "peak_memory_bytes",
+        "final_needle_accuracy",
+        "final_needle_gain",
+        "ratio_tokens_per_s_per_device",
+        "ratio_peak_memory_bytes",
+    }
+)
+_SIGNS = (
+    b'name="generator" content="burst report',
+    b"burst report",  # the Software entry of a PNG, the first line of LaTeX
+    b'{\n  "runs": [',
+    b"run_id,exp,status,path",
+)
+_TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts")  # the notes of tables and Markdown
+
+
+# --- terminals --------------------------------------------------------------------------------------------------------
+
+
+def report_view(report: Report, width: int) -> RenderableType:
+    """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
+    return Lines(*_parts(report, width))
+
+
+def _parts(report: Report, width: int) -> Iterator[RenderableType]:
+    if report.sweep is not None:
+        yield Text(report.sweep.line, style="bold")
+    for group in report.groups:
+        if len(report.groups) > 1:
+            yield Text(f"\n{group.title}", style="bold")
+        columns = report.columns if report.are_columns_chosen else filled(report.columns, group.records)
+        yield _records_table(columns, group.records, width, may_choose=not report.are_columns_chosen)
+        for record in [record for record in group.records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
+            yield Lines(Text(f"\n{run_name(record)}", style="bold"), evaluation_view(record), Text())
+    for note in notes_for(report.records):
+        yield Text(note, style="dim")
+    if report.baseline is not None:
+        words = f"speed, memory: against {report.baseline.name} at the same length, with the interval of the quartiles"
+        yield Text(words, style="dim")
+    if (found := report.comparison) is not None:
+        yield Text(f"\nA = {found.sides[0]}, B = {found.sides[1]}", style="bold")
+        yield _table(found.rows[0], found.rows[1:])
+        yield from (Text(line, style="dim") for line in found.tests)
+        if found.config_rows:
+            yield _table(found.config_rows[0], found.config_rows[1:])
+        yield from (Text(f"warning: {warning}", style="yellow") for warning in found.warnings)
+    if report.published:
+        yield Text("\nPublished by others, not measured here", style="bold")
+        yield _table(PUBLISHED_HEADINGS, [row.cells for row in report.published])
+        yield from (Text(caveat, style="dim") for caveat in caveats_of(report.published))
+    if report.failed_gates:
+        yield Text(f"{len(report.failed_gates)} of {len(report.verdicts)} gate checks failed", style="bold red")
+    elif report.verdicts:
+        yield Text(f"all {len(report.verdicts)} gate checks passed", style="green")
+
+
+def _records_table(
+    columns: Sequence[Column], records: Sequence[Record], width: int, *, may_choose: bool
+) -> RenderableType:
+    """A run per row when that fits, else a run per column when one table holds all.
+
+    What is left: with `may_choose` a run per row with the columns that matter most, else several tables of columns.
+    """
+    cells = {column.key: [column.cell(record) for record in records] for column in columns}
+    wide = {c.key: max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns}
+    headings = [column.heading for column in columns]
+    rows = list(zip(*cells.values(), strict=True))
+    if sum(wide.values()) + 1 <= width or len(columns) == 1:
+        return _table(headings, rows, [column.number for column in columns])
+    side_by_side = max(map(len, headings)) + _CELL_PADDING + 1 + sum(_column_width(row, width) for row in rows)
+    if not may_choose or len(records) == 1 or side_by_side <= width:
+        return _run_per_column(headings, rows, width)
+    # Headings word below word, and runs by their last digits, which every verb takes for them.
+    if "run" in cells:
+        cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
+    words = {column.key: column.heading.split() for column in columns}
+    wide = {key: max(map(len, (*words[key], *cells[key]))) + _CELL_PADDING for key in words}
+    kept = _most_important(columns, wide, width)
+    left_out = ", ".join(column.heading for column in columns if column not in kept)
+    rows = list(zip(*(cells[column.key] for column in kept), strict=True))
+    table = _table(["\n".join(words[column.key]) for column in kept], rows, [column.number for column in kept])
+    return Lines(table, Text(f"Too narrow for: {left_out}. See --columns, --format html or md.", style="dim"))
+
+
+def _most_important(columns: Sequence[Column], wide: Mapping[str, int], width: int) -> list[Column]:
+    """As many columns as fit, chosen by their ranks, in their own order; at least the first."""
+    kept: list[Column] = []
+    used = 1
+    for column in sorted(columns, key=lambda column: column.rank):
+        if not kept or used + wide[column.key] <= width:
+            kept.append(column)
+            used += wide[column.key]
+    return [column for column in columns if column in kept]
+
+
+def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> Table:
+    """Without `numbers` it may wrap."""
+    table = Table(header_style="bold", padding=(0, 1))
+    for index, heading in enumerate(headings):
+        is_number = bool(numbers) and numbers[index]
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=bool(numbers), overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _run_per_column(headings: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Lines:
+    """Tables with the headings down the side and as many runs beside each other as fit."""
+    label = max(map(len, headings)) + _CELL_PADDING + 1
+    groups: list[list[Sequence[str]]] = [[]]
+    used = label
+    for row in cells:
+        wide = min(_column_width(row, width), max(20, width - label - _CELL_PADDING) + _CELL_PADDING)
+        if groups[-1] and used + wide > width:
+            groups.append([])
+            used = label
+        groups[-1].append(row)
+        used += wide
+    tables = []
+    for group in groups:
+        table = Table(header_style="bold", padding=(0, 1))
+        table.add_column(headings[0], no_wrap=True, style="bold")
+        for row in group:
+            table.add_column(Text(row[0]), overflow="fold")
+        for index, heading in enumerate(headings[1:], start=1):
+            table.add_row(heading, *(Text(row[index]) for row in group))
+        tables.append(table)
+    return Lines(*tables)
+
+
+def _column_width(row: Sequence[str], width: int) -> int:
+    return min(max(map(len, row)), width) + _CELL_PADDING
+
+
+# --- Markdown, CSV, LaTeX ---------------------------------------------------------------------------------------------
+
+
+def report_markdown(report: Report) -> str:
+    """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
+    blocks: list[str] = [] if report.sweep is None else [_plain(report.sweep.line)]
+    for group in report.groups:
+        if len(report.groups) > 1:
+            blocks.append(f"### {_plain(group.title)}")
+        rows = [[column.cell(record) for column in report.columns] for record in group.records]
+        headings = [column.heading for column in report.columns]
+        blocks.append(_markdown([headings, *rows], [column.number for column in report.columns]))
+    blocks.append("\n".join(notes_for(report.records)))
+    if (found := report.comparison) is not None:
+        blocks.append(f"### A = {_plain(found.sides[0])}, B = {_plain(found.sides[1])}")
+        blocks.append(_markdown(found.rows))
+        blocks += ["\n".join(map(_plain, found.tests))] if found.tests else []
+        blocks += [_markdown(found.config_rows)] if found.config_rows else []
+        blocks += [f"**Warning:** {_plain(warning)}" for warning in found.warnings]
+    if report.published:
+        blocks += ["### Published by others", _markdown([PUBLISHED_HEADINGS, *(row.cells for row in report.published)])]
+        blocks.append("\n".join(caveats_of(report.published)))
+    blocks += [f"**Gate failed:** {_plain(verdict.line)}" for verdict in report.failed_gates]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _markdown(rows: Sequence[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
+    rule = ["---:" if numbers and numbers[index] else "---" for index in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(map(_plain, row))} |" for row in [rows[0], rule, *rows[1:]])
+
+
+def _plain(text: str) -> str:
+    """`text` in a cell of a GitHub table: no bar ends the cell, no tag begins."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def report_csv(records: Sequence[Record]) -> str:
+    """All figures unrounded, a column per key of the summaries; lists and tables in a cell are left out."""
+    names = dict.fromkeys([*_CSV_FIRST, *(name for record in records for name in record)])
+    kept = [name for name in names if not any(isinstance(r.get(name), dict | list) for r in records)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, kept, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _inert(record.get(name)) for name in kept} for record in records)
+    return text.getvalue()
+
+
+def _inert(value: object) -> object:
+    """A text that a spreadsheet would run as a formula gets an apostrophe before it; runs may hold foreign text."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
+
+
+def report_latex(report: Report) -> str:
+    """A booktabs table per group, notes as comments; unless columns were chosen, those that fit on a page of paper."""
+    parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
+    for group in report.groups:
+        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in _PAPER], group.records)
+        rows = [
+            [column.heading for column in columns],
+            *([c.cell(record) for c in columns] for record in group.records),
+        ]
+        headings, *lines = (f"{' & '.join(map(_latex, row))} \\\\" for row in rows)
+        kinds = "".join("r" if column.number else "l" for column in columns)
+        parts += [f"% {_plain(group.title)}", f"\\begin{{tabular}}{{{kinds}}}", "\\toprule", headings, "\\midrule"]
+        parts += [*lines, "\\bottomrule", "\\end{tabular}"]
+    return "\n".join(parts) + "\n"
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(char, char) for char in text)
+
+
+# --- the page and the picture -----------------------------------------------------------------------------------------
+
+
+class _Plots:
+    """Draws the panels of a page, as many as a page may have, each with ids of its own."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.left_out = 0
+        self._can_draw = has_matplotlib()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further picture will be drawn, so that nothing need be read for one."""
+        return not self._can_draw or self.drawn >= MOST_PANELS
+
+    @property
+    def note(self) -> str | None:
+        """What a reader must know about pictures that are not there."""
+        if not self._can_draw:
+            return _NO_PLOTS
+        words = f"plots beyond the first {MOST_PANELS} are left out; name fewer runs to see them"
+        return f"{self.left_out} {words}" if self.left_out else None
+
+    def figures(self, panels: Iterable[Panel]) -> Iterator[tuple[Panel, str]]:
+        """Each panel with its <svg>."""
+        for panel in panels:
+            if self.is_full:
+                self.left_out += 1
+                continue
+            self.drawn += 1
+            yield panel, panel_svg(panel, f"p{self.drawn}-")
+
+
+def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
+    """(one HTML file, how many plots are in it). Reads metrics.jsonl of the runs whose curves are shown.
+
+    Plots are inline, colours follow prefers-color-scheme; there is no script and nothing is fetched.
+    """
+    import jinja2
+
+    plots, styles = _Plots(), style_numbers(report.records)
+    names = list(dict.fromkeys(group.exp for group in report.groups))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    counts: dict[str, int] = {}
+    for record in report.records:
+        counts[status_of(record)] = counts.get(status_of(record), 0) + 1
+    compared = list(plots.figures(comparison_panels(report.comparison)))
+    groups = [_group(report, group, styles, plots) for group in report.groups]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"count_of": count_of, "status_of": status_of}
+    environment.filters |= {
+        "shortened": shortened,
+        "status_class": lambda name: name if name in _STATUSES else "missing",
+    }
+    template = (resources.files("burst_cli.report") / "page.html").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        report=report,
+        version=__version__,
+        now=now or datetime.now(UTC),
+        title=f"burst report: {shown or 'no runs'}",
+        counts=counts,
+        groups=groups,
+        comparison_figures=compared,
+        published=[PUBLISHED_HEADINGS, *(row.cells for row in report.published)],
+        caveats=caveats_of(report.published),
+        plots_note=plots.note,
+        notes=notes_for(report.records),
+    )
+    return page, plots.drawn
+
+
+def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plots) -> dict[str, object]:
+    """What the page shows of a group."""
+    panels = [*group_panels(group.names, group.records, styles, report.published), *needle_panels(group.records)]
+    figures = [*plots.figures(panels), *(() if plots.is_full else plots.figures(run_panels(group.records)))]
+    evaluations = [
+        (f"{run_name(record)}: {weights_text(record)}", tables)
+        for record in group.records
+        if is_evaluation(record) and (tables := evaluation_tables(record))
+    ]
+    return {
+        "title": group.title,
+        "records": group.records,
+        "matrix": method_matrix(group.records),
+        "figures": figures,
+        "columns": filled(report.columns, group.records),
+        "evaluations": evaluations,
+        "provenance": filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records),
+    }
+
+
+def report_picture(report: Report) -> bytes:
+    """The plots as one PNG, a row of panels per group. Raises ConfigError when there is nothing to draw."""
+    return report_png(_picture_rows(report))
+
+
+def _picture_rows(report: Report) -> Iterator[tuple[str, list[Panel]]]:
+    styles = style_numbers(report.records)
+    yield "A against B", comparison_panels(report.comparison)
+    for group in report.groups:
+        panels = group_panels(group.names, group.records, styles, report.published)
+        yield group.title, [*panels, *needle_panels(group.records), *run_panels(group.records)]
+
+
+# --- files: nothing that is no report of ours is overwritten unasked, and a reader never sees half of one -------------
+
+
+def check_target(option: str, path: Path, *, force: bool) -> None:
+    """Raise ConfigError, before anything is computed, when `path` cannot or must not be written."""
+    if path.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option}: the folder {path.absolute().parent} does not exist; make it first")
+    if path.exists() and not force and not _is_ours(path):
+        raise ConfigError(
+            f"{option}: {path} exists and is no report that burst wrote; give another name, or --force to replace it"
+        )
+
+
+def write_file(option: str, path: Path, content: bytes) -> None:
+    """Replace `path` atomically. Raises BurstError that names the file."""
+    temporary = ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}-", dir=path.absolute().parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)  # as if it had been opened under its own name: people share reports
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        raise BurstError(f"{option}: cannot write {path}: {error.strerror}") from error
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an earlier report lies there; an empty file may be replaced as well."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    text = content.decode("utf-8", "replace") if path.suffix in (".md", ".txt") else ""
+    return not content or any(sign in content[:4096] for sign in _SIGNS) or any(sign in text for sign in _TEXT_SIGNS)

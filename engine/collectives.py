@@ -1,0 +1,21 @@
+"""The target of torchrun for `burst check-nodes --collectives`: python -m engine.collectives RUN/config.yaml"""
+
+from __future__ import annotations
+
+from engine.config import load_config
+from engine.run.rank_process import RankStatus
+from engine.runs import RunFolder
+from engine.train import main
+
+
+def measure(run: RunFolder, status: RankStatus) -> None:
+    """Everything this rank does."""
+    config = load_config(run.path / "config.yaml")
+    status.phase = "import torch"
+    from engine.bench.collectives import measure_collectives  # here, so that a failing import is this rank's error
+
+    measure_collectives(config, run, status)
+
+
+if __name__ == "__main__":
+    main(measure)

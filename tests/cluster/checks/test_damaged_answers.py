@@ -1,0 +1,239 @@
+"""What could not be seen never passes: every section of healthy answers, damaged in every way, leaves no check OK that
+rests on it, and all others as they were."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+
+import gpu_rehearsal
+import host_sections
+import pytest
+from fabric_nodes import LO, FabricNode, damaged, default_route, link, net_probe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.checks import gpu, host, ib, net
+from cluster.checks.finding import Finding, Verdict
+from cluster.probe.section import NodeProbe, Section, SectionState
+from engine.config_cluster import ClusterConfig
+
+# Which checks rest on which section. Nothing of these tables is known to the code: they say what a person would expect.
+HOST = {
+    "host.limits": {"host.memlock", "host.nofile"},
+    "host.disk": {"host.disk", "host.inodes", "host.shm"},
+    "host.shared": {"host.shared"},
+    "host.memory": {"host.memory_free"},
+    "host.runs": {"host.runs"},
+    "host.software": {"host.python", "host.torch", "host.nccl"},
+    "host.nccl": {"host.nccl_conf"},
+    "host.docker": {"host.docker", "host.docker_gpu", "host.docker_disk"},
+    "host.image": {"host.image"},
+}
+FABRIC = {
+    "ib.counters": {"ib.counters"},
+    "ib.kernel": {"ib.flaps", "ib.health"},
+    "ib.gpudirect": {"ib.gpudirect"},
+    "net.links": {"net.interface", "net.mtu"},
+    "net.route": {"net.interface", "net.mtu"},
+}
+# Without the ports nobody knows whose counters or log lines matter.
+FABRIC["ib.ports"] = {"ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie"}.union(
+    *(FABRIC[name] for name in ("ib.counters", "ib.kernel", "ib.gpudirect"))
+)
+GPU = {
+    "gpu.smi": {
+        *("gpu.row_remap", "gpu.clocks", "gpu.pcie", "gpu.busy"),
+        *("gpu.lost", "gpu.sram", "gpu.count", "gpu.mig", "gpu.ecc"),
+        *("gpu.power_limit", "gpu.model", "gpu.p2p", "gpu.driver"),
+        *("gpu.throttle", "gpu.nvidia_smi", "gpu.nvlink", "gpu.recovery", "gpu.ecc_mode", "gpu.fabric_manager"),
+        *("gpu.fabric",),
+    },
+    "gpu.lspci": {"gpu.count", "gpu.fabric_manager"},
+    "gpu.nvlink": {"gpu.nvlink"},
+    "gpu.p2p": {"gpu.p2p"},
+    "gpu.apps": {"gpu.busy"},
+    "gpu.again": {"gpu.busy"},
+    "gpu.kernel": {"gpu.xid", "gpu.sxid"},
+    "gpu.fabric_manager": {"gpu.fabric_manager"},
+}
+# Where other traits of the node than its checks' are lost.
+TRAITS: Mapping[str, Set[str]] = {
+    "ib.ports": {"ib.link_layer", "ib.mtu"},
+    "gpu.lspci": set(),
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A healthy answer, who judges it, and what rests on its sections."""
+
+    probe: NodeProbe
+    groups: tuple[host.HostGroup | ib.IbGroup | net.NetGroup | gpu.GpuGroup, ...]
+    rests_on: Mapping[str, Set[str]]
+    config: ClusterConfig
+
+    def check(self, probe: NodeProbe) -> list[Finding]:
+        return [finding for group in self.groups for finding in group.check(probe, self.config)]
+
+    def traits(self, probe: NodeProbe) -> dict[str, str]:
+        return {trait: value for group in self.groups for trait, value in group.traits(probe).items()}
+
+    def ok(self, probe: NodeProbe) -> set[str]:
+        """Checks in which everything is OK."""
+        findings = self.check(probe)
+        return {found.check for found in findings} - {
+            found.check for found in findings if found.severity is not Verdict.OK
+        }
+
+
+@functools.cache
+def node(name: str) -> Node:
+    if name == "docker":
+        return Node(host_sections.healthy(), (host.GROUP,), HOST, host_sections.DOCKER)
+    if name == "bare":
+        bare = host_sections.healthy(software=host_sections.BARE_SOFTWARE)
+        return Node(bare, (host.GROUP,), HOST, host_sections.BARE)
+    if name == "fabric":
+        network = net_probe([LO, link("eth0", "10.0.0.1/24")], [default_route("eth0")])
+        adapters = FabricNode.healthy().probe()
+        probe = replace(adapters, sections={**adapters.sections, **network.sections})
+        return Node(probe, (ib.GROUP, net.GROUP), FABRIC, ClusterConfig())
+    return Node(gpu_rehearsal.healthy(name), (gpu.GROUP,), GPU, ClusterConfig())
+
+
+CUT = [(name, section) for name, table in {"fabric": FABRIC, "h100x8": GPU, "a100x8": GPU}.items() for section in table]
+CASES = [*CUT, *(("docker", section) for section in HOST), ("bare", "host.limits"), ("bare", "host.software")]
+LEGENDS = {"gpu.p2p": "\nLegend"}  # beyond these words of a tool's own output nothing is lost by a cut
+
+
+def with_output(name: str, section: str, output: str) -> NodeProbe:
+    return damaged(node(name).probe, section, output=output)
+
+
+@pytest.mark.parametrize("name", ["docker", "fabric", "h100x8", "a100x8"])
+def test_every_check_rests_on_a_section_of_the_tables(name: str) -> None:
+    one = node(name)
+    assert set(one.rests_on) <= set(one.probe.sections)
+    assert one.ok(one.probe) <= set[str]().union(*one.rests_on.values())
+
+
+def in_state(state: SectionState) -> Callable[[Section], Section]:
+    return lambda section: replace(section, state=state, exit_code=None)
+
+
+def ended_with(code: int) -> Callable[[Section], Section]:
+    return lambda section: replace(section, exit_code=code)
+
+
+def saying(output: str) -> Callable[[Section], Section]:
+    return lambda section: replace(section, output=output)
+
+
+DAMAGES: Mapping[str, Callable[[Section], Section]] = {
+    **{state.value: in_state(state) for state in SectionState if state is not SectionState.ENDED},
+    **{f"exit {code}": ended_with(code) for code in (1, 2, 125, 126, 127)},
+    "empty": saying(""),
+    "blank lines": saying("\n\n"),
+    "no such tool": saying("sh: not found"),
+    "not allowed": saying("sh: can't open: Permission denied"),
+    "keys alone": saying("cores\nkernel\nmemlock\nroot"),
+    "flood": saying("x" * 5000),
+    "no UTF-8": saying("\ufffd" * 50),
+}
+
+
+@pytest.mark.parametrize(("name", "section"), CASES)
+def test_a_damaged_section_leaves_no_ok_behind_and_the_others_as_they_were(name: str, section: str) -> None:
+    one, healthy = node(name), node(name).ok(node(name).probe)
+    assert healthy & one.rests_on[section]
+    whole = one.probe.section(section)
+    probes = {
+        damage: replace(one.probe, sections={**one.probe.sections, section: apply(whole)})
+        for damage, apply in DAMAGES.items()
+    }
+    left = healthy - one.rests_on[section]
+    assert {damage: one.ok(probe) for damage, probe in probes.items()} == dict.fromkeys(DAMAGES, left)
+    lost = TRAITS.get(section, one.rests_on[section])
+    traits = {trait: value for trait, value in one.traits(one.probe).items() if trait not in lost}
+    assert {damage: one.traits(probe) for damage, probe in probes.items()} == dict.fromkeys(DAMAGES, traits)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "old", "new", "lost"),
+    [
+        ("docker", "host.memory", " kB", " MB", {"host.memory_free"}),
+        ("fabric", "ib.ports", "Gb/sec", "Mb/sec", {"ib.rate"}),
+        ("h100x8", "gpu.nvlink", "GB/s", "MB/s", GPU["gpu.nvlink"]),
+        ("h100x8", "gpu.smi", " W<", " mW<", {"gpu.power_limit"}),
+        ("h100x8", "gpu.smi", " MHz", " GHz", {"gpu.clocks"}),
+        ("h100x8", "gpu.smi", r"(?<=\d)\.(?=\d\d W)", ",", {"gpu.power_limit"}),
+    ],
+)
+def test_another_unit_or_decimal_comma_is_not_read(name: str, section: str, old: str, new: str, lost: Set[str]) -> None:
+    text = node(name).probe.section(section).output
+    assert re.search(old, text)
+    assert node(name).ok(node(name).probe) - node(name).ok(with_output(name, section, re.sub(old, new, text))) >= lost
+
+
+@settings(deadline=None)
+@given(st.sampled_from(CUT), st.floats(0, 1, exclude_max=True))
+def test_output_cut_at_any_place_leaves_no_ok_behind(case: tuple[str, str], share: float) -> None:
+    name, section = case
+    text = node(name).probe.section(section).output
+    whole = text.partition(LEGENDS.get(section, "\0"))[0]
+    cut = whole[: int(len(whole) * share)]
+    if cut.strip() != whole.strip():
+        assert not node(name).ok(with_output(name, section, cut)) & node(name).rests_on[section]
+
+
+@given(st.integers(0, len(host_sections.BARE_SOFTWARE)))
+def test_a_list_of_packages_that_was_cut_tells_no_version(cut: int) -> None:
+    text = host_sections.BARE_SOFTWARE[:cut]
+    ok = node("bare").ok(with_output("bare", "host.software", text))
+    assert ("host.torch" in ok) == ("packages read" in text)
+
+
+@given(st.sampled_from(["ib.ports", "ib.counters"]), st.sampled_from([0, 2]), st.data())
+def test_a_section_that_lost_or_doubled_a_line_leaves_no_ok_behind(
+    section: str, times: int, data: st.DataObject
+) -> None:
+    rows = node("fabric").probe.section(section).output.splitlines()
+    at = data.draw(st.integers(0, len(rows) - 1))
+    changed = "\n".join([*rows[:at], *([rows[at]] * times), *rows[at + 1 :]])
+    assert not node("fabric").ok(with_output("fabric", section, changed)) & FABRIC[section]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(CASES), st.text(max_size=300), st.floats(0, 1), st.integers(0, 300))
+def test_garbage_anywhere_breaks_no_check(case: tuple[str, str], garbage: str, share: float, length: int) -> None:
+    name, section = case
+    text = node(name).probe.section(section).output
+    place = int(len(text) * share)
+    probe = with_output(name, section, text[:place] + garbage + text[place + length :])
+    assert node(name).check(probe)
+    node(name).traits(probe)
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ("gpu.smi", "<?xml?>" + "<!DOCTYPE" * 100_000 + "</nvidia_smi_log>"),
+        ("gpu.smi", "<nvidia_smi_log>" + "<a>" * 300_000 + "</nvidia_smi_log>"),
+        ("gpu.smi", "<nvidia_smi_log>" + '<gpu id="x"/>' * 70_000 + "</nvidia_smi_log>"),
+        ("gpu.p2p", "GPU1 " * 200_000),
+        ("gpu.p2p", " ".join(f"GPU{index}" for index in range(1000)) + "\n"),
+        ("gpu.kernel", "seen\t1\t" + "Xid (" * 200_000 + "\nlog\tdmesg\t9\tsince boot"),
+        ("gpu.nvlink", "GPU 0: x\n" + " " * 1_000_000),
+        ("gpu.lspci", "pci\t" + "0000:" * 200_000),
+    ],
+    ids=lambda value: value if value.startswith("gpu.") else value[:20].split("\t")[0],
+)
+def test_hostile_output_passes_nothing_and_takes_no_time(section: str, text: str) -> None:
+    begin = time.process_time()
+    asked = {"gpu.xid"} if section == "gpu.kernel" else GPU[section]  # no word of an NVSwitch in that text
+    assert not node("h100x8").ok(with_output("h100x8", section, text)) & asked
+    assert time.process_time() - begin < 5

@@ -1,0 +1,219 @@
+"""What breaks in the middle of a push to four nodes in a chain, over real SSH, with a stand-in for the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from testkit.image_rig import PushRig, Watcher, noise, saved_image, tar_of
+from testkit.waiting import wait_for
+
+from cluster.access.ssh import SshPool
+from cluster.image.archive import PackedImage, Packing
+from cluster.image.local import LocalImage
+from cluster.testbed.faults import clear_faults, set_fault
+
+ENGINE = Path(__file__).resolve().parents[2] / "testkit/fakes/container_engine.py"
+NAME = "rig/app:1"
+LAYERS = (tar_of({"a": noise(1 << 20, 1)}), tar_of({"b": noise(2 << 20, 2)}))
+SIZE = sum(len(layer) for layer in LAYERS)
+SLOW = 2 << 20  # bytes/s: the push takes 1.5 s
+HALF = SIZE // 2
+
+
+class FakeRig(PushRig):
+    """Four nodes, and this machine, with stand-ins for engines."""
+
+    def __init__(self, testbed, folder: Path) -> None:
+        self.testbed, self.names, self.folder = testbed, testbed.node_names, folder
+        folder.mkdir()
+        archive, config = saved_image(*LAYERS)
+        facts = json.loads(config)
+        shown = {key: facts[key.lower()] for key in ("Architecture", "Os", "Created", "Config")}
+        shown |= {"Id": "sha256:here", "RepoTags": [NAME], "RootFS": {"Layers": facts["rootfs"]["diff_ids"]}}
+        (folder / "saved.tar").write_bytes(archive)
+        (folder / "images.json").write_text(json.dumps({NAME: shown}))
+        self._write(folder / "docker", f'FAKE_ENGINE={folder} exec {sys.executable} {ENGINE} "$@"')
+        self.image_here = LocalImage((str(folder / "docker"),), NAME)
+        for name in self.names:
+            self.tool(name, "docker", f'exec {sys.executable} {ENGINE} "$@"')
+
+    def tool(self, node: str, name: str, script: str) -> None:
+        """A shell script in the place of a tool of one node."""
+        self._write(self.testbed.node(node).folder.bin / name, script)
+
+    def home(self, node: str) -> Path:
+        return self.testbed.node(node).folder.home
+
+    def holding(self) -> set[str]:
+        """Nodes whose engines have the whole image under its name."""
+        found = set()
+        for name in self.names:
+            images = self.home(name) / "engine/images.json"
+            found |= {name} if images.exists() and set(json.loads(images.read_text())) == {NAME} else set()
+        return found
+
+    def reset(self) -> None:
+        for name in self.names:
+            clear_faults(self.testbed, name)
+            engine = self.home(name) / "engine"
+            engine.unlink() if engine.is_file() else shutil.rmtree(engine, ignore_errors=True)
+            (self.testbed.node(name).folder.bin / "python3").unlink(missing_ok=True)
+
+    @staticmethod
+    def _write(path: Path, script: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def standing(testbed4, tmp_path_factory):
+    rig = FakeRig(testbed4, tmp_path_factory.mktemp("faults") / "engine")
+    yield rig
+    for name in rig.names:
+        (rig.testbed.node(name).folder.bin / "docker").unlink()
+
+
+@pytest.fixture
+def rig(standing):
+    """After every test: no relay is left, and nothing of a push lies in files that have a name."""
+    standing.reset()
+    keys = {node.name: node.folder.authorized_keys.read_bytes() for node in standing.testbed.nodes}
+    yield standing
+    standing.reset()
+    for node in standing.testbed.nodes:
+        for relay in standing.relays(node.name) if node.name in LOST else []:
+            relay.kill()  # it was cut off, and would notice by itself after 40 s
+        wait_for(lambda node=node: not standing.relays(node.name), f"the end of the relay on {node.name}")
+        node.folder.authorized_keys.write_bytes(keys[node.name])
+    LOST.clear()
+    assert not list(Path("/var/tmp").glob("burst-image-*"))
+
+
+LOST: set[str] = set()
+
+
+def cut_off(rig: FakeRig, node: str) -> None:
+    LOST.add(node)
+    set_fault(rig.testbed, node, "link_down")
+
+
+def kill_relay(rig: FakeRig, node: str) -> None:
+    rig.relays(node)[0].kill()
+
+
+def end_sessions(rig: FakeRig, node: str) -> None:
+    """The SSH connection goes, the node lives on: its relay ends with its stdin."""
+    for relay in rig.relays(node):
+        for process in reversed(relay.parents()):
+            if process.name().startswith("sshd") and "burst" not in process.name() and process.ppid() != 1:
+                process.kill()
+
+
+def fill_disk(rig: FakeRig, node: str) -> None:
+    (rig.home(node) / "engine").mkdir()
+    (rig.home(node) / "engine/full").touch()
+
+
+def fill_relay_disk(rig: FakeRig, node: str) -> None:
+    set_fault(rig.testbed, node, "disk_full", "/var/tmp:500k")
+
+
+def remove_python(rig: FakeRig, node: str) -> None:
+    rig.tool(node, "python3", "echo no such thing >&2; exit 127")
+
+
+def forbid_forwarding(rig: FakeRig, node: str) -> None:
+    path = rig.testbed.node(node).folder.authorized_keys
+    path.write_text("".join(f"no-port-forwarding {line}\n" for line in path.read_text().splitlines()))
+
+
+def old_engine(rig: FakeRig, node: str) -> None:
+    """One that answers nothing."""
+    rig.home(node).joinpath("engine").write_text("not a folder")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `act` does to the node at `position` before the push, or once it has half of the image.
+
+    error: what is said of this node, if it fails; note: what is said if it does not. spare: copies of the image that
+    leave the launcher beyond the first.
+    """
+
+    name: str
+    act: Callable[[FakeRig, str], None]
+    position: int = 1
+    midway: bool = False
+    error: str = ""
+    note: str = ""
+    spare: float = 0.0
+
+
+CASES = (
+    Case("node-dies-midway", cut_off, midway=True, error="connection ended|no sign of life", spare=1.1),
+    Case("first-node-dies-midway", cut_off, 0, midway=True, error="connection ended|no sign of life", spare=1.1),
+    Case("relay-killed-midway", kill_relay, midway=True, note="its relay failed .*: pulled from here", spare=1.1),
+    Case("connection-lost-midway", end_sessions, 2, midway=True, error="connection ended", spare=1.1),
+    Case("disk-of-engine-full", fill_disk, error="no space left on device", spare=0.1),
+    Case("disk-of-relay-full", fill_relay_disk, note="its relay failed .*: pulled from here", spare=2.1),
+    Case("no-python", remove_python, note="no relay there .*no such thing", spare=1.1),
+    Case("no-forwarding", forbid_forwarding, 0, error="cannot forward a port", spare=0.1),
+    Case("no-engine", old_engine, 3, error="its container engine", spare=0.1),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_one_node_lacks_or_loses_stops_no_other(case, rig):
+    victim = rig.names[case.position]
+    watcher = Watcher(victim, HALF, lambda: case.act(rig, victim)) if case.midway else Watcher()
+    if not case.midway:
+        case.act(rig, victim)
+    with SshPool(keepalive_s=0.5) as pool:
+        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect, stall_s=0.5)
+    result = pushed.nodes[victim]
+
+    assert pushed.failed == ({victim} if case.error else set()), pushed.nodes
+    assert rig.holding() >= set(rig.names) - pushed.failed
+    assert pushed.sent_bytes <= (1 + case.spare) * (SIZE + 10_000)
+    said = re.search(case.error or case.note, result.error or " ".join(result.notes))
+    assert said, result
+
+
+def test_a_damaged_layer_is_taken_by_no_engine(rig):
+    class Damaged(LocalImage):
+        def pack(self, packing: Packing) -> PackedImage:
+            packed = super().pack(packing)
+            blob = max(packed.blobs.values(), key=lambda blob: blob.have)
+            os.pwrite(blob._file, b"\0" * 100, blob.have // 2)
+            return packed
+
+    pushed = rig.push(Damaged((str(rig.folder / "docker"),), NAME))
+
+    assert pushed.failed == set(rig.names)
+    assert {"verification failed" in node.error for node in pushed.nodes.values()} == {True}
+    assert rig.holding() == set()
+
+
+def test_the_token_of_relays_and_the_key_are_in_no_command_line(rig):
+    commands: list[str] = []
+
+    def look() -> None:
+        for name in rig.names:
+            for relay in rig.relays(name):
+                commands.extend(relay.cmdline())
+                commands.extend(relay.environ().values())
+
+    pushed = rig.push(rig.image_here, observer=Watcher(rig.names[3], HALF, look), limit=SLOW)
+
+    assert not pushed.failed
+    assert commands
+    assert not [word for word in commands if "PRIVATE KEY" in word or pushed.secrets.peer_token in word]

@@ -1,0 +1,352 @@
+"""What the engine saves becomes blobs, and a registry gives them to whoever knows the token, also while they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import http.client
+import io
+import json
+import os
+import socketserver
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testkit.image_rig import noise, saved_image, tar_of
+
+from cluster.code.node.boot import boot_code, pack_modules, with_length
+from cluster.image.archive import ArchiveError, PackedImage, pack_archive
+from cluster.image.node.registry import Blob, Door, Handler, Limiter
+from cluster.image.node.relay import Relay
+from cluster.image.relays import _MODULES, PushSecrets
+
+LAYERS = (tar_of({"a": b"alpha" * 500_000}), tar_of({"b": noise(2 << 20, 1)}), tar_of({}))
+TOKEN, PEER = "0" * 32, "1" * 32
+ROOT = str(Path(__file__).resolve().parents[3])
+
+
+def sha(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
+
+
+def body_of(blob: Blob) -> bytes:
+    return b"".join(blob.pieces(0, blob.have))
+
+
+def unpacked(image: PackedImage) -> list[bytes]:
+    """Its layers from the bottom up, by the manifest; digests and sizes are looked at on the way."""
+    manifest = json.loads(body_of(image.blobs[image.manifest]))
+    bodies = [body_of(image.blobs[row["digest"]]) for row in manifest["layers"]]
+    for row, body in zip(manifest["layers"], bodies, strict=True):
+        assert (row["digest"], row["size"]) == (sha(body), len(body))
+    kinds = [row["mediaType"].partition("+")[2] for row in manifest["layers"]]
+    unpack = {
+        "": bytes,
+        "gzip": gzip.decompress,
+        "zstd": lambda body: zstandard.ZstdDecompressor().decompressobj().decompress(body),
+    }
+    return [unpack[kind](body) for kind, body in zip(kinds, bodies, strict=True)]
+
+
+def oci(*blobs: bytes) -> bytes:
+    """As the store of containerd saves: blobs, layers perhaps packed, and the manifest of Docker beside its own."""
+    config = json.dumps({"rootfs": {"diff_ids": []}}).encode()
+    name = {body: f"blobs/sha256/{sha(body)[7:]}" for body in (*blobs, config)}
+    row = {"Config": name[config], "RepoTags": ["a:1"], "Layers": [name[body] for body in blobs]}
+    files = {name[body]: body for body in name} | {"index.json": b"{}", "oci-layout": b"{}"}
+    return tar_of({**files, "manifest.json": json.dumps([row]).encode()})
+
+
+@pytest.mark.parametrize("packing", ["zstd", "none"])
+@pytest.mark.parametrize(
+    "archive",
+    [
+        saved_image(*LAYERS)[0],
+        oci(*LAYERS),
+        oci(*(gzip.compress(layer) for layer in LAYERS)),
+        oci(*(zstandard.compress(layer) for layer in LAYERS)),
+    ],
+    ids=["classic", "oci", "oci-gzip", "oci-zstd"],
+)
+def test_every_layout_becomes_the_same_layers(archive, packing):
+    image = pack_archive(io.BytesIO(archive), packing)
+
+    assert unpacked(image) == list(LAYERS)
+    kinds = {blob.media_type.rpartition("+")[2] for blob in image.blobs.values() if "+" in blob.media_type}
+    assert packing == "zstd" or "zstd" not in kinds
+
+
+def test_layers_that_are_packed_stay_as_they_are():
+    packed = [gzip.compress(layer) for layer in LAYERS]
+
+    assert {sha(body) for body in packed} <= pack_archive(io.BytesIO(oci(*packed)), "zstd").blobs.keys()
+
+
+def test_a_layer_that_is_a_link_is_the_layer_it_leads_to():
+    archive, config = saved_image(LAYERS[0], LAYERS[1], LAYERS[0], links={2: 0})
+    image = pack_archive(io.BytesIO(archive), "none")
+
+    assert unpacked(image) == [LAYERS[0], LAYERS[1], LAYERS[0]]
+    assert body_of(image.blobs[sha(config)]) == config
+
+
+@pytest.mark.parametrize("packing", ["zstd", "none"])
+def test_the_same_layer_gives_the_same_digest_every_time(packing):
+    one, other = (pack_archive(io.BytesIO(saved_image(*LAYERS)[0]), packing) for _ in range(2))
+
+    assert one.manifest == other.manifest
+
+
+@pytest.mark.parametrize(
+    ("archive", "text"),
+    [
+        (saved_image(*LAYERS)[0][:200_000], "damaged|does not describe"),
+        (tar_of({"a": b"x"}), "does not describe"),
+        (tar_of({"manifest.json": b"[{}, {}]"}), "does not describe"),
+        (oci(*LAYERS).replace(b"manifest.json", b"manifest.jso_"), "damaged|does not describe"),
+    ],
+)
+def test_an_archive_that_makes_no_sense_is_an_error_in_words(archive, text):
+    with pytest.raises(ArchiveError, match=text):
+        pack_archive(io.BytesIO(archive), "none")
+
+
+def test_a_layer_that_the_engine_left_out_is_named():
+    stream = io.BytesIO()
+    with (
+        tarfile.open(fileobj=io.BytesIO(saved_image(*LAYERS)[0])) as old,
+        tarfile.open(fileobj=stream, mode="w") as new,
+    ):
+        for member in old:
+            if not member.name.startswith("0" * 63 + "1"):
+                new.addfile(member, old.extractfile(member))
+    with pytest.raises(ArchiveError, match=r"left a layer out of its archive: '0{63}1/layer.tar'"):
+        pack_archive(io.BytesIO(stream.getvalue()), "none")
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """A door on a port of this machine."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, door: Door) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.door, self.port = door, int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def serving(door: Door) -> Iterator[Server]:
+    server = Server(door)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def blob_of(body: bytes) -> Blob:
+    blob = Blob("application/x", len(body))
+    blob.append(body)
+    return blob
+
+
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def path_of(body: bytes, token: str = TOKEN, kind: str = "blobs") -> str:
+    return f"/v2/{token}/burst/{kind}/{sha(body)}"
+
+
+BODY = noise(700_000, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/", 200),
+        ("GET", path_of(BODY), 200),
+        ("GET", path_of(BODY, kind="manifests"), 200),
+        ("HEAD", path_of(BODY), 200),
+        ("GET", path_of(BODY, PEER), 404),
+        ("GET", path_of(b"other"), 404),
+        ("GET", path_of(BODY) + "/../../../etc/passwd", 404),
+        ("GET", "/", 404),
+        ("PUT", path_of(BODY), 501),
+        ("POST", "/v2/burst/blobs/uploads/", 501),
+        ("DELETE", path_of(BODY), 501),
+    ],
+)
+def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status):
+    with serving(Door({sha(BODY): blob_of(BODY)}, TOKEN, Limiter(None))) as server:
+        code, body, headers = ask(server.port, path, method)
+
+    assert code == status
+    assert (body == BODY) == (method == "GET" and status == 200 and path != "/v2/")
+    assert headers.get("Docker-Content-Digest", sha(BODY)) == sha(BODY)
+
+
+@settings(max_examples=15, deadline=None)
+@given(begin=st.integers(0, len(BODY) - 1))
+def test_a_range_is_the_rest_of_a_blob(begin):
+    with serving(Door({sha(BODY): blob_of(BODY)}, TOKEN, Limiter(None))) as server:
+        code, body, headers = ask(server.port, path_of(BODY), Range=f"bytes={begin}-")
+
+    assert (code, body) == (206, BODY[begin:])
+    assert headers["Content-Range"] == f"bytes {begin}-{len(BODY) - 1}/{len(BODY)}"
+
+
+class RelayProcess:
+    """A relay as a node runs it, told to ask `upstreams`."""
+
+    def __init__(self, blobs: dict[str, int], upstreams: list[dict[str, object]], made: PushSecrets) -> None:
+        command = [sys.executable, "-I", "-c", boot_code("cluster.image.node.relay")]
+        environment = {**os.environ, "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        setup = {"blobs": {digest: ["application/x", size] for digest, size in blobs.items()}, "limit": None}
+        setup |= {"token": TOKEN, "peer_token": PEER, "certificate": made.certificate + made.key, "stall_s": 0.5}
+        self._write(with_length(pack_modules(_MODULES, ROOT)) + json.dumps(setup).encode() + b"\n")
+        assert self.process.stdout is not None
+        said = json.loads(self.process.stdout.readline())
+        self.port = said["port"]
+        address, port = said["peer"]
+        self.as_upstream = {"address": address, "port": port, "token": PEER, "certificate": made.certificate}
+        self._write(json.dumps(upstreams).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def relay():
+    """Starts relays in a row, each asking those before it and then the `last` upstream; ends them."""
+    made, started = PushSecrets(), []
+
+    def start(last: int, *before: RelayProcess, body: bytes = BODY) -> RelayProcess:
+        launcher = {"address": "127.0.0.1", "port": last, "token": TOKEN}
+        started.append(RelayProcess({sha(body): len(body)}, [*(one.as_upstream for one in before), launcher], made))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.stdin.close()
+        assert one.process.wait(20) in (0, -9)
+        one.process.stdout.close()
+
+
+def test_relays_pass_on_bytes_while_they_arrive_and_fetch_each_once(relay):
+    blob = Blob("application/x", len(BODY))
+    blob.append(BODY[:100_000])
+    door = Door({sha(BODY): blob}, TOKEN, Limiter(None))
+    with serving(door) as server:
+        first = relay(server.port)
+        second = relay(server.port, first)
+        third = relay(server.port, second, first)
+        connection = http.client.HTTPConnection("127.0.0.1", third.port, timeout=20)
+        connection.request("GET", path_of(BODY))
+        answer = connection.getresponse()
+        begin = answer.read(100_000)
+        blob.append(BODY[100_000:])
+        whole = begin + answer.read()
+        connection.close()
+        others = [ask(one.port, path_of(BODY))[1] for one in (first, second, third)]
+
+    assert whole == BODY
+    assert others == [BODY] * 3
+    assert door.sent == len(BODY)
+
+
+def test_what_is_asked_for_at_once_is_fetched_in_the_same_order_on_every_node():
+    fetched, is_over = [], threading.Event()
+
+    class Before:
+        """A node before this one; it has everything."""
+
+        def read(self, digest, blob):
+            fetched.append(digest)
+            blob.append(bytes(blob.size))
+            if len(fetched) == 3:
+                is_over.set()
+            return True
+
+    one = Relay({digest: Blob("application/x", 10) for digest in ("a", "b", "c", "d")})
+    one.start([Before()])
+    for digest in ("d", "c", "a"):
+        one.want(digest)
+    assert is_over.wait(20)
+    assert fetched == ["a", "c", "d"]
+
+
+def test_who_follows_a_dead_relay_asks_those_before_it_from_the_byte_it_has(relay):
+    blob = Blob("application/x", len(BODY))
+    blob.append(BODY[:300_000])
+    door = Door({sha(BODY): blob}, TOKEN, Limiter(None))
+    with serving(door) as server:
+        first = relay(server.port)
+        second = relay(server.port, first)
+        third = relay(server.port, second, first)
+        connection = http.client.HTTPConnection("127.0.0.1", third.port, timeout=20)
+        connection.request("GET", path_of(BODY))
+        answer = connection.getresponse()
+        begin = answer.read(300_000)
+        second.process.kill()
+        blob.append(BODY[300_000:])
+        whole = begin + answer.read()
+        connection.close()
+
+    assert whole == BODY
+    assert door.sent == len(BODY)
+
+
+def test_a_relay_whose_upstreams_all_are_dead_breaks_off_and_ends_with_its_stdin(relay):
+    with serving(Door({}, TOKEN, Limiter(None))) as server:
+        port = server.port
+    alone = relay(port)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(alone.port, path_of(BODY))
+
+
+def test_a_peer_needs_the_certificate_and_the_token_of_the_push(relay):
+    with serving(Door({sha(BODY): blob_of(BODY)}, TOKEN, Limiter(None))) as server:
+        first = relay(server.port)
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            ask(first.as_upstream["port"], path_of(BODY, PEER))
+        other = {**first.as_upstream, "certificate": PushSecrets().certificate}
+        strange = RelayProcess({sha(BODY): len(BODY)}, [other], PushSecrets())
+        with pytest.raises(http.client.IncompleteRead):
+            ask(strange.port, path_of(BODY))
+        strange.process.stdin.close()
+        strange.process.wait(20)
+        strange.process.stdout.close()
+
+
+def test_the_limit_holds_over_all_who_read():
+    limiter = Limiter(1e6)
+    threads = [threading.Thread(target=limiter.take, args=(50_000,)) for _ in range(4)]
+    begin = os.times().elapsed
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert os.times().elapsed - begin >= 0.14

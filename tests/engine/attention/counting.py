@@ -1,0 +1,273 @@
+"""Proof of a plan by counting: the executor runs on records of position ids instead of numbers.
+
+Query and key rows carry their global position; accumulator rows carry whose they are and how often every position was
+added. At the end the counts must equal the mask. A run over the late hub and one over the eager hub, all buffers
+poisoned, finds missing, doubled, misplaced and mistimed work alike (a trial found every one of 543 faults this way,
+structural rules alone 42%).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention.executor import Execution, Fields, Operand, lockstep
+from engine.attention.mask import Mask
+from engine.attention.methods import Blocks, PlanPair
+from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
+from engine.attention.recompute import RecomputePlan
+from engine.attention.transport import Hub, poison
+from engine.attention.validate import INPUT_PINS
+from engine.errors import PlanError
+
+PAYLOAD: dict[Kind, tuple[str, ...]] = {
+    Kind.Q: ("q",),
+    Kind.KV: ("kv",),
+    Kind.QX: ("q", "dout", "stats"),
+    Kind.DOUT: ("dout",),
+}
+KV_SUMS = frozenset({Kind.DKV, Kind.DKV_WIRE, Kind.DKV_CAST})
+UNOWNED = -2  # initialised, nothing added yet; poisoned rows read as -1
+
+
+class CountingArithmetic:
+    """Arithmetic on records: positions for payload, (owner, count per position) for sums; all per part of the heads.
+
+    Shapes: payload field [rows, parts]; owner [rows, parts], count [rows, parts, seq_len]; parts is 1 for a slot of one
+    part of the heads.
+    """
+
+    def __init__(self, seq_len: int, head_parts: int = 1) -> None:
+        self.seq_len = seq_len
+        self.head_parts = head_parts
+
+    def allocate(self, slot: Slot) -> Fields:
+        """Poisoned records."""
+        parts = self.head_parts if slot.heads is None else 1
+        if slot.kind in PAYLOAD:
+            return {name: poison(torch.empty(slot.rows, parts, dtype=torch.int64)) for name in PAYLOAD[slot.kind]}
+        return {
+            "owner": poison(torch.empty(slot.rows, parts, dtype=torch.int64)),
+            "count": poison(torch.empty(slot.rows, parts, self.seq_len, dtype=torch.int32)),
+        }
+
+    def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
+        """Count every visible pair of the tile at the query (and in backward at the key)."""
+        queries, keys = _positions(fields["q"]), _positions(fields["kv"])
+        visible = band_mask(len(queries), len(keys), tile.low, tile.high)
+        if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
+            raise PlanError("a tile has a row or column that sees nothing")
+        for part in range(queries.shape[1]):
+            _count(fields["acc"], part, queries[:, part], keys[:, part], visible)
+            if "acc_kv" in fields:
+                _count(fields["acc_kv"], part, keys[:, part], queries[:, part], visible.T)
+
+    def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
+        """init, add, copy, stats on records."""
+        if op == "init":
+            dst.fields["owner"].fill_(UNOWNED)
+            dst.fields["count"].zero_()
+            return
+        assert src is not None
+        target, source = _same_parts(dst, src)
+        if any(bool((tensor == -1).any()) for name, tensor in source.items() if name != "count"):
+            raise PlanError(f"{op} reads rows that hold nothing")
+        if op == "stats":
+            _take_stats(target, source)
+        elif op == "copy":
+            for name in target.keys() & source.keys():
+                target[name].copy_(source[name])
+        else:
+            _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
+            target["count"] += source["count"]
+
+    def release(self) -> None:
+        """Records are made for one run."""
+
+    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
+        """Whole records travel."""
+        names = PAYLOAD.get(slot.kind, ("owner", "count"))
+        return tuple(fields[name] for name in names)
+
+
+def _positions(payload: Fields) -> Tensor:
+    """[rows, parts] positions of an operand of a tile, in which all fields must speak of the same tokens."""
+    first, *others = payload.values()
+    if int(first.min()) < 0:
+        raise PlanError("a tile reads rows that hold nothing")
+    if not all(torch.equal(first, other) for other in others):
+        raise PlanError("a tile reads rows whose fields belong to different tokens")
+    return first
+
+
+def _same_parts(dst: Operand, src: Operand) -> tuple[Fields, Fields]:
+    """Fields of both, those of the wider one cut to the part that the narrower one holds."""
+
+    def cut(fields: Fields, heads: HeadPart | None) -> Fields:
+        return fields if heads is None else {name: x[:, heads.index : heads.index + 1] for name, x in fields.items()}
+
+    if dst.slot.heads == src.slot.heads:
+        return dst.fields, src.fields
+    if dst.slot.heads is None:
+        return cut(dst.fields, src.slot.heads), src.fields
+    if src.slot.heads is not None:
+        raise PlanError("an op mixes two different parts of the heads")
+    return dst.fields, cut(src.fields, dst.slot.heads)
+
+
+def _take_stats(query: Fields, saved: Fields) -> None:
+    owner = saved["owner"]
+    if bool(((owner != UNOWNED) & (owner != query["dout"])).any()) or bool((query["dout"] < 0).any()):
+        raise PlanError("stats are formed from dout and out of different tokens")
+    query["stats"].copy_(query["dout"])
+
+
+def band_mask(num_queries: int, num_keys: int, low: int | None, high: int | None) -> Tensor:
+    """Boolean [num_queries, num_keys]: low <= i - j <= high, None meaning unbounded."""
+    difference = torch.arange(num_queries)[:, None] - torch.arange(num_keys)[None, :]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if low is not None:
+        visible &= difference >= low
+    if high is not None:
+        visible &= difference <= high
+    return visible
+
+
+def _count(accumulator: Fields, part: int, owners: Tensor, others: Tensor, visible: Tensor) -> None:
+    _claim(accumulator["owner"][:, part], owners, torch.ones(len(owners), dtype=torch.bool))
+    accumulator["count"][:, part].index_add_(1, others, visible.to(torch.int32))
+
+
+def _claim(current: Tensor, owners: Tensor, rows: Tensor) -> None:
+    """Set the owner of unowned rows; anything else must already belong to the same position."""
+    if bool((current == -1).any()):
+        raise PlanError("an accumulator is used before it was initialised")
+    clash = rows & (current != UNOWNED) & (current != owners)
+    if bool(clash.any()):
+        raise PlanError("contributions of different tokens are added to one row")
+    current[rows] = owners[rows]
+
+
+Records = list[dict[str, Fields]]  # of every rank's pinned slots, by name
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What sums must hold: the mask, and how many first rows of every rank's ring block have one (None: all)."""
+
+    dense: Tensor  # as `dense_mask`
+    blocks: Blocks
+    asking: Mapping[int, int] | None = None
+
+    def positions(self, rank: int, slot: Slot) -> Tensor:
+        """Positions of the rows that a slot must have."""
+        positions = _positions_of(self.blocks, rank, slot)
+        return positions[: self.asking[rank]] if self.asking is not None and slot.kind == Kind.ACC else positions
+
+
+def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool) -> None:
+    """Run the plans of a method on records and raise PlanError unless every rank's counts equal the mask.
+
+    Backward starts from what forward left, or the recompute pass.
+    """
+    expected = _Expected(dense_mask(mask, blocks.home.seq_len), blocks)
+    given = _given(plans.forward, blocks)
+    left = _run_on_records(plans.forward, blocks, given, late=late)
+    _check_counts(plans.forward, expected, left, given)
+    if plans.recompute is not None:
+        left = _prove_recompute(plans.recompute, expected, left, late=late)
+    given = [own | saved for own, saved in zip(_given(plans.backward, blocks), left, strict=True)]
+    _check_counts(plans.backward, expected, _run_on_records(plans.backward, blocks, given, late=late), given)
+
+
+def _prove_recompute(plan: RecomputePlan, expected: _Expected, forward: Records, *, late: bool) -> Records:
+    """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
+    given = _given(plan, expected.blocks)
+    for rank, records in enumerate(forward):
+        if "saved" in records:
+            kept_from = plan.recomputed_rows[rank]
+            kept = {name: poison(tensor.clone()) for name, tensor in records["saved"].items()}
+            for name, tensor in kept.items():
+                tensor[kept_from:] = records["saved"][name][kept_from:]
+            given[rank]["saved"] = kept
+    left = _run_on_records(plan, expected.blocks, given, late=late)
+    # `saved` is compared too, of which only a part was given.
+    _check_counts(plan, replace(expected, asking=plan.recomputed_rows), left, [{}] * plan.size)
+    for rank, (records, again) in enumerate(zip(forward, left, strict=True)):
+        for pin in ("ring_q", "ring_kv", "kv_last"):
+            if pin in records and any(not torch.equal(x, again[pin][name]) for name, x in records[pin].items()):
+                raise PlanError(f"rank {rank}: the recompute pass left another {pin} than the forward pass")
+    return left
+
+
+def _given(plan: AttentionPlan, blocks: Blocks) -> Records:
+    """Records that the caller fills before a run."""
+    return [_inputs(plan.ranks[rank], blocks, rank, _arithmetic(blocks)) for rank in range(plan.size)]
+
+
+def _arithmetic(blocks: Blocks) -> CountingArithmetic:
+    return CountingArithmetic(blocks.home.seq_len, blocks.grid.heads)
+
+
+def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late: bool) -> Records:
+    """Pinned records of every rank after the run."""
+    arithmetic = _arithmetic(blocks)
+    hub = Hub(plan.size, late=late)
+    executions = [
+        Execution(plan.ranks[rank], arithmetic, hub.transport(rank), given[rank]) for rank in range(plan.size)
+    ]
+    lockstep(executions, hub)
+    return [
+        {slot.pin: fields for slot, fields in zip(plan.ranks[r].slots, e.slots, strict=True) if slot.pin is not None}
+        for r, e in enumerate(executions)
+    ]
+
+
+def _check_counts(plan: AttentionPlan, expected: _Expected, records: Records, given: Records) -> None:
+    """Compare all sums that a run left, but for those that it was given, with the mask."""
+    for rank, rank_plan in plan.ranks.items():
+        for slot in rank_plan.slots:
+            if slot.pin is not None and slot.kind not in PAYLOAD and slot.pin not in given[rank]:
+                dense = expected.dense.T if slot.kind in KV_SUMS else expected.dense
+                _compare(rank, slot, records[rank][slot.pin], expected.positions(rank, slot), dense)
+
+
+def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArithmetic) -> dict[str, Fields]:
+    """Records of the pinned payload slots that the caller fills: of its own rows, or (backward) of the ring's."""
+    inputs = {}
+    for slot in plan.slots:
+        if slot.pin in INPUT_PINS and slot.kind in PAYLOAD:
+            fields = arithmetic.allocate(slot)
+            exchanged = slot.kind == Kind.QX and "dout" in {other.pin for other in plan.slots}
+            for name in ("q",) if exchanged else tuple(fields):
+                fields[name].copy_(_positions_of(blocks, rank, slot)[:, None].expand(fields[name].shape))
+            inputs[str(slot.pin)] = fields
+    return inputs
+
+
+def _positions_of(blocks: Blocks, rank: int, slot: Slot) -> Tensor:
+    """Positions of the rows of a pinned slot: slots of some heads hold the rows of the ring."""
+    if slot.heads is None:
+        return torch.from_numpy(blocks.home.positions(rank))
+    return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
+
+
+def dense_mask(mask: Mask, size: int) -> Tensor:
+    """int32 [size, size]: 1 where the query (row) sees the key (column)."""
+    rows = [[mask.visible(q, k) for k in range(size)] for q in range(size)]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _compare(rank: int, slot: Slot, records: Fields, positions: Tensor, dense: Tensor) -> None:
+    if len(records["count"]) != len(positions):
+        raise PlanError(f"rank {rank}: {slot.pin} has {len(records['count'])} rows instead of {len(positions)}")
+    expected = dense[positions][:, None].expand(records["count"].shape)
+    if not torch.equal(records["count"], expected):
+        wrong = (records["count"] != expected).sum().item()
+        raise PlanError(f"rank {rank}: {slot.pin} has {wrong} wrong counts")
+    touched = expected.any(-1)
+    if not torch.equal(records["owner"][touched], positions[:, None].expand(touched.shape)[touched]):
+        raise PlanError(f"rank {rank}: {slot.pin} rows belong to other tokens")

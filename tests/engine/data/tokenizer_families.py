@@ -1,0 +1,83 @@
+"""Small tokenizers built as those of four families of models are: rules of cutting, special tokens, template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+_TEXT = "hello there world, it's 1234 numbers\n\n  and   more\t tabs größe €uro 😀 naïve 漢字 " * 20
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_BYTES = processors.ByteLevel(trim_offsets=False)
+
+
+def _byte_level(special: list[str], words: str | None = None) -> Tokenizer:
+    inner = Tokenizer(models.BPE(ignore_merges=words is not None))
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    split = [] if words is None else [pre_tokenizers.Split(Regex(words), "isolated")]
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*split, cut])
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        [_TEXT],
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    inner.post_processor = _BYTES
+    return inner
+
+
+def _start(inner: Tokenizer, token: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, inner.token_to_id(token))])
+
+
+def _llama3() -> Tokenizer:
+    inner = _byte_level(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], _LLAMA3_WORDS)
+    inner.post_processor = processors.Sequence([_BYTES, _start(inner, "<|begin_of_text|>")])
+    return inner
+
+
+def _qwen() -> Tokenizer:
+    inner = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _LLAMA3_WORDS)
+    inner.normalizer = normalizers.NFC()
+    return inner
+
+
+def _mistral() -> Tokenizer:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnoprstuvwxy,é"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello"), ("▁", "t"), ("▁", "▁")]
+    vocabulary = {piece: index for index, piece in enumerate([*pieces, *map("".join, merges)])}
+    inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    strip = decoders.Strip(" ", 1, 0)
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.post_processor = _start(inner, "<s>")
+    return inner
+
+
+def _gpt2() -> Tokenizer:
+    return _byte_level(["<|endoftext|>"])
+
+
+# How it is made, what begins a document or None, what ends one, what the file beside it says.
+FAMILIES: dict[str, tuple[Callable[[], Tokenizer], str | None, str, dict[str, str]]] = {
+    "llama3": (_llama3, "<|begin_of_text|>", "<|end_of_text|>", {"bos_token": "<|begin_of_text|>"}),
+    "qwen": (_qwen, None, "<|endoftext|>", {"eos_token": "<|im_end|>"}),
+    "mistral": (_mistral, "<s>", "</s>", {"bos_token": "<s>", "unk_token": "<unk>"}),
+    "gpt2": (_gpt2, None, "<|endoftext|>", {"bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}),
+}
+
+
+def write_family(folder: Path, name: str) -> Path:
+    """tokenizer.json of the family in `folder`, and beside it what transformers reads, too."""
+    make, _, end, settings = FAMILIES[name]
+    folder.mkdir(parents=True)
+    make().save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"

@@ -1,0 +1,123 @@
+"""Whole steps as predicted: each part against a count by hand, the sum against published steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from burst_cli.plan_candidates import MemoryRequest, plan_one
+from engine.simulate.machine import Machine, find_machine
+from engine.step_time import StepTime
+
+A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
+TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
+
+
+def step_on(machine: Machine, *overrides: str) -> StepTime:
+    step = plan_one(overrides, [], machine, MemoryRequest("none", machine.name)).step
+    assert step is not None
+    return step
+
+
+def only(**rates: float) -> Machine:
+    """A machine on which all is free but what is named."""
+    free = {name: math.inf for name in vars(A800) if name.endswith("_per_s")}
+    free |= {name: 0.0 for name in vars(A800) if name.endswith(("_latency_s", "_overhead_s"))}
+    return replace(A800, **{**free, **rates})
+
+
+@pytest.mark.parametrize(
+    ("rates", "part"),
+    [
+        ({"matmul_flops_per_s": 1e12}, "matrices"),
+        ({"elementwise_bytes_per_s": 1e9}, "elementwise"),
+        ({"forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}, "attention"),
+        ({"inter_bytes_per_s": 1e6, "intra_bytes_per_s": 1e6}, "weights"),
+    ],
+)
+def test_a_part_takes_time_where_its_resource_is_slow(rates: dict[str, float], part: str) -> None:
+    one, half = step_on(only(**rates), *TINY), step_on(only(**{name: rate / 2 for name, rate in rates.items()}), *TINY)
+    assert one.parts[part] > 0
+    assert half.parts[part] == pytest.approx(2 * one.parts[part], rel=0.01)
+
+
+def test_matrices_are_six_flops_per_parameter_and_token_and_two_more_where_computed_again() -> None:
+    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    sizes = [f"model.{name}={value}" for name, value in (shape | {"ffn_hidden_size": 128, "vocab_size": 2048}).items()]
+    argv = [*TINY, *sizes, "train.seq_len=1024", "train.micro_batch_size=1"]
+    layer, head, tokens = 4 * 64 * 64 + 3 * 64 * 128, 2048 * 64, 1024
+    machine = only(matmul_flops_per_s=1e9)
+    plain = step_on(machine, *argv, "memory.activation_checkpoint=none").matrices_s
+    assert plain * 4 * 1e9 == pytest.approx(6 * (2 * layer + head) * tokens)
+    again = step_on(machine, *argv, "memory.activation_checkpoint=full").matrices_s - plain
+    assert again * 4 * 1e9 == pytest.approx(2 * 2 * (layer - 64 * 128) * tokens)  # all but the layer's last product
+
+
+def test_host_updates_share_the_memory_of_their_node() -> None:
+    argv = [*TINY, "memory.optimizer_store=host"]
+    assert step_on(A800, *argv).optimizer_s > 8 * step_on(A800, *TINY).optimizer_s
+
+
+# Tokens/s per GPU of all rows of BurstEngine's sheets that did not run out of memory, on A800: model, tokens, ranks,
+# attention, memory.
+RINGS = "loongtrain attention.head_parallel_size=1"  # a double ring without head parallelism
+PUBLISHED = {
+    "7b 2097152 32 attn_out burst": 100.1,
+    "7b 2097152 32 seq_fraction burst": 92.41,
+    "7b 2097152 32 full burst": 79.54,
+    "7b 2097152 32 attn_out burst_ulysses": 101.86,
+    "7b 2097152 32 attn_out usp": 87.98,
+    "7b 2097152 32 full usp": 73.43,
+    f"7b 2097152 32 attn_out {RINGS}": 77.37,
+    "7b 2097152 32 full ulysses": 70.83,
+    "14b 1048576 32 attn_out burst": 118.36,
+    "14b 1048576 32 seq_fraction burst": 108.82,
+    "14b 1048576 32 attn_out burst_ulysses": 122.0,
+    "14b 1048576 32 attn_out usp": 99.73,
+    f"14b 1048576 32 attn_out {RINGS}": 55.52,
+    "14b 262144 8 attn_out burst": 393.44,
+    "14b 32768 1 attn_out single": 1201.14,
+}
+
+
+def predicted(row: str) -> float:
+    """Tokens/s per device of a published row."""
+    model, seq_len, ranks, memory, *attention = row.split()
+    shape = ["model.vocab_size=120000"] if model == "14b" else []
+    host = ["memory.optimizer_store=host"] if int(ranks) <= 16 else []
+    return step_on(
+        A800,
+        f"model=llama{model}",
+        f"attention={attention[0]}",
+        *attention[1:],
+        f"memory={memory}",
+        f"train.seq_len={seq_len}",
+        f"cluster.ranks_per_node={ranks}",
+        f"cluster.topology_nodes={max(1, int(ranks) // 8)}",
+        *shape,
+        *host,
+    ).tokens_per_s_per_device
+
+
+def test_published_steps_of_one_node_are_predicted() -> None:
+    for row in ("14b 262144 8 attn_out burst", "14b 32768 1 attn_out single"):
+        assert 0.8 < PUBLISHED[row] / predicted(row) < 1.05, row
+
+
+@pytest.mark.thorough
+def test_published_steps_are_predicted_within_a_tenth_in_the_median_and_in_their_order() -> None:
+    found = {row: predicted(row) for row in PUBLISHED}
+    errors = sorted(abs(PUBLISHED[row] / value - 1) for row, value in found.items())
+    assert errors[len(errors) // 2] < 0.1, found
+    wrong = {
+        (faster, slower)
+        for faster, slower in itertools.permutations(PUBLISHED, 2)
+        if faster.split()[:3] == slower.split()[:3]
+        and PUBLISHED[faster] > 1.1 * PUBLISHED[slower]
+        and found[faster] <= found[slower]
+    }
+    # What held the published double ring back, at 14B by more than half, is not in the model.
+    assert {slower.split(maxsplit=4)[4] for _, slower in wrong} <= {RINGS}, wrong
