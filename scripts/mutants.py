@@ -1,9 +1,10 @@
-"""Changes product lines, one at a time, and asks the nearest tests: python scripts/mutants.py --count 300 --seed 1
+"""Changes product lines, one at a time, and asks the tests that run them: python scripts/mutants.py --count 300
 
+Which tests run which lines is recorded once by `--record`: the whole suite under coverage, in twice its time.
 Lines are drawn by the seed from all lines of the packages that can be changed in a meaningful way (a comparison, a
 number, a condition, an operator, a name in quotes, a returned value, a call). A mutant that no test notices survives.
 Those that cannot change what the program does stand in equivalent_mutants.yaml, with the reason, and do not count.
-Run it after a green `make test`: a test that fails by itself would look as if it noticed something.
+Record after a green `make test`: a test that fails by itself would look as if it noticed something.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import difflib
 import functools
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -29,15 +34,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
+from typing import NoReturn
+from xml.etree import ElementTree
 
+import pytest
 import yaml
+from coverage.numbits import numbits_to_nums
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("burst_cli", "cluster", "engine")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
-MAX_FILES = 8  # of tests, for one mutant
-LIMIT_S = 150.0  # for these; no failure until then counts as survival
+RECORD = ROOT / ".mutants"
+TESTS_S = 40.0  # of tests for one mutant, by their recorded times
+MAX_TESTS = 150
+LIMIT_S = 300.0  # for these; no failure until then counts as survival
 TEST_LIMIT_S = 60.0  # a test that hangs has noticed
+SLOW_IMPORTS = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "hydra", "paramiko", "typer", "rich", "jinja2"]
+FORKSERVER = multiprocessing.get_context("forkserver")
 
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
                "not in": "in", "in": "not in"}  # fmt: skip
@@ -202,7 +215,7 @@ def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     rng = random.Random(seed)
     lines: list[list[Mutant]] = []
     equivalent = {(row["path"], row["line"], row["before"], row["text"]) for row in _equivalents()}
-    for path in sorted(str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
+    for path in _product_files():
         if not only or any(path.startswith(prefix) for prefix in only):
             lines += mutants_of(path, (ROOT / path).read_text()).values()
     rng.shuffle(lines)
@@ -216,59 +229,113 @@ def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     return drawn
 
 
+def _product_files() -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+
+
 def _equivalents() -> list[dict[str, str]]:
     return list(yaml.safe_load(EQUIVALENT.read_text()) or []) if EQUIVALENT.exists() else []
 
 
-# --- the nearest tests ------------------------------------------------------------------------------------------------
+# --- the tests of a line ----------------------------------------------------------------------------------------------
 
 
-def _imports(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it, as dotted names."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+def record() -> None:
+    """Run the suite and note in .mutants/ which lines each test runs, in processes that it starts too."""
+    shutil.rmtree(RECORD, ignore_errors=True)
+    RECORD.mkdir()
+    words = ["--cov", "--cov-context=test", "--cov-report=", f"--junitxml={RECORD / 'junit.xml'}", "-q"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not thorough and not gpu", *words],
+        cwd=ROOT,
+        check=False,  # a test that fails, or is slow beside the tracer, still tells its lines
+    )
+    for name in _product_files():
+        (RECORD / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, RECORD / "sources" / name)
 
 
-def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+@dataclass(frozen=True)
+class Lines:
+    """Which tests run which lines, as recorded: of each test its seconds and how many lines of the product it runs."""
+
+    database: Path
+    seconds: dict[str, float]
+    extent: dict[str, int]
+
+    def tests_of(self, path: str, line: int) -> list[str]:
+        """Tests that run a line: those first that do least else, then those that share a fixture in which it runs,
+        until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by processes
+        that cannot be traced), those of the file."""
+        direct, of_file = self._tests(path, self._recorded_line(path, line))
+        tests = direct or {test: False for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
+        fixtures = {_file_of(test) for test, in_setup in tests.items() if in_setup}
+        shared = [test for test in self.seconds if _file_of(test) in fixtures and test not in tests]
+        tests_in_order = sorted(tests, key=lambda test: (self.extent[test] / of_file[test], test))
+        chosen: list[str] = []
+        total = 0.0
+        for test in (*tests_in_order, *sorted(shared, key=self.seconds.__getitem__)):
+            seconds = self.seconds.get(test, math.inf)
+            if total + seconds <= TESTS_S and len(chosen) < MAX_TESTS:
+                chosen.append(test)
+                total += seconds
+        return chosen
+
+    def _recorded_line(self, path: str, line: int) -> int:
+        """The line's number when the tests were recorded; 0 if it was not there."""
+        old = (RECORD / "sources" / path).read_text().splitlines() if (RECORD / "sources" / path).exists() else []
+        matcher = difflib.SequenceMatcher(None, old, (ROOT / path).read_text().splitlines(), autojunk=False)
+        blocks = (b for b in matcher.get_matching_blocks() if b.b <= line - 1 < b.b + b.size)
+        return next((line + block.a - block.b for block in blocks), 0)
+
+    def _tests(self, path: str, line: int) -> tuple[dict[str, bool], Counter[str]]:
+        """Tests that run this line (and whether in a fixture), and how many lines of the file each test runs."""
+        of_line: dict[str, bool] = {}
+        of_file = Counter[str]()
+        for context, bits in _rows(self.database, path):
+            if test := _test_of(context):
+                numbers = numbits_to_nums(bits)
+                of_file[test] += len(numbers)
+                if line in numbers:
+                    of_line[test] = of_line.get(test, False) or context.endswith(("(setup)", "|setup"))
+        return of_line, of_file
+
+
+def _rows(database: Path, path: str = "%") -> Iterator[tuple[str, bytes]]:
+    """(context, lines as coverage's bits) of one recorded file, or of all."""
+    query = (
+        "select context.context, line_bits.numbits from line_bits join context on context.id = line_bits.context_id"
+        " join file on file.id = line_bits.file_id where file.path like ?"
+    )
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        yield from connection.execute(query, (path,))
+
+
+def _test_of(context: str) -> str:
+    """The test in a context's name ("none|TEST|run" of the test's process, "TEST (call)" of one that it started), the
+    last one where a process serves many; "" outside of tests."""
+    last = context[max(context.rfind("tests/"), 0) :]
+    return re.split(r" \((?:setup|call|teardown)\)|\|(?:setup|run|teardown)$", last)[0] if "::" in last else ""
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 @functools.cache
-def _graph() -> tuple[dict[str, set[str]], dict[Path, set[str]]]:
-    """What modules import of each other, and what test files import, their own helpers' imports included."""
-    product = {_module(p): _imports(p) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
-    files = {p: _imports(p) for p in (ROOT / "tests").rglob("*.py")}
-    helpers = {p.stem: names for p, names in files.items() if not p.name.startswith("test_")}
-    tests = {}
-    for path, names in files.items():
-        if path.name.startswith("test_"):
-            used = {name.split(".")[-1] for name in names} | {name.split(".")[0] for name in names}
-            tests[path] = names.union(*(helpers[name] for name in used & set(helpers)))
-    return product, tests
-
-
-@functools.cache
-def nearest(path: str) -> list[str]:
-    """Test files for a product file: those that import it, then its namesakes, its folder, its importers' tests."""
-    product, tests = _graph()
-    module = _module(ROOT / path)
-    importers = {name for name, names in product.items() if module in names}
-    words = set(re.split(r"[_/]", Path(path).stem)) - {"", "init"}
-
-    def score(test: Path) -> float:
-        of_file = tests[test]
-        folder = set(test.relative_to(ROOT / "tests").parent.parts)
-        same_folder = len(folder & set(Path(path).parent.parts)) / (len(folder) or 1)
-        name = len(words & set(test.stem.split("_"))) / (len(words) or 1)
-        return 4 * (module in of_file) + 3 * name + 2 * same_folder + (1.5 if importers & of_file else 0)
-
-    ranked = sorted(tests, key=lambda test: (-score(test), str(test)))
-    return [str(test.relative_to(ROOT)) for test in ranked if score(test) >= 1.5][:MAX_FILES]
+def recorded() -> Lines:
+    """What `record` noted."""
+    if not (RECORD / "coverage").exists():
+        sys.exit("mutants: it is not known which tests run which lines; run: python scripts/mutants.py --record")
+    seconds: dict[str, float] = {}
+    for case in ElementTree.parse(RECORD / "junit.xml").iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/") + ".py"
+        seconds[f"{file}::{case.attrib['name']}"] = float(case.attrib["time"])
+    extent = Counter[str]()
+    for context, bits in _rows(RECORD / "coverage"):
+        if test := _test_of(context):
+            extent[test] += sum(byte.bit_count() for byte in bits)
+    return Lines(RECORD / "coverage", seconds, extent)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -276,7 +343,8 @@ def nearest(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end)."""
+    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end), "unseen"
+    (no test runs anything of its file)."""
 
     mutant: Mutant
     how: str
@@ -304,30 +372,40 @@ def copies(count: int) -> Iterator[Queue[Path]]:
 
 
 def judge(mutant: Mutant, copy: Path) -> Outcome:
-    """Run the nearest tests on the changed copy; it is as before afterwards."""
-    target, begin = copy / mutant.path, time.monotonic()
+    """Run the line's tests on the changed copy; it is as before afterwards."""
+    tests, begin = recorded().tests_of(mutant.path, mutant.line), time.monotonic()
+    if not tests:
+        return Outcome(mutant, "unseen", 0.0)
+    target = copy / mutant.path
     original = target.read_bytes()
     target.write_bytes(original[: mutant.begin] + mutant.text.encode() + original[mutant.end :])
-    words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S)]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    environment.pop("CI", None)
-    command = [sys.executable, *words, "-m", "not thorough and not gpu", *nearest(mutant.path)]
-    process = subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = FORKSERVER.Process(target=_run_tests, args=(str(copy), tests))
+    process.start()
+    process.join(LIMIT_S)
     try:
-        how = "survived" if process.wait(LIMIT_S) in (0, 5) else "failed"
-    except subprocess.TimeoutExpired:
-        how = "late"
-        process.send_signal(signal.SIGINT)  # fixtures end what they began
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGINT)  # fixtures end what they began
+            process.join(20)
+            return Outcome(mutant, "late", time.monotonic() - begin)
+        return Outcome(mutant, "survived" if process.exitcode == 0 else "failed", time.monotonic() - begin)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
         target.write_bytes(original)
-    return Outcome(mutant, how, time.monotonic() - begin)
+
+
+def _run_tests(copy: str, tests: list[str]) -> NoReturn:
+    """In a fork of a process that has what is slow to import: the tests of one copy."""
+    os.setsid()
+    os.chdir(copy)
+    sys.path.insert(0, copy)
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=copy)
+    os.environ.pop("CI", None)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), *tests]))
 
 
 def package_of(path: str) -> str:
@@ -360,14 +438,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--only", nargs="*", default=[], help="prefixes of paths, such as engine/attention")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("--record", action="store_true", help="record which tests run which lines, change nothing")
     parser.add_argument("--list", action="store_true", help="show the mutants and their tests, run nothing")
     options = parser.parse_args()
+    if options.record:
+        record()
+        return 0
     mutants = draw(options.count, options.seed, options.only)
     if options.list:
         for mutant in mutants:
-            print(f"{mutant}\n    {' '.join(nearest(mutant.path))}")
+            print(f"{mutant}\n    {' '.join(recorded().tests_of(mutant.path, mutant.line))}")
         return 0
     outcomes: list[Outcome] = []
+    recorded()
+    FORKSERVER.set_forkserver_preload(SLOW_IMPORTS)
     with copies(options.jobs) as free, ThreadPoolExecutor(options.jobs) as pool:
 
         def run(mutant: Mutant) -> None:

@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -69,6 +69,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sys_path: list[str]
+    test: str  # as pytest names it in PYTEST_CURRENT_TEST
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class RankPool:
         if not self._alive():
             self.close()
             self._start()
-        call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path), test)
         offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
         try:
             for pipe in self._pipes:
@@ -268,8 +270,22 @@ def _worker(rank: int, world_size: int, pipe: Connection, log: str) -> None:
             call = _receive(pipe)
         except (EOFError, ConnectionResetError, KeyboardInterrupt):
             os._exit(0)
-        _send(pipe, _guarded(_execute, call))
+        with _lines_belong_to(call.test):
+            reply = _guarded(_execute, call)
+        _send(pipe, reply)
         gc.collect()
+
+
+@contextlib.contextmanager
+def _lines_belong_to(test: str) -> Iterator[None]:
+    """Where lines are recorded (`make mutants`): for this test, and at once, as workers end by being killed."""
+    coverage = sys.modules.get("coverage")
+    recorder = coverage and coverage.Coverage.current()
+    if recorder:
+        recorder.switch_context(test)
+    yield
+    if recorder:
+        recorder.save()
 
 
 def _guarded(function: Callable[..., Any], *args: Any) -> _Reply:
