@@ -140,6 +140,10 @@ def check_pcie(report: Report, compute: ComputePorts) -> list[Finding]:
             findings.append(
                 where.fail(text, f"seat the adapter or its riser anew ({port.pci_address}); look at the BIOS")
             )
+        elif carried is None and port.is_active:
+            findings.append(
+                where.unknown("the speed of its PCIe lanes is not readable", f"lspci -vv -s {port.pci_address}")
+            )
         elif carried is not None and port.rate_gbps is not None and port.is_active and carried < port.rate_gbps:
             text = f"x{width} at {port.pcie_gts:g} GT/s carries {carried:.0f} Gb/s, its port {port.rate_gbps:g} Gb/s"
             findings.append(where.fail(text, f"look at the speed of the slot in the BIOS ({port.pci_address})"))

@@ -6,15 +6,16 @@
 
 section host.limits 5 <<'END'
 # Of this very session: what a command over SSH may use, which is what a launch gets.
-# In KiB, as `ulimit -l` has it; from /proc, where a rehearsal tree can say what a testbed cannot be.
-limits=$root/proc/self/limits
-[ -r "$limits" ] || limits=/proc/self/limits
-printf 'memlock %s\n' "$(awk '/^Max locked memory/ { print ($4 == "unlimited") ? $4 : int($4 / 1024) }' "$limits")"
-printf 'nofile_soft %s\n' "$(ulimit -Sn)"
-printf 'nofile_hard %s\n' "$(ulimit -Hn)"
+# The adapters come first: an answer that was cut off does not look as if there were none.
 for device in "$root"/sys/class/infiniband/*; do
     [ -e "$device" ] && printf 'rdma %s\n' "${device##*/}"
 done
+# In KiB, as `ulimit -l` has it; from /proc, where a rehearsal tree can say what a testbed cannot be.
+limits=$root/proc/self/limits
+[ -r "$limits" ] || limits=/proc/self/limits
+printf 'nofile_soft %s\n' "$(ulimit -Sn)"
+printf 'nofile_hard %s\n' "$(ulimit -Hn)"
+printf 'memlock %s\n' "$(awk '/^Max locked memory/ { print ($4 == "unlimited") ? $4 : int($4 / 1024) }' "$limits")"
 exit 0
 END
 

@@ -15,7 +15,7 @@ BARE = ClusterConfig()
 GIB_BLOCKS = 262144  # of 4096 bytes
 
 HEALTHY: Mapping[str, str] = {
-    "host.limits": "memlock unlimited\nnofile_soft 1048576\nnofile_hard 1048576\nrdma mlx5_0\nrdma mlx5_1",
+    "host.limits": "rdma mlx5_0\nrdma mlx5_1\nnofile_soft 1048576\nnofile_hard 1048576\nmemlock unlimited",
     "host.disk": (
         "root 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"
         "tmp 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"

@@ -209,6 +209,12 @@ def test_pcie_must_carry_what_the_port_does(node: FabricNode, speed: str, bad: b
     assert node.complaints() == ([("ib.pcie", ONE, FAIL)] if bad else [])
 
 
+@pytest.mark.parametrize("speed", ["", "Unknown"])
+def test_unreadable_pcie_speed_is_no_good_news(node: FabricNode, speed: str):
+    node.ports[ONE]["speed"] = speed
+    assert node.complaints() == [("ib.pcie", ONE, UNKNOWN)]
+
+
 def test_a_fast_adapter_in_a_slower_slot_is_fine_while_the_slot_carries_its_port(node: FabricNode):
     node.all_compute(rate="200 Gb/sec (4X HDR)", speed="16.0 GT/s PCIe")
     assert not node.complaints()

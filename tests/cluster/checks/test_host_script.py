@@ -150,6 +150,17 @@ def test_limits_are_those_of_the_session(here: NodeProbe) -> None:
     assert limits.memlock_kib * 1024 == locked or locked == resource.RLIM_INFINITY
 
 
+def test_limits_that_were_cut_off_do_not_look_as_if_there_were_no_adapters(tools: Path, tmp_path: Path) -> None:
+    write(tmp_path / "sys/class/infiniband/mlx5_0/node_type", "1\n")
+    write(tmp_path / "proc/self/limits", "Max locked memory         8388608        8388608        bytes\n")
+    probe = ask(tools, tmp_path, "limits", BURST_PROBE_ROOT=str(tmp_path))
+    section = probe.section("host.limits")
+    assert only(probe, "host.memlock").severity is Verdict.FAIL
+    for cut in range(len(section.output)):
+        answer = NodeProbe(probe.node, {section.name: replace(section, output=section.output[:cut])})
+        assert only(answer, "host.memlock").severity is not Verdict.OK
+
+
 def test_room_is_what_the_system_says(here: NodeProbe) -> None:
     room, truth = parse_disks(here)["root"], os.statvfs("/")
     assert room is not None
