@@ -49,7 +49,7 @@ TESTS_S = 40.0  # of tests for one mutant, by their recorded times
 MAX_TESTS = 150
 LIMIT_S = 300.0  # for these; no failure until then counts as survival
 TEST_LIMIT_S = 60.0  # a test that hangs has noticed
-SLOW_IMPORTS = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "hydra", "paramiko", "typer", "rich", "jinja2"]
+SLOW_IMPORTS = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "paramiko", "typer", "rich", "jinja2"]
 FORKSERVER = multiprocessing.get_context("forkserver")
 
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
@@ -266,12 +266,16 @@ class Lines:
     def tests_of(self, path: str, line: int) -> list[str]:
         """Tests that run a line: those first that do least else, then those that share a fixture in which it runs,
         until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by processes
-        that cannot be traced), those of the file."""
+        that cannot be traced), those of the file, first where a word of the line occurs."""
         direct, of_file = self._tests(path, self._recorded_line(path, line))
         tests = direct or {test: False for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
         fixtures = {_file_of(test) for test, in_setup in tests.items() if in_setup}
         shared = [test for test in self.seconds if _file_of(test) in fixtures and test not in tests]
-        tests_in_order = sorted(tests, key=lambda test: (self.extent[test] / of_file[test], test))
+        words = set() if direct else _words((ROOT / path).read_text().splitlines()[line - 1])
+        strange = {test: not words & _words(_text(_file_of(test))) for test in tests} if words else {}
+        tests_in_order = sorted(
+            tests, key=lambda test: (strange.get(test, False), self.extent[test] / of_file[test], test)
+        )
         chosen: list[str] = []
         total = 0.0
         for test in (*tests_in_order, *sorted(shared, key=self.seconds.__getitem__)):
@@ -292,13 +296,16 @@ class Lines:
         """Tests that run this line (and whether in a fixture), and how many lines of the file each test runs."""
         of_line: dict[str, bool] = {}
         of_file = Counter[str]()
+        is_of_import = False
         for context, bits in _rows(self.database, path):
-            if test := _test_of(context):
-                numbers = numbits_to_nums(bits)
-                of_file[test] += len(numbers)
-                if line in numbers:
-                    of_line[test] = of_line.get(test, False) or context.endswith(("(setup)", "|setup"))
-        return of_line, of_file
+            numbers = numbits_to_nums(bits)
+            if not (test := _test_of(context)):
+                is_of_import |= line in numbers
+                continue
+            of_file[test] += len(numbers)
+            if line in numbers:
+                of_line[test] = of_line.get(test, False) or context.endswith(("(setup)", "|setup"))
+        return {} if is_of_import else of_line, of_file
 
 
 def _rows(database: Path, path: str = "%") -> Iterator[tuple[str, bytes]]:
@@ -318,6 +325,17 @@ def _test_of(context: str) -> str:
     return re.split(r" \((?:setup|call|teardown)\)|\|(?:setup|run|teardown)$", last)[0] if "::" in last else ""
 
 
+@functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+
+
+@functools.cache
+def _words(text: str) -> set[str]:
+    """Names that begin a line, and what stands in quotes."""
+    return set(re.findall(r"^\s*(\w+)\s*[:=]", text, re.MULTILINE)) | set(re.findall(r"[\"'](\w[\w.-]+)[\"']", text))
+
+
 def _file_of(test: str) -> str:
     return test.partition("::")[0]
 
@@ -329,8 +347,9 @@ def recorded() -> Lines:
         sys.exit("mutants: it is not known which tests run which lines; run: python scripts/mutants.py --record")
     seconds: dict[str, float] = {}
     for case in ElementTree.parse(RECORD / "junit.xml").iter("testcase"):
-        file = case.attrib["classname"].replace(".", "/") + ".py"
-        seconds[f"{file}::{case.attrib['name']}"] = float(case.attrib["time"])
+        file, name = case.attrib["classname"].replace(".", "/") + ".py", case.attrib["name"]
+        if f"def {name.partition('[')[0]}(" in _text(file):  # else it is gone since
+            seconds[f"{file}::{name}"] = float(case.attrib["time"])
     extent = Counter[str]()
     for context, bits in _rows(RECORD / "coverage"):
         if test := _test_of(context):
@@ -374,25 +393,46 @@ def copies(count: int) -> Iterator[Queue[Path]]:
 def judge(mutant: Mutant, copy: Path) -> Outcome:
     """Run the line's tests on the changed copy; it is as before afterwards."""
     tests, begin = recorded().tests_of(mutant.path, mutant.line), time.monotonic()
-    if not tests:
-        return Outcome(mutant, "unseen", 0.0)
     target = copy / mutant.path
     original = target.read_bytes()
     target.write_bytes(original[: mutant.begin] + mutant.text.encode() + original[mutant.end :])
+    try:
+        how = "unseen" if not tests else run(tests, copy)
+    finally:
+        target.write_bytes(original)
+    return Outcome(mutant, how, time.monotonic() - begin)
+
+
+def run(tests: list[str], copy: Path) -> str:
+    """What these tests say of a copy: survived, failed or late."""
     process = FORKSERVER.Process(target=_run_tests, args=(str(copy), tests))
     process.start()
     process.join(LIMIT_S)
     try:
-        if process.is_alive():
-            os.kill(process.pid or 0, signal.SIGINT)  # fixtures end what they began
-            process.join(20)
-            return Outcome(mutant, "late", time.monotonic() - begin)
-        return Outcome(mutant, "survived" if process.exitcode == 0 else "failed", time.monotonic() - begin)
+        if not process.is_alive():
+            return "survived" if process.exitcode == 0 else "failed"
+        os.kill(process.pid or 0, signal.SIGINT)  # fixtures end what they began
+        process.join(20)
+        return "late"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-        target.write_bytes(original)
+
+
+def check_unchanged(mutants: Sequence[Mutant], copy: Path) -> None:
+    """Ends the program when tests of some mutants do not pass without any change."""
+    tests = list(
+        dict.fromkeys(test for mutant in mutants for test in recorded().tests_of(mutant.path, mutant.line)[:3])
+    )
+    if run(tests, copy) != "survived":
+        sys.exit(
+            f"mutants: tests fail without a change, so they would tell nothing:\n{_log_of(copy).read_text()[-4000:]}"
+        )
+
+
+def _log_of(copy: Path) -> Path:
+    return copy.with_suffix(".log")
 
 
 def _run_tests(copy: str, tests: list[str]) -> NoReturn:
@@ -402,9 +442,9 @@ def _run_tests(copy: str, tests: list[str]) -> NoReturn:
     sys.path.insert(0, copy)
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=copy)
     os.environ.pop("CI", None)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
+    log = os.open(_log_of(Path(copy)), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), *tests]))
 
 
@@ -453,8 +493,11 @@ def main() -> int:
     recorded()
     FORKSERVER.set_forkserver_preload(SLOW_IMPORTS)
     with copies(options.jobs) as free, ThreadPoolExecutor(options.jobs) as pool:
+        copy = free.get()
+        check_unchanged(mutants[:20], copy)
+        free.put(copy)
 
-        def run(mutant: Mutant) -> None:
+        def judge_next(mutant: Mutant) -> None:
             copy = free.get()
             outcomes.append(judge(mutant, copy))
             free.put(copy)
@@ -466,7 +509,7 @@ def main() -> int:
                 rows = [{**asdict(o.mutant), "how": o.how, "seconds": o.seconds} for o in list(outcomes)]
                 options.json.write_text(json.dumps(rows, indent=1))
 
-        list(pool.map(run, mutants))
+        list(pool.map(judge_next, mutants))
     show(outcomes)
     return 0
 
