@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from cluster.control.busy import LOCK_FILE, find_controller
 from cluster.control.link import NodeStatus, Phase
 from cluster.remote_text import one_line
 from engine.run.records import read_json_object
@@ -121,6 +122,17 @@ def last_rows(run: RunFolder) -> list[dict[str, Any]]:
         file.seek(size - _TAIL_BYTES)
         lines = file.read(_TAIL_BYTES).split(b"\n")[1:]
     return [row for line in lines if (row := parse_line(line)) is not None]
+
+
+def is_lost(run: RunFolder, document: Mapping[str, Any]) -> bool:
+    """Whether a run has begun and not ended, and the process that should see to it is gone.
+
+    A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.
+    """
+    if document.get("state") not in ("starting", "running") or find_controller(run) is not None:
+        return False
+    is_alive = run.is_alive()
+    return is_alive is False or (is_alive is None and (run.path / LOCK_FILE).exists())
 
 
 def number(values: Any, name: str) -> float | None:

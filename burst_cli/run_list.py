@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, duration, plain
-from burst_cli.run_facts import last_rows, number, read_facts, seconds_between, word
-from cluster.control.busy import LOCK_FILE, find_controller
+from burst_cli.run_facts import is_lost, last_rows, number, read_facts, seconds_between, word
 from engine.runs import RunFolder, RunFolderError, list_runs
 
 STATE_STYLES = {
@@ -45,24 +44,6 @@ def list_entries(root: Path, states: Collection[str], exps: Collection[str]) -> 
     runs = [run for run in list_runs(root) if not exps or run.exp in exps]
     entries = [_entry(run) for run in reversed(runs)]
     return [entry for entry in entries if not states or entry.state in states or entry.document.get("state") in states]
-
-
-def is_lost(run: RunFolder, document: Mapping[str, Any]) -> bool:
-    """Whether a run has begun and not ended, and the process that should see to it is gone.
-
-    A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.
-    """
-    if document.get("state") not in ("starting", "running") or find_controller(run) is not None:
-        return False
-    is_alive = run.is_alive()
-    return is_alive is False or (is_alive is None and (run.path / LOCK_FILE).exists())
-
-
-def to_record(entry: Entry) -> dict[str, Any]:
-    """The run as `burst report --json` has it, with `lost` true for one whose controller is gone."""
-    from burst_cli.run_records import run_record
-
-    return {**run_record(entry.run), "lost": entry.state == "lost"}
 
 
 def runs_table(entries: Sequence[Entry], width: int) -> Table:

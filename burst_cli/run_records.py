@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_cli.run_facts import is_lost
 from engine.config import TrainConfig, load_config
 from engine.config_schema import nearest
 from engine.errors import ConfigError
@@ -18,11 +19,17 @@ _STATE_FACTS = ("started_at", "ended_at", "exit_code", "failure")
 
 
 def run_record(run: RunFolder) -> dict[str, Any]:
-    """{run_id, exp, status, path, ...summary}; `problems` names what is damaged, `alive` is false for a lost run.
+    """{run_id, exp, status, path, ...summary}; `problems` names what is damaged, `lost` says that nobody leads the run.
 
     A run without summary.json (it failed, or still runs) has its figures computed from metrics.jsonl.
     """
-    record: dict[str, Any] = {"run_id": run.run_id, "exp": run.exp, "status": UNREADABLE, "path": str(run.path)}
+    record: dict[str, Any] = {
+        "run_id": run.run_id,
+        "exp": run.exp,
+        "status": UNREADABLE,
+        "path": str(run.path),
+        "lost": False,
+    }
     own = frozenset(record)
     problems: list[str] = []
     summary: dict[str, Any] = {}
@@ -37,8 +44,7 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     except RunFolderError as error:
         return {**record, **_without(summary, own), "problems": [str(error), *problems]}
     record["status"] = state["state"]
-    if state["state"] in ("starting", "running"):
-        record["alive"] = run.is_alive()
+    record["lost"] = is_lost(run, state)
     facts = {name: state.get(name) for name in _STATE_FACTS}
     if summary.get("world_size") is None:
         summary["world_size"] = state.get("world_size")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_cli.run_list import is_lost
+from burst_cli.run_facts import is_lost
 from cluster.control.busy import Controller, find_controller
 from cluster.control.link import NodeStatus
 from engine.errors import BurstError

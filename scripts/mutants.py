@@ -266,11 +266,11 @@ class Lines:
     def tests_of(self, path: str, line: int) -> list[str]:
         """Tests that run a line: those first that do least else, then those that share a fixture in which it runs,
         until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by processes
-        that cannot be traced), those of the file, first where a word of the line occurs."""
+        that cannot be traced), those of the file, first where a word of the line occurs, then their neighbours."""
         direct, of_file = self._tests(path, self._recorded_line(path, line))
         tests = direct or {test: False for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
-        fixtures = {_file_of(test) for test, in_setup in tests.items() if in_setup}
-        shared = [test for test in self.seconds if _file_of(test) in fixtures and test not in tests]
+        files = {_file_of(test) for test, in_setup in tests.items() if in_setup or not direct}
+        neighbours = [test for test in self.seconds if _file_of(test) in files and test not in tests]
         words = set() if direct else _words((ROOT / path).read_text().splitlines()[line - 1])
         strange = {test: not words & _words(_text(_file_of(test))) for test in tests} if words else {}
         tests_in_order = sorted(
@@ -278,7 +278,7 @@ class Lines:
         )
         chosen: list[str] = []
         total = 0.0
-        for test in (*tests_in_order, *sorted(shared, key=self.seconds.__getitem__)):
+        for test in (*tests_in_order, *sorted(neighbours, key=self.seconds.__getitem__)):
             seconds = self.seconds.get(test, math.inf)
             if total + seconds <= TESTS_S and len(chosen) < MAX_TESTS:
                 chosen.append(test)

@@ -436,6 +436,6 @@ def _warnings(records: Iterable[dict[str, Any]]) -> list[str]:
     found: list[str] = []
     for record in records:
         found += map(str, record.get("problems", ()))
-        if record.get("alive") is False:
+        if record.get("lost"):
             found.append(f"{record['exp']}/{record['run_id']} says {record['status']}, but its process is gone")
     return [one_line(warning) for warning in found]

@@ -86,7 +86,7 @@ def _ratio(name: str) -> Callable[[Record], str]:
 
 def _status(record: Record) -> str:
     status = text(record, "status") or DASH
-    return f"{status}, lost" if record.get("alive") is False else status
+    return f"{status}, lost" if record.get("lost") else status
 
 
 def _traffic(record: Record) -> str:

@@ -89,8 +89,8 @@ def run_name(record: Record) -> str:
 
 
 def status_of(record: Record) -> str:
-    """Its state; `lost` where that says it runs, but its process is gone."""
-    return "lost" if record.get("alive") is False else text(record, "status") or "?"
+    """Its state; `lost` where that says it runs, but nobody sees to it any more."""
+    return "lost" if record.get("lost") else text(record, "status") or "?"
 
 
 def count_of(word: str, number: int) -> str:

@@ -108,7 +108,7 @@ def test_lost_run_is_told_apart_from_a_running_one(tmp_path: Path, capsys: pytes
     run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
     run.transition("starting")
     run.transition("running")
-    assert run_record(run)["alive"] is True
+    assert run_record(run)["lost"] is False
     run.record(pid_start="0")
     assert report(tmp_path) == 0
     captured = capsys.readouterr()
