@@ -264,12 +264,12 @@ class Lines:
     extent: dict[str, int]
 
     def tests_of(self, path: str, line: int) -> list[str]:
-        """Tests that run a line: those first that do least else, then those that share a fixture in which it runs,
-        until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by processes
-        that cannot be traced), those of the file, first where a word of the line occurs, then their neighbours."""
+        """Tests that run a line, those first that do least else, then their neighbours (which may share a fixture or a
+        process), until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by
+        processes that cannot be traced), those of the file, first where a word of the line occurs."""
         direct, of_file = self._tests(path, self._recorded_line(path, line))
-        tests = direct or {test: False for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
-        files = {_file_of(test) for test, in_setup in tests.items() if in_setup or not direct}
+        tests = direct or {test for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
+        files = set(map(_file_of, tests))
         neighbours = [test for test in self.seconds if _file_of(test) in files and test not in tests]
         words = set() if direct else _words((ROOT / path).read_text().splitlines()[line - 1])
         strange = {test: not words & _words(_text(_file_of(test))) for test in tests} if words else {}
@@ -292,10 +292,9 @@ class Lines:
         blocks = (b for b in matcher.get_matching_blocks() if b.b <= line - 1 < b.b + b.size)
         return next((line + block.a - block.b for block in blocks), 0)
 
-    def _tests(self, path: str, line: int) -> tuple[dict[str, bool], Counter[str]]:
-        """Tests that run this line (and whether in a fixture), and how many lines of the file each test runs."""
-        of_line: dict[str, bool] = {}
-        of_file = Counter[str]()
+    def _tests(self, path: str, line: int) -> tuple[set[str], Counter[str]]:
+        """Tests that run this line, and how many lines of the file each test runs."""
+        of_line, of_file = set[str](), Counter[str]()
         is_of_import = False
         for context, bits in _rows(self.database, path):
             numbers = numbits_to_nums(bits)
@@ -304,8 +303,8 @@ class Lines:
                 continue
             of_file[test] += len(numbers)
             if line in numbers:
-                of_line[test] = of_line.get(test, False) or context.endswith(("(setup)", "|setup"))
-        return {} if is_of_import else of_line, of_file
+                of_line.add(test)
+        return set() if is_of_import else of_line, of_file
 
 
 def _rows(database: Path, path: str = "%") -> Iterator[tuple[str, bytes]]:
