@@ -8,7 +8,7 @@ import yaml
 from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
 
 from cluster.parse.fabric import HcaPort
-from cluster.plan import LaunchPlan, node_spec
+from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders
 from cluster.preflight.facts import DataFacts
 from engine.config import config_from_dict
@@ -197,12 +197,13 @@ def test_environment_file_of_a_container_is_what_docker_reads() -> None:
 
 
 def test_a_supervisor_is_told_all_it_needs() -> None:
-    found = plan(cluster={"ranks_per_node": 2})
+    prediction = ("memory_plan.json", "{}")  # which the ranks' summary sets beside what they measure
+    found = with_files(plan(cluster={"ranks_per_node": 2}), prediction)
     spec = node_spec(found, found.nodes[1], lease_s=60.0)
     assert (spec.run_id, spec.node, spec.node_rank, spec.num_nodes) == (RUN.name, "n2", 1, 2)
     assert (spec.first_rank, spec.local_ranks, spec.folder, spec.exclusive) == (2, 2, FOLDER, True)
     files = dict(spec.files)
-    assert set(files) == {"config.yaml", "env/n2.env", "run.json"}
+    assert set(files) == {"config.yaml", "env/n2.env", "run.json", "memory_plan.json"}
     state = yaml.safe_load(files["run.json"])
     assert (state["state"], state["host"], state["pid"]) == ("starting", None, None)
 

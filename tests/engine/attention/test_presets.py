@@ -53,6 +53,14 @@ def test_auto_circulates_q_for_mha_and_kv_for_gqa_and_says_why() -> None:
     assert "4 query heads per kv head" in gqa.reason
 
 
+@pytest.mark.parametrize(
+    ("preset", "nodes", "tail"),
+    [("burst", 2, 2), ("burst", 1, 1), ("burst_ulysses", 2, 1), ("burst_ulysses", 1, 0), ("ring", 2, 0)],
+)
+def test_a_tile_waits_for_the_last_hop_of_every_level_of_the_ring(preset: str, nodes: int, tail: int) -> None:
+    assert resolve(preset, nodes=nodes).tail_steps == tail
+
+
 def test_every_field_can_be_overridden() -> None:
     method = resolve("burst", ring_inner_size=2, layout="striped", backward_circulates="kv")
     assert (method.ring_inner_size, method.ring_outer_size) == (2, 4)
