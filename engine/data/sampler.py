@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from engine.data.shards import TokenShards
 from engine.errors import DataError
+from engine.splitmix import splitmix64
 
 IGNORE_INDEX = -100
-_MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 8
 BLOCK = 10_000  # samples of a mixture in which every stream has exactly its share
 
@@ -119,7 +119,7 @@ class MixedSampler(Sampler):
         self.sources = tuple(sources)
         self.shares = shares(weights)
         self._starts = [sum(self.shares[:index]) for index in range(len(self.shares))]
-        self._seed = _mix(seed & _MASK)  # the order inside the streams is drawn from the seed itself
+        self._seed = splitmix64(seed)  # the order inside the streams is drawn from the seed itself
 
     def place_of(self, number: int) -> tuple[TokenShards, int]:
         """See `Sampler`."""
@@ -185,23 +185,15 @@ def permute(position: int, size: int, key: tuple[int, int]) -> int:
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half_mask = (1 << half_bits) - 1
-    round_key = _mix(_mix(key[0] & _MASK) ^ (key[1] & _MASK))
+    round_key = splitmix64(splitmix64(key[0]) ^ key[1])
     value = position
     while True:
         left, right = value >> half_bits, value & half_mask
         for index in range(_FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mix(round_key + (index << 56) + right) & half_mask)
+            left, right = right, left ^ (splitmix64(round_key + (index << 56) + right) & half_mask)
         value = left << half_bits | right
         if value < size:
             return value
-
-
-def _mix(value: int) -> int:
-    """A 64-bit hash of a 64-bit integer (the output function of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.row_blocks import row_blocks
+from engine.splitmix import splitmix64
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: features far apart in the hash's input
 _MASK_32 = 2**32 - 1
-_MASK_64 = 2**64 - 1
 
 
 class Dropout(NamedTuple):
@@ -37,7 +37,7 @@ class Dropout(NamedTuple):
 
 def row_keys(seed: int, samples: Sequence[int], positions: Tensor) -> Tensor:
     """Keys [B, T] int32 of the rows at `positions` [T] int64 of the sequences `samples`, on the device of positions."""
-    streams = [_signed(_mix_64(_mix_64(seed & _MASK_64) ^ sample), 64) for sample in samples]
+    streams = [_signed(splitmix64(splitmix64(seed) ^ sample), 64) for sample in samples]
     mixed = positions ^ torch.tensor(streams, dtype=torch.int64, device=positions.device).unsqueeze(1)
     mixed = (mixed ^ _shift(mixed, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     mixed = (mixed ^ _shift(mixed, 27, 64)) * _signed(0x94D049BB133111EB, 64)
@@ -73,7 +73,7 @@ def _masked(x: Tensor, keys: Tensor, rate: float, branch: int) -> Tensor:
     """x [B, T, d] times its mask, a new tensor; a block of rows at a time, since the hash is wider than x may be."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
-    salt = _signed(_mix_64(branch) & _MASK_32, 32)
+    salt = _signed(splitmix64(branch) & _MASK_32, 32)
     own_keys = _mix_32(keys.reshape(-1, 1) ^ salt)
     features = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device) * _signed(_GOLDEN, 32)
     # Hashes are spread evenly over all int32: so many of them lie below.
@@ -94,14 +94,6 @@ def _mix_32(x: Tensor) -> Tensor:
 def _shift(x: Tensor, bits: int, width: int) -> Tensor:
     """Logical shift to the right: torch's brings the sign along."""
     return (x >> bits) & ((1 << (width - bits)) - 1)
-
-
-def _mix_64(value: int) -> int:
-    """A 64-bit hash of a 64-bit integer (the output function of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)
 
 
 def _signed(value: int, width: int) -> int:
