@@ -17,6 +17,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE # or every process that a test starts compiles what it imports
 
 SOURCES := burst_cli cluster docker engine tests benchmarks scripts
 
