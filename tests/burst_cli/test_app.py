@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
