@@ -17,6 +17,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE # or every process that a test starts compiles what it imports
 
 SOURCES := burst_cli cluster docker engine tests benchmarks scripts
 
@@ -35,7 +36,7 @@ demo: $(READY)  ## Prepare real text, train the tiny model on four local ranks, 
 	$(PY) -m burst_cli report tiny --latest
 
 test: $(READY)  ## Run every test that needs no special machine
-	$(PY) -m pytest --durations 15 -m "not thorough" -n $(TEST_JOBS) --dist loadfile tests
+	$(PY) -m pytest --durations 15 -m "not thorough" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests
 
 thorough: $(READY)  ## Run the variations that `make test` leaves out
 	$(PY) -m pytest --durations 15 -m thorough

@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-pytest_plugins = ("testkit.skip_rule", "testkit.alone", "testkit.pace", "testkit.covering", "testkit.testbed_fixture")
+pytest_plugins = ("testkit.skip_rule", "testkit.pace", "testkit.covering", "testkit.testbed_fixture")
 
 
 @pytest.fixture(scope="session")

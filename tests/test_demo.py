@@ -21,7 +21,7 @@ from engine.runs import create_run, list_runs
 ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores
 README = (ROOT / "README.md").read_text()
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(END_S)]
+pytestmark = pytest.mark.timeout(END_S)
 
 
 def commands() -> list[list[str]]:

@@ -1,15 +1,11 @@
-"""The plugins of the suite itself: cases that cover every pair, tests that are alone, and the pace."""
+"""The plugins of the suite itself: cases that cover every pair, and the pace."""
 
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from pathlib import Path
 
 import pytest
 from testkit import PYTHON_PATH
-from testkit.alone import turn
 from testkit.covering import covering
 
 pytest_plugins = ("pytester",)
@@ -23,29 +19,6 @@ def test_chosen_cases_hold_every_pair_of_values() -> None:
     assert len(chosen) < len(cases) / 2
     for first, second in itertools.combinations("abc", 2):
         assert {(c[first], c[second]) for c in chosen} == {(c[first], c[second]) for c in cases}
-
-
-def test_who_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) -> None:
-    order: list[str] = []
-    begun = threading.Event()
-
-    def run(name: str, alone: bool) -> None:
-        with turn(tmp_path / "locks", alone=alone):
-            order.append(f"{name} begins")
-            begun.set()
-            time.sleep(0.3)
-            order.append(f"{name} ends")
-
-    threads = [threading.Thread(target=run, args=case) for case in (("first", False), ("alone", True), ("late", False))]
-    for thread in threads:
-        begun.clear()
-        thread.start()
-        if thread is threads[0]:
-            begun.wait()
-        time.sleep(0.1)
-    for thread in threads:
-        thread.join()
-    assert order == [f"{name} {what}" for name in ("first", "alone", "late") for what in ("begins", "ends")]
 
 
 @pytest.mark.parametrize(

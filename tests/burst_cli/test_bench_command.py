@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from burst_cli.app import main
 from burst_cli.bench_plot import bench_figure, write_plot
 from burst_cli.bench_view import bench_view, spread
 from engine.attention.presets import PRESETS
 
 Burst = Callable[..., Any]
-QUICK = ("--ranks", "2", "--seq-lens", "64", "--heads", "2", "--head-dim", "8", "--repeats", "2", "--warmup", "0")
+ROWS, HEADS, KV_HEADS, WIDTH = 64, 4, 2, 16
+VARIANTS = ("ring", "ring:layout=striped", "burst:backward_circulates=q", "ring:kernel=aten_flash", "single")
+SMALL = (
+    *("--ranks", "2", "--repeats", "3", "--warmup", "0", "--seq-lens", str(ROWS)),
+    *("--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-dim", str(WIDTH)),
+    *("--masks", "full", "--presets", ",".join(VARIANTS)),
+)
 
 
 def timing(median_s: float) -> dict[str, Any]:
@@ -44,34 +53,95 @@ def printed(shown: dict[str, Any]) -> str:
     return text.get()
 
 
-def test_attention_is_measured_written_and_drawn(burst: Burst, tmp_path: Path) -> None:
-    files = (tmp_path / "new" / "result.json", tmp_path / "plot.svg")
-    argv = ("--presets", "single,ring,burst:backward_circulates=q", "--output", str(files[0]), "--plot", str(files[1]))
-    result = burst("bench", "attention", *QUICK, *argv, "--json")
-    assert result.code == 0, result.err
-    shown = json.loads(result.out)
-    assert [item["variant"] for item in shown["results"]] == ["ring", "burst:backward_circulates=q"]
-    assert [(item["variant"], item["seq_len"]) for item in shown["skipped"]] == [("single", 64)]
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement printed, and the document that it wrote."""
+
+    out: str
+    err: str
+    document: Any
+
+
+def measure(folder: Path, kind: str, *argv: str) -> Measured:
+    file = folder / "new" / f"{kind}.json"
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["bench", kind, *argv, "--output", str(file)])
+    assert code == 0, err.getvalue()
+    assert f"written: {file}" in err.getvalue()
+    return Measured(out.getvalue(), err.getvalue(), json.loads(file.read_text()))
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Over real processes, with a plot."""
+    folder = tmp_path_factory.mktemp("attention")
+    found = measure(folder, "attention", *SMALL, "--json", "--plot", str(folder / "plot.svg"))
+    assert (folder / "plot.svg").read_text().startswith("<?xml")
+    return found
+
+
+@pytest.fixture(scope="module")
+def exchange(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(tmp_path_factory.mktemp("exchange"), "exchange", *SMALL)
+
+
+def test_attention_is_measured_and_written_with_what_was_skipped(attention: Measured) -> None:
+    shown = attention.document
+    assert json.loads(attention.out) == shown
+    assert [item["variant"] for item in shown["results"]] == list(VARIANTS[:3])
+    reasons = {item["variant"]: item["reason"] for item in shown["skipped"]}
+    assert set(reasons) == set(VARIANTS[3:])
+    assert "cuda" in reasons["ring:kernel=aten_flash"]  # its ranks refused it
     assert shown["settings"]["ranks"] == 2
     assert shown["environment"]["torch"]
-    assert json.loads(files[0].read_text()) == shown
-    assert files[1].read_text().startswith("<?xml")
-    assert all(f"written: {file}" in result.err for file in files)
 
 
-def test_exchange_tables_name_speed_and_what_was_skipped(burst: Burst) -> None:
-    result = burst("bench", "exchange", *QUICK, "--presets", "ring,single")
-    assert result.code == 0, result.err
-    assert "exchange, causal, 64 tokens" in result.out
-    assert "MB/s per rank" in result.out
-    assert "skipped single (causal 64): attention=single holds the whole sequence on one rank" in result.out
+def test_sent_bytes_follow_the_formulas(attention: Measured) -> None:
+    """2 ranks, full mask: each sends K,V once forward; in backward K,V once and the other's fp32 dK,dV home."""
+    block = (ROWS // 2) * 2 * KV_HEADS * WIDTH * 2
+    for item in attention.document["results"][:2]:
+        sent = item["sent_bytes_all_ranks"]
+        assert (sent["forward"], sent["backward"]) == (2 * block, 2 * (block + 2 * block))
+        assert (sent["intra"], sent["inter"]) == (sent["forward"] + sent["backward"], 0)
 
 
-def test_loss_is_measured(burst: Burst) -> None:
-    argv = ("--rows", "64,128", "--vocab-size", "256", "--hidden-size", "8", "--max-plain-rows", "64", "--repeats", "1")
-    result = burst("bench", "loss", *argv, "--json")
-    assert result.code == 0, result.err
-    assert [sorted(item["timings"]) for item in json.loads(result.out)["results"]] == [["fused", "plain"], ["fused"]]
+def test_the_exchange_alone_moves_the_same_bytes_as_attention(attention: Measured, exchange: Measured) -> None:
+    whole, alone = ([item["sent_bytes_all_ranks"] for item in m.document["results"]] for m in (attention, exchange))
+    assert whole == alone
+
+
+def test_rows_hold_times_of_every_repeat(attention: Measured) -> None:
+    rows = attention.document["results"]
+    for item in rows:
+        for part in ("forward", "backward", "total", "without_communication"):
+            timing = item[part]
+            assert timing["repeats"] == 3
+            assert 0 < timing["min_s"] <= timing["median_s"] <= timing["max_s"]
+        assert item["exposed_s"] == item["total"]["median_s"] - item["without_communication"]["median_s"]
+    assert rows[0]["time_over_first"] == 1.0
+
+
+def test_exchange_rows_hold_the_speed_of_a_rank(exchange: Measured) -> None:
+    for item in exchange.document["results"]:
+        for part in ("forward", "backward"):
+            mega_bytes = item["sent_bytes_all_ranks"][part] / 2 / 1e6
+            assert item[part]["mb_per_s_per_rank"] == pytest.approx(mega_bytes / item[part]["median_s"])
+
+
+def test_exchange_tables_name_speed_and_what_was_skipped(exchange: Measured) -> None:
+    out = exchange.out
+    assert "exchange, full, 64 tokens" in out
+    assert "MB/s per rank" in out
+    assert "skipped single (full 64): attention=single holds the whole sequence on one rank" in " ".join(out.split())
+
+
+def test_loss_needs_less_memory_fused_and_leaves_plain_out_above_its_limit(tmp_path: Path) -> None:
+    sizes = {"rows": "256,512", "hidden-size": 16, "vocab-size": 1024, "chunk-tokens": 64, "max-plain-rows": 256}
+    words = (word for name, size in sizes.items() for word in (f"--{name}", str(size)))
+    short, long = measure(tmp_path, "loss", *words, "--repeats", "1").document["results"]
+    assert short["peak_extra_bytes"]["plain"] >= 256 * 1024 * 4 > short["peak_extra_bytes"]["fused"]
+    assert set(long["timings"]) == {"fused"}
+    assert "time_ratio" not in long
 
 
 @pytest.mark.parametrize(
@@ -95,7 +165,7 @@ def test_mistakes_are_told_before_anything_is_measured(burst: Burst, argv: tuple
 
 
 def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:
-    result = burst("bench", "attention", *QUICK, "--presets", "ring", "--rank-command", "sh -c 'echo no >&2; exit 3'")
+    result = burst("bench", "attention", *SMALL, "--rank-command", "sh -c 'echo no >&2; exit 3'")
     assert result.code == 1
     assert "failed first, exit code 3" in result.err
     assert "    no\n" in result.err

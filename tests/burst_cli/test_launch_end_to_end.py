@@ -19,8 +19,6 @@ from burst_cli.app import main
 from engine.config import load_config
 from engine.runs import RunFolder, list_runs
 
-pytestmark = [pytest.mark.alone]
-
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests
 STEPS = 5

@@ -15,7 +15,7 @@ from testkit.process_table import kill_run, run_processes
 
 from engine.runs import RunFolder, list_runs
 
-pytestmark = [pytest.mark.alone, pytest.mark.thorough]  # with fake ranks: the table of faults
+pytestmark = pytest.mark.thorough  # with fake ranks: the table of faults
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests

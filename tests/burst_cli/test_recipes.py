@@ -79,7 +79,6 @@ def test_the_second_half_stretches_the_model_of_the_first_to_its_own_length() ->
 
 
 @pytest.mark.thorough
-@pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_recipe_runs_as_it_is_written(tmp_path: Path) -> None:
     """Few steps and less text; all else as typed."""

@@ -24,7 +24,6 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("format", ["json", "html"])
 def test_500_runs_take_seconds(many: Path, tmp_path: Path, format: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

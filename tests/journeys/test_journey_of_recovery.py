@@ -15,7 +15,7 @@ from testkit.waiting import wait_for
 
 from engine.runs import RunFolder
 
-pytestmark = [pytest.mark.thorough, pytest.mark.alone, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 LIMIT_S = 60.0  # from the loss to the next optimizer step
 EVERY, FAR = 4, 100_000

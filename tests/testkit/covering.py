@@ -17,7 +17,7 @@ Case = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 TRIES = 12  # cases that are made up for a pair, of which the one with most new pairs is taken
-LAST_TRIES = 300  # before a pair is called impossible
+LAST_TRIES = 100  # before a pair is called impossible
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -103,17 +103,22 @@ class LocalRun:
         return len(self.run.read_metrics()) >= 4 and self.run.read_state()["nodes_started_at"] is not None
 
     @contextlib.contextmanager
-    def orphaned(self) -> Iterator[None]:
-        """Another process leads it, and is killed when it is under way."""
+    def led_elsewhere(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Another process leads it: once it is under way, and until the block ends."""
         environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
         launcher = subprocess.Popen([sys.executable, "-m", "testkit.fake_run", str(self.run.path)], env=environment)
         try:
             wait_for(lambda: self.is_under_way or launcher.poll() is not None, "the ranks")
             assert launcher.poll() is None
+            yield launcher
         finally:
             launcher.kill()
             launcher.wait()
-        yield
+
+    def orphan(self) -> None:
+        """Another process leads it, and is killed when it is under way."""
+        with self.led_elsewhere():
+            pass
 
     def mend(self) -> None:
         """From the next attempt on no rank misbehaves."""
@@ -185,11 +190,12 @@ class TestbedRun(LocalRun):
 
 
 def main(path: str) -> int:
-    """Lead the run in folder `path` from a process of its own, which can be killed."""
+    """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
     plan = read_launch_plan(run.path)
     links = open_links(plan, run, LINKS)
-    return control(plan, run, links, SilentObserver(), StopRequests(), Manner(timing=HURRIED)).exit_code
+    with StopRequests().listening() as stop:
+        return control(plan, run, links, SilentObserver(), stop, Manner(timing=HURRIED)).exit_code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """A pytest plugin: names tests over ten seconds and files over thirty that are not marked `thorough`, and fails the
 session over those that take three times as long.
 
+Where several workers run tests, the largest files come first: these take long, so that the end is of short ones, and
+they are of all parts, so that tests that compute run beside tests that wait.
+
 Machines that others share may be several times slower for hours. How much slower is measured during the session, by a
 small piece of work and by the time that the machine was kept waiting (`steal` of /proc/stat), and widens the limits.
 """
@@ -76,6 +79,12 @@ class Pace:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Pace(), "pace_of_tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        size = {path: path.stat().st_size for path in {item.path for item in items}}
+        items.sort(key=lambda item: (-size[item.path], item.path))
 
 
 def _work_s() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import psutil
 
@@ -13,7 +14,7 @@ from testkit.waiting import wait_for
 
 def run_processes(run_id: str) -> list[psutil.Process]:
     """The living processes that carry the mark of run `run_id`, without this one."""
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_of(process, run_id)]
+    return [one for one in _living("environ", f"{RUN_ID_VARIABLE}={run_id}") if one.pid != os.getpid()]
 
 
 def kill_run(run_id: str, wait_s: float = 10.0) -> None:
@@ -31,13 +32,7 @@ def kill_run(run_id: str, wait_s: float = 10.0) -> None:
 
 def supervisors(run_id: str) -> list[psutil.Process]:
     """The living supervisors of run `run_id`; they do not carry its mark."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if "burst-supervisor" in words and run_id in words and _lives(process):
-                found.append(process)
-    return found
+    return _living("cmdline", "burst-supervisor", run_id)
 
 
 def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
@@ -47,13 +42,15 @@ def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
     return [*supervisors(run_id), *run_processes(run_id)]
 
 
-def _is_of(process: psutil.Process, run_id: str) -> bool:
-    try:
-        return process.environ().get(RUN_ID_VARIABLE) == run_id and _lives(process)
-    except (psutil.Error, OSError):
-        return False  # another user's process, or one that just ended
+def _living(file: str, *words: str) -> list[psutil.Process]:
+    """Processes with these words in a file of /proc, zombies left out: they have ended, only their parent is to notice.
 
-
-def _lives(process: psutil.Process) -> bool:
-    """A zombie has ended: only its parent has yet to notice."""
-    return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    Asked many times a second, so nothing but that file is read of all the others.
+    """
+    found, wanted = [], {word.encode() for word in words}
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # another user's process, or one that just ended
+            if wanted <= set(Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")):
+                process = psutil.Process(pid)
+                found += [process] if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else []
+    return found

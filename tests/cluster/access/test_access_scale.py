@@ -14,7 +14,6 @@ LIMIT_S = 30.0
 LIMIT_BYTES = 250e6
 
 
-@pytest.mark.alone  # 512 servers share two cores with who asks them
 @pytest.mark.thorough
 def test_512_nodes_are_checked_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

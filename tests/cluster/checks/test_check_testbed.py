@@ -167,7 +167,8 @@ def test_the_verb_lists_the_usable_nodes_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config_dir))
     timeout = f"cluster.ssh.connect_timeout_s={CONNECT_TIMEOUT_S}"
-    code = main(["check-nodes", f"cluster={broken.name}", timeout, "--only", "gpu", "--list"])
     names = broken.node_names
+    hosts = fold_nodes([names[number - 1] for number in (1, 2, 3, 5, 8, 9)])  # the others take as long as the timeout
+    code = main(["check-nodes", f"cluster={broken.name}", timeout, "--hosts", hosts, "--only", "gpu", "--list"])
     assert capsys.readouterr().out == fold_nodes([names[0], names[1], names[2], names[7]]) + "\n"
     assert code == 1

@@ -80,8 +80,8 @@ def test_second_attempt_begins_anew_and_ends_well(start: Callable[..., TestbedRu
 
 def test_run_of_a_killed_launcher_is_cancelled_from_elsewhere(start: Callable[..., TestbedRun]) -> None:
     one = start("wait")
-    with one.orphaned():
-        settled = request_cancel(one.run)
+    one.orphan()
+    settled = request_cancel(one.run)
     assert (settled.state, settled.leftover) == ("cancelled", ())
     assert run_processes(one.run.run_id) == []
     # A bridge ends once it sees that nobody is on the other side.

@@ -171,6 +171,8 @@ CASES = (
 )
 
 
+# The first node is cut off as the second is; a relay without disk fails as one that is killed.
+@pytest.mark.thorough_for("first-node-dies-midway", "disk-of-relay-full")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_one_node_lacks_or_loses_stops_no_other(case, rig):
     victim = rig.names[case.position]

@@ -1,4 +1,4 @@
-"""Faults of nodes, links and launchers, on a virtual cluster with real sshd; only the ranks are fakes."""
+"""Faults of nodes and links, on a virtual cluster with real sshd; only the ranks are fakes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from testkit.fault_table import AROUND_RANKS, DETACHED, LEASE, Row
 from testkit.process_table import run_processes, supervisors, wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
-from cluster.control.outcome import SilentObserver
-from cluster.control.settle import request_cancel, settle, take_over
 from cluster.control.stopping import StopRequests
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
@@ -115,17 +113,12 @@ def slow_down(case: Case) -> None:
     case.open_gate()
 
 
-def cancel(case: Case) -> None:
-    threading.Thread(target=request_cancel, args=(case.one.run,), daemon=True).start()
-
-
 def cut_off_and_leave(case: Case) -> None:
     set_fault(case.testbed, case.node, "link_down")
     case.signal(*[signal.SIGINT] * 3)
 
 
 ACTIONS: dict[str, tuple[str, Callable[[Case], None]]] = {
-    "kill torchrun": ("sleep", lambda case: case.kill("distributed/run.py")),
     "kill the supervisor": ("sleep", lambda case: case.kill("burst-supervisor")),
     "restart the node": ("wait", restart),
     "cut the link": ("wait", lambda case: set_fault(case.testbed, case.node, "link_down")),
@@ -133,15 +126,9 @@ ACTIONS: dict[str, tuple[str, Callable[[Case], None]]] = {
     "take SSH away": ("gate", leave_alone),
     "slow the link": ("gate", slow_down),
     "SIGINT": ("sleep", lambda case: case.signal(signal.SIGINT)),
-    "SIGTERM": ("wait", lambda case: case.signal(signal.SIGTERM)),
-    "SIGHUP": ("wait", lambda case: case.signal(signal.SIGHUP)),
-    "SIGINT twice": ("ignore", lambda case: case.signal(signal.SIGINT, signal.SIGINT)),
     "SIGINT thrice": ("wait", cut_off_and_leave),
-    "cancel": ("wait", cancel),
 }
-IN_THIS_PROCESS = [row for row in AROUND_RANKS if row.do in ACTIONS]
-(LAUNCHER_KILLED,) = (row for row in AROUND_RANKS if row.do == "kill the launcher")
-(RESUMED,) = (row for row in AROUND_RANKS if row.do == "resume")
+ROWS = [row for row in AROUND_RANKS if row.do in ACTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +160,7 @@ def make_case(testbed: Testbed, tmp_path: Path) -> Iterator[Callable[[Row, str],
     assert left == []
 
 
-@pytest.mark.parametrize("row", IN_THIS_PROCESS, ids=lambda row: row.do.replace(" ", "_"))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.do.replace(" ", "_"))
 def test_fault_is_survived_or_ends_the_run_with_its_reason(make_case: Callable[[Row, str], Case], row: Row) -> None:
     mode, act = ACTIONS[row.do]
     case = make_case(row, mode)
@@ -188,30 +175,3 @@ def test_fault_is_survived_or_ends_the_run_with_its_reason(make_case: Callable[[
     if row.state == "completed":
         log = case.one.run.log_path(case.node, 1)
         assert log.read_bytes() == case.one.there(case.node).log_path(case.node, 1).read_bytes()
-
-
-def test_launcher_killed_leaves_nodes_that_stop_by_themselves(make_case: Callable[[Row, str], Case]) -> None:
-    case = make_case(LAUNCHER_KILLED, "wait")
-    with case.one.orphaned():
-        pass
-    begin = time.monotonic()
-    assert wait_until_gone(case.one.run.run_id, LAUNCHER_KILLED.limit_s or 0.0) == []
-    assert time.monotonic() - begin > 1.0  # it was the lease, not the death, that ended them
-    settle(case.one.run)
-    confirm(LAUNCHER_KILLED, case.one.run, None, case.one.names)
-
-
-def test_run_of_a_killed_launcher_is_taken_up_again_and_ends_well(make_case: Callable[[Row, str], Case]) -> None:
-    case = make_case(RESUMED, "gate")
-    with case.one.orphaned():
-        case.open_gate()
-    assert settle(case.one.run, 20.0).state in ("running", "completed")
-    outcome = take_over(case.one.run, SilentObserver(), StopRequests())
-    confirm(RESUMED, case.one.run, outcome.exit_code, case.one.names)
-    assert [row["step"] for row in case.one.run.read_metrics()] == [1, 2, 3, 4, 5]
-    assert case.one.run.read_state()["attempt"] == 1
-
-
-def test_every_row_has_its_test() -> None:
-    elsewhere = {"close stdout"}  # tests/burst_cli/test_launch_command.py
-    assert {row.do for row in AROUND_RANKS} == {*ACTIONS, "kill the launcher", "resume"} | elsewhere

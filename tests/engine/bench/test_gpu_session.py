@@ -405,7 +405,6 @@ def call(workers: Workers, name: str, timeout_s: float = 60.0, **settings: Any) 
     return workers.call(Measurement(name, f"gpu_faults:{name}", settings), timeout_s)
 
 
-@pytest.mark.alone
 def test_workers_survive_what_raises_dies_or_hangs(make_workers: Callable[..., Workers]) -> None:
     workers = make_workers()
     first = call(workers, "works", value=1)[0]
@@ -421,7 +420,6 @@ def test_workers_survive_what_raises_dies_or_hangs(make_workers: Callable[..., W
     assert call(workers, "works", value=4)[0]["value"] == 4
 
 
-@pytest.mark.alone
 def test_without_a_gpu_the_error_says_so(make_workers: Callable[..., Workers]) -> None:
     there_is_one = torch.cuda.is_available()
     with contextlib.nullcontext() if there_is_one else pytest.raises(MeasurementError, match="finds no CUDA device"):

@@ -38,7 +38,6 @@ class LeanFinder(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = LeanFinder
 """
 PARTS = ["tiles", "blocked", "loss", "elementwise", "offload", "parity", "steps"]
-pytestmark = [pytest.mark.alone]  # one session, which all tests of this module look at
 MEASURED = {"label", "status", "error"}
 
 

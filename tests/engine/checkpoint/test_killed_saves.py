@@ -117,7 +117,6 @@ def kill_again_and_again(root: Path, seed: int, kills: int) -> tuple[int, int]:
     return killer.committed, half_done
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kills", [60, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_kills_lose_nothing_that_was_committed_and_leave_nothing_that_was_not(tmp_path: Path, kills: int) -> None:

@@ -22,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
-    train = {"steps": 6, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
+    train = {"steps": 4, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
     return tiny_config(train=train, model={"vocab_size": 320}, data=corpus, **sections)
 
 
@@ -61,7 +61,7 @@ def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataCon
     run = create_run_of(config, tmp_path)
     assert ranks(4).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};2;3") == [0] * 4
     rows = run.read_metrics()
-    assert [row["straggler_rank"] for row in rows[2:]] == [2] * 4, rows
+    assert [row["straggler_rank"] for row in rows[2:]] == [2] * 2, rows
     for row in rows[2:]:
         assert row["rank_wait_s_max"] >= 0.9 * SLOW_S
         assert 0 <= row["rank_wait_s_min"] <= row["rank_wait_s_max"] - SLOW_S / 2
@@ -78,7 +78,7 @@ def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
     config = config_of(corpus, attention={"preset": preset}, parallel=parallel)
     run = create_run_of(config, tmp_path)
     assert ranks(2).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};1;2") == [0, 0]
-    assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 5, run.read_metrics()
+    assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 3, run.read_metrics()
 
 
 def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
