@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
-import functools
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -35,18 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 from typing import NoReturn
-from xml.etree import ElementTree
 
 import pytest
 import yaml
-from coverage.numbits import numbits_to_nums
+from tests_of_lines import ROOT, product_files, record, recorded
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("burst_cli", "cluster", "engine")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
-RECORD = ROOT / ".mutants"
-TESTS_S = 25.0  # of tests for one mutant, by their recorded times
-MAX_TESTS = 150
 LIMIT_S = 300.0  # for these; no failure until then counts as survival
 TEST_LIMIT_S = 60.0  # a test that hangs has noticed
 SLOW_IMPORTS = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "paramiko", "typer", "rich", "jinja2"]
@@ -215,7 +205,7 @@ def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     rng = random.Random(seed)
     lines: list[list[Mutant]] = []
     equivalent = {(row["path"], row["line"], row["before"], row["text"]) for row in _equivalents()}
-    for path in _product_files():
+    for path in product_files():
         if not only or any(path.startswith(prefix) for prefix in only):
             lines += mutants_of(path, (ROOT / path).read_text()).values()
     rng.shuffle(lines)
@@ -229,131 +219,8 @@ def draw(count: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     return drawn
 
 
-def _product_files() -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
-
-
 def _equivalents() -> list[dict[str, str]]:
     return list(yaml.safe_load(EQUIVALENT.read_text()) or []) if EQUIVALENT.exists() else []
-
-
-# --- the tests of a line ----------------------------------------------------------------------------------------------
-
-
-def record() -> None:
-    """Run the suite and note in .mutants/ which lines each test runs, in processes that it starts too."""
-    shutil.rmtree(RECORD, ignore_errors=True)
-    RECORD.mkdir()
-    words = ["--cov", "--cov-context=test", "--cov-report=", f"--junitxml={RECORD / 'junit.xml'}", "-q"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not thorough and not gpu", *words],
-        cwd=ROOT,
-        check=False,  # a test that fails, or is slow beside the tracer, still tells its lines
-    )
-    for name in _product_files():
-        (RECORD / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, RECORD / "sources" / name)
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Which tests run which lines, as recorded: of each test its seconds and how many lines of the product it runs."""
-
-    database: Path
-    seconds: dict[str, float]
-    extent: dict[str, int]
-
-    def tests_of(self, path: str, line: int) -> list[str]:
-        """Tests that run a line, those first that do least else, then their neighbours (which may share a fixture or a
-        process), until TESTS_S of work are found. Where no test is known to (lines that are run by an import, or by
-        processes that cannot be traced), those of the file, first where a word of the line occurs."""
-        direct, of_file = self._tests(path, self._recorded_line(path, line))
-        tests = direct or {test for test, lines in of_file.items() if lines > 0.05 * max(of_file.values())}
-        files = set(map(_file_of, tests))
-        neighbours = [test for test in self.seconds if _file_of(test) in files and test not in tests]
-        words = set() if direct else _words((ROOT / path).read_text().splitlines()[line - 1])
-        strange = {test: not words & _words(_text(_file_of(test))) for test in tests} if words else {}
-        tests_in_order = sorted(
-            tests, key=lambda test: (strange.get(test, False), self.extent[test] / of_file[test], test)
-        )
-        chosen: list[str] = []
-        total = 0.0
-        for test in (*tests_in_order, *sorted(neighbours, key=self.seconds.__getitem__)):
-            seconds = self.seconds.get(test, math.inf)
-            if total + seconds <= TESTS_S and len(chosen) < MAX_TESTS:
-                chosen.append(test)
-                total += seconds
-        return chosen
-
-    def _recorded_line(self, path: str, line: int) -> int:
-        """The line's number when the tests were recorded; 0 if it was not there."""
-        old = (RECORD / "sources" / path).read_text().splitlines() if (RECORD / "sources" / path).exists() else []
-        matcher = difflib.SequenceMatcher(None, old, (ROOT / path).read_text().splitlines(), autojunk=False)
-        blocks = (b for b in matcher.get_matching_blocks() if b.b <= line - 1 < b.b + b.size)
-        return next((line + block.a - block.b for block in blocks), 0)
-
-    def _tests(self, path: str, line: int) -> tuple[set[str], Counter[str]]:
-        """Tests that run this line, and how many lines of the file each test runs."""
-        of_line, of_file = set[str](), Counter[str]()
-        is_of_import = False
-        for context, bits in _rows(self.database, path):
-            numbers = numbits_to_nums(bits)
-            if not (test := _test_of(context)):
-                is_of_import |= line in numbers
-                continue
-            of_file[test] += len(numbers)
-            if line in numbers:
-                of_line.add(test)
-        return set() if is_of_import else of_line, of_file
-
-
-def _rows(database: Path, path: str = "%") -> Iterator[tuple[str, bytes]]:
-    """(context, lines as coverage's bits) of one recorded file, or of all."""
-    query = (
-        "select context.context, line_bits.numbits from line_bits join context on context.id = line_bits.context_id"
-        " join file on file.id = line_bits.file_id where file.path like ?"
-    )
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        yield from connection.execute(query, (path,))
-
-
-def _test_of(context: str) -> str:
-    """The test in a context's name ("none|TEST|run" of the test's process, "TEST (call)" of one that it started), the
-    last one where a process serves many; "" outside of tests."""
-    last = context[max(context.rfind("tests/"), 0) :]
-    return re.split(r" \((?:setup|call|teardown)\)|\|(?:setup|run|teardown)$", last)[0] if "::" in last else ""
-
-
-@functools.cache
-def _text(file: str) -> str:
-    return (ROOT / file).read_text() if (ROOT / file).is_file() else ""
-
-
-@functools.cache
-def _words(text: str) -> set[str]:
-    """Names that begin a line, and what stands in quotes."""
-    return set(re.findall(r"^\s*(\w+)\s*[:=]", text, re.MULTILINE)) | set(re.findall(r"[\"'](\w[\w.-]+)[\"']", text))
-
-
-def _file_of(test: str) -> str:
-    return test.partition("::")[0]
-
-
-@functools.cache
-def recorded() -> Lines:
-    """What `record` noted."""
-    if not (RECORD / "coverage").exists():
-        sys.exit("mutants: it is not known which tests run which lines; run: python scripts/mutants.py --record")
-    seconds: dict[str, float] = {}
-    for case in ElementTree.parse(RECORD / "junit.xml").iter("testcase"):
-        file, name = case.attrib["classname"].replace(".", "/") + ".py", case.attrib["name"]
-        if f"def {name.partition('[')[0]}(" in _text(file):  # else it is gone since
-            seconds[f"{file}::{name}"] = float(case.attrib["time"])
-    extent = Counter[str]()
-    for context, bits in _rows(RECORD / "coverage"):
-        if test := _test_of(context):
-            extent[test] += sum(byte.bit_count() for byte in bits)
-    return Lines(RECORD / "coverage", seconds, extent)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
