@@ -95,7 +95,8 @@ def rig(standing):
         wait_for(lambda node=node: not standing.relays(node.name), f"the end of the relay on {node.name}")
         node.folder.authorized_keys.write_bytes(keys[node.name])
     LOST.clear()
-    assert not list(Path("/var/tmp").glob("burst-image-*"))
+    # A file loses its name as soon as it is made; that of a test beside this one has it for a moment.
+    wait_for(lambda: not list(Path("/var/tmp").glob("burst-image-*")), "files of pushes that have no name")
 
 
 LOST: set[str] = set()
@@ -180,7 +181,7 @@ def test_what_one_node_lacks_or_loses_stops_no_other(case, rig):
     if not case.midway:
         case.act(rig, victim)
     with SshPool(keepalive_s=0.5) as pool:
-        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect, stall_s=0.5)
+        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect, stall_s=1.5)
     result = pushed.nodes[victim]
 
     assert pushed.failed == ({victim} if case.error else set()), pushed.nodes
