@@ -173,12 +173,11 @@ def _weight_seconds(config: RunConfig, world: Topology, machine: Machine) -> flo
     if shards == 1:
         return 0.0
     element = 2 if train.compute_dtype == "bfloat16" else 4
-    reductions = 1 if parallel.reduce_gradients == "step" else train.grad_accum_steps
     numbers = count_parameters(config.model).total / parallel.tp_size * (shards - 1) / shards
     rate = machine.intra_bytes_per_s
     if shards > world.local_ranks // parallel.tp_size:
         rate = min(rate, machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks))
-    return numbers * (2 * element * train.grad_accum_steps + 4 * reductions) / rate
+    return numbers * (2 * element + 4) * train.grad_accum_steps / rate
 
 
 def _exposed_copies(cost: PolicyCost, machine: Machine, forward_s: float, backward_s: float) -> float:

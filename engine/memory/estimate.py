@@ -165,8 +165,7 @@ class _Step:
             finished = 0  # each is used and freed at once
         gradients = WIDE_BYTES * finished // shape.shards
         if self._config.train.grad_accum_steps > 1:  # those of the micro-steps before are there
-            whole = self._config.parallel.reduce_gradients == "step"
-            gradients = WIDE_BYTES * total // (1 if whole else shape.shards)
+            gradients = WIDE_BYTES * total // shape.shards
         state_bytes = 2.0 * WIDE_BYTES
         if memory.moments_dtype == "int8":
             state_bytes = 2 * (1 + WIDE_BYTES / _INT8_SCALE_BLOCK)

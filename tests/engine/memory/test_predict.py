@@ -48,15 +48,6 @@ CASES: dict[str, tuple[int, RunConfig]] = {
     ),
     "two micro-steps of two sequences": (1, small_config(train={"grad_accum_steps": 2, "micro_batch_size": 2})),
     "4 ranks, two micro-steps": (4, small_config(1024, attention={"preset": "burst"}, train={"grad_accum_steps": 2})),
-    "4 ranks, two micro-steps summed at once": (
-        4,
-        small_config(
-            1024,
-            attention={"preset": "burst"},
-            parallel={"reduce_gradients": "step"},
-            train={"grad_accum_steps": 2},
-        ),
-    ),
     "host store": (1, small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host"})),
     "host store of two layers": (
         1,
