@@ -53,8 +53,9 @@ class Inline:
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
         """See Worker."""
+        call()
         done: Future[None] = Future()
-        done.set_result(call())
+        done.set_result(None)
         return done
 
 
@@ -106,7 +107,7 @@ class HostGradients:
         worker: Worker,
         arrival: Callable[[], Arrival | None],
     ) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._use, self._worker, self._arrival = use, worker, arrival
         self._pending: deque[tuple[Future[None], set[Tensor]]] = deque()
         for unit in fsdp_modules(model):

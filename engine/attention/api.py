@@ -133,6 +133,11 @@ class ParallelAttention:
         transport = self.group.transport
         return transport.sent if isinstance(transport, MeteredTransport) else LinkBytes()
 
+    def idle_wire_s(self, device: torch.device) -> float:
+        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
+        machine = machine_of(self._config, _device_name(device))
+        return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
+
     @property
     def copy_times(self) -> TransferTimes[Any]:
         """Measures the plans' copies between device and host memory."""
@@ -198,10 +203,13 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
 
 def settle_method(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
     """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    choice = settle_auto(config, topology, machine_of(config, name))
+    choice = settle_auto(config, topology, machine_of(config, _device_name(device)))
     method = resolve_attention(choice.config, topology)
     return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def local_attention(

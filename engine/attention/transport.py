@@ -262,7 +262,7 @@ def make_channel_groups(
         # All ranks of a group must take part in making its communicator, and not all need be in a plan's first batch.
         # A collective would do, and build buffers that no message uses.
         for group in own.values():
-            group._get_backend(device).eager_connect_single_device(device)
+            group._get_backend(torch.device("cuda")).eager_connect_single_device(device)
     return own
 
 
