@@ -90,6 +90,13 @@ def test_an_optimizer_inside_backward_keeps_no_gradients() -> None:
     assert gradients(inside=True) < gradients(inside=False) / 4
 
 
+def test_inside_backward_the_hosts_gradients_are_those_of_a_few_layers() -> None:
+    memory = {"optimizer_store": "host", "optimizer_in_backward": True}
+    found = dict(estimate(memory=memory, optimizer={"max_grad_norm": None}, train={"seq_len": 4096}).components["host"])
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert found["gradients"] == 4 * 4 * layer // 8  # four of them, fp32, over eight ranks
+
+
 def test_checkpoints_on_the_host_leave_two_layers_on_the_device() -> None:
     found = estimate(memory={"activation_checkpoint": "full", "activation_store": "host"})
     assert device(found)["checkpoints"] == 2 * HIDDEN

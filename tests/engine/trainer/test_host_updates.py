@@ -203,10 +203,24 @@ def words_of_failure() -> tuple[str, int]:
     return "", len(uses)
 
 
-def test_what_fails_beside_backward_ends_the_step_and_nothing_is_updated_after_it(ranks: Pools) -> None:
+def test_what_fails_beside_backward_ends_the_step(ranks: Pools) -> None:
     words, uses = ranks(1).run(words_of_failure)[0]
     assert "no memory for moments" in words
     assert uses == 2
+
+
+def test_nothing_runs_after_a_failure() -> None:
+    worker, ran = WorkerThread(), []
+
+    def fail() -> None:
+        raise ArithmeticError("no memory for moments")
+
+    calls = [worker.submit(call) for call in (lambda: ran.append(1), fail, lambda: ran.append(2))]
+    assert calls[0].result(WAIT_S) is None
+    for done in calls[1:]:
+        with pytest.raises(ArithmeticError, match="no memory for moments"):
+            done.result(WAIT_S)
+    assert ran == [1]
 
 
 def hooks_on_gradients() -> int:
