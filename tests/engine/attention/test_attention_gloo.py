@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,20 @@ def test_ranks_meet_exactly_those_that_a_step_talks_to_before_the_first(ranks) -
     for met, used in ranks(4).run(ends_met_and_used, 32, 2):
         assert met == used
         assert len({channel for channel, _, _ in used}) == 4  # payload and gradients, inside a node and between
+
+
+def multiprocessors_left() -> list[int | None]:
+    """What torch's kernels leave free under parallel.message_sms=8, and under null after that."""
+    found = []
+    for count in (8, None):
+        config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(message_sms=count))
+        build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
+        found.append(torch._C._get_sm_carveout_experimental())
+    return found
+
+
+def test_kernels_leave_the_multiprocessors_that_messages_are_to_have(ranks) -> None:
+    assert ranks(1).run(multiprocessors_left) == [[8, None]]
 
 
 def two_micro_batches(seq_len: int) -> list[float]:
