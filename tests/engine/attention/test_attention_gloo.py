@@ -250,9 +250,8 @@ def blocks_per_step() -> tuple[list[int], int]:
         sizes.append(size)
         return allocate_bytes(place, size)
 
-    layer = build(35, 2, {"preset": "burst"}, 2)
     pool = BufferPool(allocate=allocate)
-    object.__setattr__(layer.group, "pool", pool)  # before the first plan is made
+    layer = build(35, 2, {"preset": "burst"}, 2).with_runtimes(lambda runtime: replace(runtime, pool=pool))
     inputs = random_inputs(35, HEADS, 2, HEAD_DIM)
     counts = []
     for _ in range(5):
