@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.env.facts import EnvironmentVariable
-from cluster.env.plan import FLIGHT_RECORDER_ENTRIES
+from cluster.env.plan import FLIGHT_RECORDER_ENTRIES, communicator_order
 from engine.runs import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -48,8 +48,8 @@ def recorder_variables(log_dir: str) -> list[EnvironmentVariable]:
 def backend_variables(backend: str, *, share_device: bool) -> list[EnvironmentVariable]:
     """What the transport of the ranks needs anywhere."""
     if backend == "nccl":
-        reason = "a failed collective ends the rank, no hang"
-        return [EnvironmentVariable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", reason)]
+        ends = EnvironmentVariable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a failed collective ends the rank, no hang")
+        return [ends, communicator_order()]
     if share_device:
         return []
     return [EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "the ranks of this run compute on the CPU")]

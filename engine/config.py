@@ -24,7 +24,7 @@ from engine.config_rope import RopeScalingConfig
 from engine.config_schema import Problem, note
 from engine.errors import ConfigError
 
-# The same safe loader in C where PyYAML was built with libyaml: eight times faster, and a report reads many files.
+# In C where PyYAML was built with libyaml: eight times faster.
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_NESTED = 4000  # the loader in C has no limit of its own: it would overflow the stack
 
@@ -268,8 +268,9 @@ class ParallelConfig:
     reshard_after_forward: bool = field(
         default=True, metadata=note("free gathered parameters after the forward pass and gather them again")
     )
-    reduce_gradients: Literal["micro_step", "step"] = field(
-        default="micro_step", metadata=note("when ranks sum gradients; step: until then each keeps all of them, fp32")
+    message_sms: int | None = field(
+        default=None,
+        metadata=note("of a GPU, which kernels leave to attention's messages", "multiprocessors", at_least=1),
     )
 
 

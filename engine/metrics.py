@@ -11,6 +11,8 @@
     peak_host_bytes    most host memory for activations of a rank; CPU: counted in the same steps; CUDA: pinned memory
     comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
     comm_exposed_s     CUDA: seconds that compute waited for attention's messages, peers that come late included
+    comm_exposed_share those over the seconds that the messages would take on an idle wire, at the rates of
+                       cluster.machine: 0 is hidden, 1 adds all of the wire's time to the step; above: peers come late
     offload_*          copies of activations between device and host memory: bytes, seconds of them on their streams,
                        seconds that compute waited for them (CUDA)
     rank_wait_s_*      least and most that a rank was blocked on others in the step, and in the exchange of these
@@ -228,7 +230,8 @@ class StepMeter:
         traffic = self._attention.traffic()
         own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
         found, waits = self._reduce([*own, *self._transfers()])
-        slowest, allocated, reserved, tensors, host, intra, inter, stopping, exposed, moved, copying, standing = found
+        slowest, allocated, reserved, tensors, host, intra, inter, stopping, *transfers = found
+        exposed, exposed_share, moved, copying, standing = transfers
         assert slowest is not None
         self._steps += 1
         self._pairs = AttendedPairs(*map(sum, zip(self._pairs, result.pairs, strict=True)))
@@ -249,6 +252,7 @@ class StepMeter:
             "comm_intra_bytes": _whole(intra),
             "comm_inter_bytes": _whole(inter),
             "comm_exposed_s": exposed,
+            "comm_exposed_share": exposed_share,
             "offload_bytes": _whole(moved),
             "offload_copy_s": copying,
             "offload_exposed_s": standing,
@@ -259,10 +263,13 @@ class StepMeter:
         return row, bool(stopping)
 
     def _transfers(self) -> list[float | None]:
-        """Of this rank's step: seconds that messages were waited for; bytes, seconds and waits of the offload."""
+        """Of this rank's step: seconds that messages were waited for and their share of an idle wire's; bytes, seconds
+        and waits of the offload.
+        """
         messages, offload = self._messages.read(), total(times.read() for times in self._offload)
         waited = messages.exposed_s if messages.transferred_bytes else None
-        return [waited, offload.transferred_bytes or None, offload.transfer_s, offload.exposed_s]
+        share = messages.exposed_share(self._attention.idle_wire_s(self._mesh.device))
+        return [waited, share, offload.transferred_bytes or None, offload.transfer_s, offload.exposed_s]
 
     def _reduce(self, own: list[float | None]) -> tuple[list[float | None], list[float]]:
         """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""

@@ -5,7 +5,8 @@
     elementwise  bytes that norms, RoPE, SwiGLU, residuals and the loss read and write, over the memory's bandwidth
     weights      FSDP: two gathers in the compute dtype and a reduction in fp32 per micro-step, unless compute hides it
     offload      copies of activations to the host and back that compute cannot hide
-    optimizer    AdamW over this rank's shards, on the device or on the host
+    optimizer    AdamW over this rank's shards, on the device or on the host; inside backward the host's is hidden
+                 but for the gradient that comes last
 
 Each is a formula of the field (Rajbhandari et al. 2020 for weights); their sum was compared with published steps in
 docs/attention.md.
@@ -94,7 +95,7 @@ def predict_step(
         elementwise_s=elementwise_s,
         weights_s=max(0.0, _weight_seconds(config, world, machine) - compute_s),
         offload_s=_exposed_copies(cost, machine, forward_s + attention_s / 4, compute_s * 3 / 4),
-        optimizer_s=_update_seconds(config, world, machine),
+        optimizer_s=_exposed_update(config, world, machine, compute_s * 3 / 4),
         tokens=tokens,
         world_size=world.size,
     )
@@ -117,8 +118,10 @@ def extra_seconds(config: RunConfig, world: Topology, cost: PolicyCost, machine:
     busiest = sum(map(_busiest_flops, cost.layers)) * sequences / config.parallel.tp_size
     again_s += busiest / machine.forward_flops_per_s
     forward_s = _forward_seconds(config, world, machine)
-    update_s = _update_seconds(config, world, machine) if config.memory.optimizer_store == "host" else 0.0
-    return again_s + _exposed_copies(cost, machine, forward_s, 2 * forward_s + again_s) + update_s
+    backward_s = 2 * forward_s + again_s
+    on_host = config.memory.optimizer_store == "host"
+    update_s = _exposed_update(config, world, machine, backward_s) if on_host else 0.0
+    return again_s + _exposed_copies(cost, machine, forward_s, backward_s) + update_s
 
 
 def _busiest_flops(layer: LayerCost) -> float:
@@ -170,18 +173,28 @@ def _weight_seconds(config: RunConfig, world: Topology, machine: Machine) -> flo
     if shards == 1:
         return 0.0
     element = 2 if train.compute_dtype == "bfloat16" else 4
-    reductions = 1 if parallel.reduce_gradients == "step" else train.grad_accum_steps
     numbers = count_parameters(config.model).total / parallel.tp_size * (shards - 1) / shards
     rate = machine.intra_bytes_per_s
     if shards > world.local_ranks // parallel.tp_size:
         rate = min(rate, machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks))
-    return numbers * (2 * element * train.grad_accum_steps + 4 * reductions) / rate
+    return numbers * (2 * element + 4) * train.grad_accum_steps / rate
 
 
 def _exposed_copies(cost: PolicyCost, machine: Machine, forward_s: float, backward_s: float) -> float:
     """Of the copies to the host during forward, and back during backward, what these do not hide."""
     one_way_s = cost.moved_bytes / 2 / machine.host_bytes_per_s
     return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
+
+
+def _exposed_update(config: RunConfig, world: Topology, machine: Machine, backward_s: float) -> float:
+    """Of the update, what a backward pass of `backward_s` does not hide: inside it the host's is hidden, but for that
+    of the embedding, whose gradient is complete at its end.
+    """
+    update_s, memory = _update_seconds(config, world, machine), config.memory
+    if memory.optimizer_store != "host" or not memory.optimizer_in_backward:
+        return update_s
+    last = config.model.vocab_size * config.model.hidden_size / count_parameters(config.model).total
+    return max(last * update_s, update_s - backward_s)
 
 
 def _update_seconds(config: RunConfig, world: Topology, machine: Machine) -> float:

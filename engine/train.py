@@ -5,11 +5,13 @@ Reads the run folder's config.yaml, trains, and leaves metrics, summary and erro
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 from engine.config import load_config
 from engine.errors import BurstError
+from engine.run.process import prefer_expandable_segments
 from engine.run.rank_process import RankStatus, leave, run_rank
 from engine.runs import RunFolder, open_run
 
@@ -33,6 +35,7 @@ def main(work: Callable[[RunFolder, RankStatus], None] = train) -> None:
     except BurstError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    prefer_expandable_segments(os.environ)
     exit_code = run_rank(run, lambda status: work(run, status))
     leave(exit_code)
     sys.exit(exit_code)

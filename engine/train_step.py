@@ -162,7 +162,7 @@ class TrainStep:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
-            set_gradient_sync(self.model, self.config.parallel, is_last=index == len(local) - 1)
+            set_gradient_sync(self.model, is_last=index == len(local) - 1)
             self.status.micro_step, self.status.phase = index, "forward"
             self._faults.at_forward(self.status.step)
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))

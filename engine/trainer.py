@@ -35,8 +35,10 @@ from engine.parallel.mesh import (
     build_mesh,
     check_world,
     choose_device,
+    limit_waits,
     read_placement,
     start_process_group,
+    step_timeout,
 )
 from engine.parallel.reduce import wait_for_all_ranks
 from engine.parallel.waiting import count_waits
@@ -113,6 +115,7 @@ class Trainer:
         position = self._checkpoints.restore() or self._begin()
         self.sampler.start_at(position.step, position.samples)
         self._recorder.phase("train")
+        limit_waits(self.mesh, step_timeout(self.config.cluster))
         stopped = False
         with self._stop.watch():
             while position.step < total and not stopped:

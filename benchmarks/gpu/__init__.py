@@ -6,7 +6,8 @@
     checks     figures that no device can reach become errors
     targets    what the figures say about the goals
     report     the document as Markdown
-    tiles, blocked, loss, steps, parity, others      the parts: `plan(...)` gives measurements, `measure(...)` rows
+    overlap, tiles, blocked, others, loss, steps, parity    the parts: `plan(...)` gives measurements,
+                                                            `measure(...)` rows
 
 A row is a dictionary of plain values; its `status` is measured, failed, skipped, not available or above peak.
 """

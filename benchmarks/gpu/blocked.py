@@ -43,7 +43,7 @@ class BlockedSizes:
     ranks: tuple[Point, ...]
     whole_tokens: int = 65536
     head_dim: int = 128
-    weight: float = 0.16
+    weight: float = 3.0
 
 
 FULL = BlockedSizes(

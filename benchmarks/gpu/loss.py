@@ -29,7 +29,7 @@ class LossSizes:
     hidden_size: int = 4096
     chunk_tokens: int = 2048
     matmul_size: int = 8192
-    weight: float = 0.06
+    weight: float = 1.5
 
 
 SMALL = LossSizes(vocab_sizes=(512,), rows=(64, 128), hidden_size=32, chunk_tokens=32, matmul_size=256)

@@ -26,8 +26,8 @@ class Other:
 
 
 OTHERS = (
-    Other("elementwise", "Elementwise kernels", "engine.bench.elementwise", "bench_elementwise", 0.08, 18.0),
-    Other("offload", "Host offload", "engine.bench.offload", "bench_offload", 0.08, 18.0),
+    Other("elementwise", "Elementwise kernels", "engine.bench.elementwise", "bench_elementwise", 1.5, 18.0),
+    Other("offload", "Host offload", "engine.bench.offload", "bench_offload", 2.5, 18.0),
 )
 
 

@@ -107,7 +107,7 @@ class ParitySizes:
     presets: tuple[PresetName, ...] = tuple(name for name in PRESETS if name != "single")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     expected_s: float = 30.0
-    weight: float = 0.2
+    weight: float = 4.0
 
 
 SMALL = ParitySizes(ranks=(2,), presets=("burst", "ulysses"), dtypes=("float32",), expected_s=12.0)

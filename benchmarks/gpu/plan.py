@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 Row = dict[str, Any]
+SLOWER_THAN_EXPECTED = 1.5  # as a device may be
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Measurement:
     function     module:name of what measures it, called with `device` and the settings; returns rows
     settings     plain values
     expected_s   on the device that the sizes are meant for; the runner scales it by what it sees
-    fresh        wants a process of its own, because memory is what it measures
+    fresh        wants a process of its own, because memory is what it measures, or for its environment
+    environment  variables that its process sets before it opens the device
     """
 
     label: str
@@ -27,6 +29,7 @@ class Measurement:
     settings: Mapping[str, Any] = field(default_factory=dict)
     expected_s: float = 1.0
     fresh: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,12 @@ class Part:
 
 
 def share_s(left_s: float, parts: Sequence[Part]) -> float:
-    """Seconds of the first of the parts that are still to run; what one leaves unused goes to those after it."""
-    return left_s * parts[0].weight / sum(part.weight for part in parts)
+    """Seconds of the first of the parts that are still to run: by weight, or all that those after it cannot use.
+
+    What it leaves unused goes to them.
+    """
+    needed_s = SLOWER_THAN_EXPECTED * sum(part.expected_s for part in parts[1:])
+    return max(left_s * parts[0].weight / sum(part.weight for part in parts), left_s - needed_s)
 
 
 def select(parts: Sequence[Part], only: Sequence[str]) -> tuple[Part, ...]:

@@ -21,7 +21,7 @@ class Predictions:
         self._budget = budget
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._futures: dict[str, Future[PredictedMemory]] = {
-            m.label: self._pool.submit(self._predict, m) for m in measurements if m.settings["predicts"]
+            m.label: self._pool.submit(self._predict, m) for m in measurements if m.settings["about"]["predicts"]
         }
 
     def amend(self, rows: Sequence[Row]) -> list[Row]:

@@ -75,12 +75,12 @@ class Runner:
         return done
 
     def _run_part(self, part: Part, share: float, document: PartDocument, done: list[PartDocument]) -> None:
-        started, pace, skipped = self.budget.clock(), 1.0, 0
+        started, pace, skipped = self.budget.clock(), 1.0, []
         for measurement in part.measurements:
             left = share - (self.budget.clock() - started)
             needed = measurement.expected_s * pace
             if needed > left:
-                skipped += 1
+                skipped.append(measurement.label)
                 reason = f"about {needed:.0f} s, {max(0.0, left):.0f} s left of the part's {share:.0f} s"
                 document["rows"].append(skipped_row(measurement.label, reason))
                 continue
@@ -93,7 +93,7 @@ class Runner:
             self.refresh(document)
             self.save(done)
         if skipped:
-            self.say(f"  {skipped} skipped: no time left")
+            self.say(f"  left out, no time: {'; '.join(skipped)}")
         document["seconds"] = self.budget.clock() - started
         self.refresh(document)
         self.save(done)

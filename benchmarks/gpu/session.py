@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.gpu import blocked, loss, others, parity, probe, steps, tiles
+from benchmarks.gpu import blocked, loss, others, overlap, parity, probe, steps, tiles
 from benchmarks.gpu.plan import Part, Row, select
 from benchmarks.gpu.predictions import Predictions
 from benchmarks.gpu.runner import Budget, Measures, PartDocument, Runner
@@ -41,6 +41,7 @@ class Request:
 class Sizes:
     """The sizes of all parts."""
 
+    overlap: overlap.OverlapSizes
     tiles: tiles.TileSizes
     blocked: blocked.BlockedSizes
     loss: loss.LossSizes
@@ -51,22 +52,31 @@ class Sizes:
 
 
 SIZES: dict[Size, Sizes] = {
-    "full": Sizes(tiles.TileSizes(), blocked.FULL, loss.LossSizes(), parity.ParitySizes(), steps.FULL, 8192),
-    "small": Sizes(tiles.SMALL, blocked.SMALL, loss.SMALL, parity.SMALL, steps.SMALL, 512, small=True),
+    "full": Sizes(
+        overlap.OverlapSizes(),
+        tiles.TileSizes(),
+        blocked.FULL,
+        loss.LossSizes(),
+        parity.ParitySizes(),
+        steps.FULL,
+        8192,
+    ),
+    "small": Sizes(overlap.SMALL, tiles.SMALL, blocked.SMALL, loss.SMALL, parity.SMALL, steps.SMALL, 512, small=True),
 }
 
 
 def plan_parts(sizes: Sizes, device: str, facts: Row) -> tuple[Part, ...]:
-    """All parts in the order in which they run; `facts` is the probe's row. Steps come last: their longest take what
-    time is left.
+    """All parts in the order in which they run, their weights about minutes of a session of 45; `facts` is the probe's
+    row.
     """
     return (
+        overlap.plan(sizes.overlap),
         tiles.plan(sizes.tiles, facts["kernels"]),
         blocked.plan(sizes.blocked),
-        loss.plan(sizes.loss),
         *others.plan(small=sizes.small),
-        parity.plan(sizes.parity),
+        loss.plan(sizes.loss),
         steps.plan(sizes.steps, device, facts["environment"]["device"] if device == "cuda" else "cpu"),
+        parity.plan(sizes.parity),
     )
 
 

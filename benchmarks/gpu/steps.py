@@ -20,7 +20,6 @@ import yaml
 from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.tensors import local_tensors
-from engine.attention.api import build_parallel_attention
 from engine.attention.topology import Topology
 from engine.bench.measure import synchronize
 from engine.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
@@ -68,19 +67,25 @@ TINY = ModelConfig(
 ASSUMED_FLOPS = 4e14
 SETUP_S = 12.0  # process, weights, prediction
 ALONE = Topology(1, 1)
-WARM_TOKENS = 8192
+PROFILED = 20
 NOISE_NUMBERS = 2**22  # drawn once and repeated where weights lie on the host
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """(layers, tokens) in the order in which they are measured; `model.num_layers` is what is extrapolated to."""
+    """(layers, tokens) in the order in which they are measured; `model.num_layers` is what is extrapolated to.
+
+    plain      after the points before them also without expandable segments
+    profiled   with what took longest in one more step
+    """
 
     points: tuple[tuple[int, int], ...]
+    plain: tuple[tuple[int, int], ...] = ()
+    profiled: tuple[tuple[int, int], ...] = ()
     model: ModelConfig = LLAMA_8B
     setup_s: float = SETUP_S
     predicted: tuple[int, ...] | None = None  # layers of the points whose peak is predicted; None: of all
-    weight: float = 0.55
+    weight: float = 18.0
 
 
 FULL = StepSizes(
@@ -96,9 +101,11 @@ FULL = StepSizes(
         (2, 1048576),
         (4, 1048576),
         (32, 524288),
-    )
+    ),
+    plain=((4, 131072), (4, 262144)),
+    profiled=((4, 131072),),
 )
-SMALL = StepSizes(points=((1, 256), (2, 256)), model=TINY, setup_s=5.0, predicted=(2,))
+SMALL = StepSizes(((1, 256), (2, 256)), profiled=((1, 256),), model=TINY, setup_s=5.0, predicted=(2,))
 
 
 @dataclass(frozen=True)
@@ -122,9 +129,18 @@ def plan(sizes: StepSizes, device: str, device_name: str) -> Part:
         measurement, policy = _measurement(sizes, layers, policies[seq_len]), policies[seq_len]
         if layers < sizes.model.num_layers or policy.fits:
             measurements.append(measurement)
+            if (layers, seq_len) in sizes.plain:
+                measurements.append(_without_segments(measurement))
         else:
             known.append(skipped_row(measurement.label, policy.reason))
     return Part("steps", "Training steps", sizes.weight, tuple(measurements), tuple(known))
+
+
+def _without_segments(measurement: Measurement) -> Measurement:
+    """The same with blocks of fixed size, as torch's allocator takes them by default."""
+    about = {**measurement.settings["about"], "predicts": False}
+    settings = {**measurement.settings, "expandable_segments": False, "profiled": False, "about": about}
+    return replace(measurement, label=f"{measurement.label} without expandable segments", settings=settings)
 
 
 def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
@@ -132,11 +148,11 @@ def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
     seq_len = config.train.seq_len
     flops = step_flops(config.model, seq_len=seq_len, visible_pairs=layers * attention_pairs("causal", seq_len))
     step_s = flops.model / ASSUMED_FLOPS
-    # Beyond a first step, which counts where more would take minutes.
-    repeats = 2 if step_s < 5 else 1 if step_s < 25 else 0
-    settings = {"config": dump_config(config), "whole_layers": sizes.model.num_layers, "repeats": repeats}
-    settings |= {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
-    settings["predicts"] = sizes.predicted is None or layers in sizes.predicted
+    repeats = 2 if step_s < 5 else 1  # after a first step, which pins memory and compiles, and never counts
+    about: Row = {"whole_layers": sizes.model.num_layers, "predicts": layers in (sizes.predicted or (layers,))}
+    about |= {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
+    settings: Row = {"config": dump_config(config), "repeats": repeats, "about": about}
+    settings |= {"expandable_segments": True, "profiled": (layers, seq_len) in sizes.profiled}
     return Measurement(
         f"{layers} layers at {seq_len} tokens",
         "benchmarks.gpu.steps:measure",
@@ -198,27 +214,24 @@ def read_config(text: str) -> RunConfig:
 
 
 def measure(
-    device: torch.device,
-    config: str,
-    whole_layers: int,
-    repeats: int,
-    policy_fits_whole_model: bool,
-    policy_reason: str,
-    predicts: bool,
+    device: torch.device, config: str, repeats: int, expandable_segments: bool, profiled: bool, about: Row
 ) -> list[Row]:
-    """One row: seconds, FLOPs of this depth and of the whole model, measured peaks."""
+    """One row: seconds, FLOPs of this depth and of the whole model, measured peaks. `about`: what the plan knows."""
+    if device.type == "cuda" and not expandable_segments:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     settings = read_config(config)
-    whole = replace(settings, model=replace(settings.model, num_layers=whole_layers))
+    whole = replace(settings, model=replace(settings.model, num_layers=about["whole_layers"]))
     run = _Run(settings, device)
-    warm_s = run.warm_up()
-    seconds = [run.step() for _ in range(1 + repeats)]
-    row: Row = {"layers": settings.model.num_layers, "seq_len": settings.train.seq_len}
-    row |= {"policy": describe_policy(settings), "policy_fits_whole_model": policy_fits_whole_model}
-    row |= {"policy_reason": policy_reason, "memory": to_plain(settings.memory)}
-    row |= {"warm_up_s": warm_s, "seconds": seconds, "step_s": median(seconds[1:] or seconds)}
-    row |= {"losses": run.losses, "is_first_step": len(seconds) == 1}
-    row |= run.flops(settings, "") | run.flops(whole, "whole_") | {"whole_layers": whole_layers}
+    warm_s = run.step()
+    seconds = [run.step() for _ in range(repeats)]
+    row: Row = {"layers": settings.model.num_layers, "seq_len": settings.train.seq_len, **about}
+    row |= {"policy": describe_policy(settings), "memory": to_plain(settings.memory)}
+    row |= {"warm_up_s": warm_s, "seconds": seconds, "step_s": median(seconds)}
+    row |= {"losses": run.losses, "expandable_segments": expandable_segments}
+    row |= run.flops(settings, "") | run.flops(whole, "whole_")
     row |= run.peaks() | {"measured_over_predicted": None, "prediction_error": None}
+    if profiled:
+        row["longest"] = run.profile()
     run.close()
     return [row | {"tokens_per_s": row["seq_len"] / row["step_s"]} | rates(row, row["step_s"])]
 
@@ -246,29 +259,13 @@ class _Run:
         placement = read_placement({})
         start_process_group(choose_device(config.cluster, placement), placement)
         set_threads(config, device, placement)
-        self._device, self._config = device, config
-        self._mesh = mesh = build_mesh(config.parallel, config.cluster)
+        self._device = device
+        mesh = build_mesh(config.parallel, config.cluster)
         model, self.attention = build_empty_model(config, mesh)
         fill_weights(model)
         self._train_step = TrainStep(config, mesh, model, self.attention)
         self._batch = _batch(config)
         self.losses: list[float] = []
-
-    def warm_up(self) -> float:
-        """Seconds of a step on a short sequence: it compiles kernels and makes the optimizer's state, so that the first
-        long step is not one of them.
-        """
-        train = replace(self._config.train, seq_len=min(WARM_TOKENS, self._config.train.seq_len // 2))
-        config = replace(self._config, train=train)
-        step, attention = self._train_step, self.attention
-        start = time.perf_counter()
-        step.attention = build_parallel_attention(config, self._mesh)
-        try:
-            step(0, [_batch(config)])
-        finally:
-            step.attention = attention
-        synchronize(self._device)
-        return time.perf_counter() - start
 
     def step(self) -> float:
         """Seconds of one training step."""
@@ -299,6 +296,14 @@ class _Run:
             "peak_host_bytes": tracker.peak_host_bytes,
             "peak_source": "live tensors of one step that is not timed",
         }
+
+    def profile(self) -> list[tuple[str, float]]:
+        """(name, milliseconds) of what took longest in one more step, on the device if it is one of its own."""
+        with torch.profiler.profile() as profiler:
+            self.step()
+        kind = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        longest = sorted(profiler.key_averages(), key=lambda event: -float(getattr(event, kind)))[:PROFILED]
+        return [(event.key, getattr(event, kind) / 1e3) for event in longest]
 
     def flops(self, config: RunConfig, prefix: str) -> Row:
         """Of one step of `config`, whose layers attend as those of this run."""
@@ -346,7 +351,7 @@ def extrapolated(rows: Sequence[Row]) -> list[Row]:
     found = []
     for seq_len in sorted({row["seq_len"] for row in rows if row.get("status") == "measured"}):
         same = [r for r in rows if r.get("status") == "measured" and r["seq_len"] == seq_len]
-        same = [row for row in same if row["layers"] < row["whole_layers"]]
+        same = [r for r in same if r["layers"] < r["whole_layers"] and r.get("expandable_segments", True)]
         ends = sorted(same, key=lambda row: row["layers"])[:: max(1, len(same) - 1)]
         if len(ends) == 2 and ends[0]["policy"] == ends[1]["policy"]:
             found.append(_extrapolate(*ends))

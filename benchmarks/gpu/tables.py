@@ -83,8 +83,8 @@ def policy(row: Row) -> str:
 
 
 def step_seconds(row: Row) -> str:
-    """Median, and whether it is a first step."""
-    return f"{row['step_s']:.4g}" + (" (first step)" if row.get("is_first_step") else "")
+    """Median, and whether the allocator took blocks of fixed size."""
+    return f"{row['step_s']:.4g}" + ("" if row.get("expandable_segments", True) else " (no expandable segments)")
 
 
 def full_attention(peak_flops_per_s: float | None) -> Callable[[Row], str]:

@@ -33,7 +33,7 @@ class TileSizes:
     seq_lens: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072)
     heads: tuple[tuple[int, int], ...] = ((32, 32), (32, 8))
     head_dim: int = 128
-    weight: float = 0.18
+    weight: float = 3.0
 
 
 SMALL = TileSizes(seq_lens=(128,), heads=((4, 4), (4, 2)), head_dim=16)

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,7 +45,7 @@ class Workers:
         if measurement.fresh:
             self.close()
         if self._process is None:
-            self._start()
+            self._start(measurement.environment)
         assert self._pipe is not None
         finished = False
         try:
@@ -73,15 +74,17 @@ class Workers:
             self._pipe.close()
         self._process, self._pipe = None, None
 
-    def _start(self) -> None:
+    def _start(self, environment: Mapping[str, str]) -> None:
         self._pipe, there = self._context.Pipe()
-        self._process = self._context.Process(target=_work, args=(self._device, there), daemon=True)
+        arguments = (self._device, there, dict(environment))
+        self._process = self._context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         there.close()
 
 
-def _work(device: str, pipe: Connection) -> None:
+def _work(device: str, pipe: Connection, environment: Mapping[str, str]) -> None:
     """Life of a worker: answers (function, settings) with (rows, None) or (None, error) until the pipe closes."""
+    os.environ.update(environment)
     import torch
 
     place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)

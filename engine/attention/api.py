@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,20 +19,19 @@ from engine.attention.layout import Layout
 from engine.attention.lengths import padded_length
 from engine.attention.mask import Mask
 from engine.attention.methods import channels_of
-from engine.attention.plan import Channel, LinkBytes
+from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import StreamTransport
 from engine.attention.topology import Topology
-from engine.attention.transport import DistributedTransport, LocalTransport, MeteredTransport, Transport
+from engine.attention.transport import DistributedTransport, LocalTransport, MeteredTransport, Parcel, Transport
 from engine.config import RunConfig
-from engine.parallel.mesh import Mesh
+from engine.parallel.mesh import Mesh, step_timeout
 from engine.waits import WaitClock
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
-CP_TIMEOUT = timedelta(minutes=10)
 
 
 class ParallelAttention:
@@ -105,6 +103,26 @@ class ParallelAttention:
         """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
         return self.context()(q, k, v)
 
+    def meet_peers(self, device: torch.device) -> None:
+        """Connects this rank with all that the plans send to or receive from, one number each, before a step is timed.
+
+        All ranks of the group must call. Masks that depend on a batch's documents may still find others later.
+        """
+        ends = {
+            (transfer.channel, transfer.op, transfer.peer)
+            for runtime in self.context().runtimes
+            for plan in (runtime.forward, runtime.backward, runtime.recompute)
+            for transfer in (() if plan is None else plan.transfers())
+            if transfer.channel not in HOST_CHANNELS
+        }
+        numbered = enumerate(sorted(ends))
+        parcels = [
+            Parcel(n, op, channel, peer, (torch.zeros(1, device=device),)) for n, (channel, op, peer) in numbered
+        ]
+        self.group.transport.post(parcels)
+        self.group.transport.wait(range(len(parcels)))
+        self.reset_traffic()
+
     def tell_waits_to(self, waits: WaitClock) -> None:
         """From now on `waits` knows for which rank the host waits; on a GPU it waits for none."""
         if isinstance(self.group.transport, DistributedTransport):
@@ -114,6 +132,11 @@ class ParallelAttention:
         """Bytes sent and copied by this rank since the last `reset_traffic`."""
         transport = self.group.transport
         return transport.sent if isinstance(transport, MeteredTransport) else LinkBytes()
+
+    def idle_wire_s(self, device: torch.device) -> float:
+        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
+        machine = machine_of(self._config, _device_name(device))
+        return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
 
     @property
     def copy_times(self) -> TransferTimes[Any]:
@@ -138,6 +161,7 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport
 
     Attentions that run in turn on the same ranks may share a `transport` with all their channels (`open_channels`).
     """
+    leave_multiprocessors(config.parallel.message_sms)
     topology = mesh.cp_topology
     config, method = settle_method(config, topology, mesh.device)
     choice = settle_kernel(
@@ -150,7 +174,17 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport
     )
     transport = transport or open_channels(config, mesh, channels_of(method))
     group = AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel)
-    return ParallelAttention(config, group, method, choice)
+    attention = ParallelAttention(config, group, method, choice)
+    attention.meet_peers(mesh.device)
+    return attention
+
+
+def leave_multiprocessors(count: int | None) -> None:
+    """Matrix products and attention kernels that look at torch's setting leave so many multiprocessors of the GPU to
+    messages: beside a kernel that takes all of them no message begins.
+    """
+    if torch._C._get_sm_carveout_experimental() != count:  # it warns that it is experimental
+        torch._C._set_sm_carveout_experimental(count)
 
 
 def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = tuple(Channel)) -> Transport:
@@ -161,17 +195,21 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
         mesh.cp_topology,
         mesh.device,
         channels=channels,
-        timeout=CP_TIMEOUT,
+        timeout=step_timeout(config.cluster),
         shares_device=config.cluster.ranks_share_device,
+        message_sms=config.parallel.message_sms,
     )
 
 
 def settle_method(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
     """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    choice = settle_auto(config, topology, machine_of(config, name))
+    choice = settle_auto(config, topology, machine_of(config, _device_name(device)))
     method = resolve_attention(choice.config, topology)
     return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def local_attention(

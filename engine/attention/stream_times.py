@@ -46,7 +46,9 @@ class Times(NamedTuple):
         """Exposed seconds over those that these bytes take on an idle wire: 0 is hidden, 1 adds all of them to the
         time. None if unknown or nothing was transferred.
         """
-        return None if self.exposed_s is None or not self.transferred_bytes else self.exposed_s / idle_wire_s
+        if self.exposed_s is None or not self.transferred_bytes or not idle_wire_s:
+            return None
+        return self.exposed_s / idle_wire_s
 
 
 class TransferTimes(Generic[Event]):

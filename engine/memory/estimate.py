@@ -28,7 +28,7 @@ from engine.config import RunConfig
 from engine.memory.attention_buffers import attention_bytes
 from engine.memory.kept import PolicyCost, layers_on_host, policy_cost
 from engine.memory.reserve import reserve_bytes
-from engine.memory.shapes import WIDE_BYTES, RankShape, rank_shape
+from engine.memory.shapes import UNITS_ON_HOST, WIDE_BYTES, RankShape, rank_shape
 
 COMPONENTS = (
     "parameters",
@@ -162,11 +162,11 @@ class _Step:
         total = self._layers_numbers(len(self._cost.layers)) + ends
         finished = total - self._layers_numbers(layers_left) - (0 if done or tied else shape.vocab_numbers)
         if memory.optimizer_in_backward:
-            finished = 0  # each is used and freed at once
+            staged = UNITS_ON_HOST if self._states_on_host else 0  # on the device each is used and freed at once
+            finished = min(finished, staged * shape.layer_numbers)
         gradients = WIDE_BYTES * finished // shape.shards
         if self._config.train.grad_accum_steps > 1:  # those of the micro-steps before are there
-            whole = self._config.parallel.reduce_gradients == "step"
-            gradients = WIDE_BYTES * total // (1 if whole else shape.shards)
+            gradients = WIDE_BYTES * total // shape.shards
         state_bytes = 2.0 * WIDE_BYTES
         if memory.moments_dtype == "int8":
             state_bytes = 2 * (1 + WIDE_BYTES / _INT8_SCALE_BLOCK)

@@ -142,8 +142,7 @@ def moved_by_optimizer(config: RunConfig, shape: RankShape) -> int:
         return 0
     numbers = config.model.num_layers * shape.layer_numbers + 2 * shape.vocab_numbers
     micro_steps = config.train.grad_accum_steps
-    down = 1 if config.parallel.reduce_gradients == "step" else micro_steps
-    return (2 * micro_steps + down) * 4 * numbers // shape.shards
+    return 3 * micro_steps * 4 * numbers // shape.shards
 
 
 class _Recomputation:

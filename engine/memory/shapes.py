@@ -13,6 +13,8 @@ from engine.tiling import tile_tokens_of
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 in both compute dtypes
 WIDE_BYTES = 4  # master weights, gradients, accumulators
+# Gradients of FSDP units in host memory at once, updated there inside backward: used, waiting (2), on their way.
+UNITS_ON_HOST = 4
 
 
 @dataclass(frozen=True)

@@ -80,16 +80,13 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
-def set_gradient_sync(model: nn.Module, parallel: ParallelConfig, *, is_last: bool) -> None:
+def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
     """Says what the next backward does with its gradients: that of the last micro-step sums them over all ranks.
 
-    Those before it, by parallel.reduce_gradients:
-    micro_step   sum over the ranks that share parameters, so that 4 bytes per parameter are divided by these at once;
-                 copies of the sharded model still wait for the last
-    step         send nothing: local sums are whole fp32 gradients, 4 bytes per parameter of the model on every rank
+    Those before it sum them over the ranks that share parameters: kept whole until the last they would take 4 bytes for
+    every parameter of the model on every rank. Copies of the sharded model wait for the last.
     """
     for module in fsdp_modules(model):
-        module.set_requires_gradient_sync(is_last or parallel.reduce_gradients == "micro_step", recurse=False)
         module.set_requires_all_reduce(is_last, recurse=False)
 
 

@@ -29,8 +29,9 @@ from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
 from engine.parallel.shard import RowPart
 
-# Rank 0 may tokenise the whole corpus while the others wait for it.
-GROUP_TIMEOUT = timedelta(minutes=60)
+# Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
+START_TIMEOUT = timedelta(minutes=60)
+STEP_TIMEOUT_S = 600.0  # in training: no rank is so far ahead of another
 
 
 @dataclass(frozen=True)
@@ -247,10 +248,26 @@ def start_process_group(device: torch.device, placement: Placement) -> bool:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if placement.world_size > 1 or "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        dist.init_process_group(backend, timeout=START_TIMEOUT)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return True
+
+
+def step_timeout(cluster: ClusterConfig) -> timedelta:
+    """How long a rank in training waits for another: behind whoever watches for hangs, who can tell more about them."""
+    return timedelta(seconds=max(STEP_TIMEOUT_S, 2 * (cluster.hang_timeout_s or 0.0)))
+
+
+def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
+    """From now on collectives on the mesh's device fail after `timeout`: FSDP's, and those of the default group.
+
+    DeviceMesh has no way to give its groups a timeout, and a mesh over all ranks takes the default group as its own.
+    """
+    meshes = [mesh.device_mesh, mesh.fsdp_mesh, *([] if mesh.tp_mesh is None else [mesh.tp_mesh])]
+    groups = {group for one in meshes for group in one.get_all_groups()}
+    for group in {*groups, dist.distributed_c10d._get_default_group()}:
+        group._get_backend(mesh.device)._set_default_timeout(timeout)
 
 
 def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:

@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
+# torch up to 2.8 reads the second name only, newer ones both.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
@@ -29,6 +32,14 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Lets torch, which is imported later, grow device memory in place, so that a freed block of the wrong size is no
+    loss; whoever has set the allocator up already keeps that.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def redirect_output(path: Path) -> None:

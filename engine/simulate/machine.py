@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from engine.attention.plan import LinkBytes
 from engine.config_schema import nearest
 from engine.devices import Device, find_device, unknown_device
 from engine.errors import ConfigError
@@ -57,6 +58,14 @@ class Machine:
     def bytes_per_s(self, link: LinkKind) -> float:
         """Rate of one direction of a link."""
         return {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s, "host": self.host_bytes_per_s}[link]
+
+    def idle_wire_s(self, sent: LinkBytes, local_ranks: int) -> float:
+        """Seconds that so many bytes of one rank take when nothing else is on its links, which work at the same time.
+
+        local_ranks   of a node; they send as much, and share the link to other nodes if it is one
+        """
+        others = local_ranks if self.shared_nic else 1
+        return max(sent.intra_bytes / self.intra_bytes_per_s, others * sent.inter_bytes / self.inter_bytes_per_s)
 
     def latency_s(self, link: LinkKind) -> float:
         """Seconds between the post of a message by both ends and its first byte."""

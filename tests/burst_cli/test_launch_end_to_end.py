@@ -25,7 +25,14 @@ STEPS = 5
 METRICS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device"),
     *("model_tflops_per_device", "mfu", "mfu_full_attention", "hfu"),
-    *("peak_memory_bytes", "peak_memory_reserved_bytes", "comm_intra_bytes", "comm_inter_bytes", "comm_exposed_s"),
+    *(
+        "peak_memory_bytes",
+        "peak_memory_reserved_bytes",
+        "comm_intra_bytes",
+        "comm_inter_bytes",
+        "comm_exposed_s",
+        "comm_exposed_share",
+    ),
 ]
 
 

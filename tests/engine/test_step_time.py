@@ -61,6 +61,16 @@ def test_host_updates_share_the_memory_of_their_node() -> None:
     assert step_on(A800, *argv).optimizer_s > 8 * step_on(A800, *TINY).optimizer_s
 
 
+def test_the_hosts_update_hides_behind_backward_but_for_the_embedding_that_comes_last() -> None:
+    inside = ["memory.optimizer_store=host", "memory.optimizer_in_backward=true", "optimizer.max_grad_norm=null"]
+    whole_s = step_on(A800, *TINY, inside[0]).optimizer_s
+    fast, slow = (only(forward_flops_per_s=rate, backward_flops_per_s=rate) for rate in (math.inf, 1e6))
+    assert step_on(fast, *TINY, *inside).optimizer_s == pytest.approx(whole_s)  # there is nothing to hide behind
+    embedding, layer = 2048 * 256, 4 * 256 * 256 + 3 * 256 * 688
+    last = step_on(slow, *TINY, *inside).optimizer_s / whole_s
+    assert last == pytest.approx(embedding / (embedding + 4 * layer), rel=0.01)  # one matrix is embedding and head
+
+
 # Tokens/s per GPU of all rows of BurstEngine's sheets that did not run out of memory, on A800: model, tokens, ranks,
 # attention, memory.
 RINGS = "loongtrain attention.head_parallel_size=1"  # a double ring without head parallelism

@@ -60,6 +60,13 @@ def test_what_belongs_elsewhere_is_never_set(name: str) -> None:
     assert len(names) <= 12
 
 
+def test_communicators_of_a_rank_run_in_one_order_wherever_nccl_carries_them() -> None:
+    assert node(port("mlx5_0")).value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    assert node().value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    on_cpu = plan_environment(machine(next(iter(MACHINES))), ClusterConfig(backend="gloo"))
+    assert on_cpu.value("NCCL_LAUNCH_ORDER_IMPLICIT") is None
+
+
 def test_gid_index_is_set_for_old_nccl_on_roce_only() -> None:
     old = {"nccl_version": (2, 20, 5)}
     assert node(port("mlx5_0", **roce(0)), **old).value("NCCL_IB_GID_INDEX") == "3"

@@ -91,6 +91,7 @@ def test_gpu_run_leaves_the_choice_of_gpus_alone() -> None:
     values = environment(build_launch_plan(config(), node_facts(gpus=2), RUN))
     assert "CUDA_VISIBLE_DEVICES" not in values
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in values
+    assert values["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 @pytest.mark.parametrize(("gpus", "chosen", "exclusive"), [(2, False, True), (2, True, False), (0, False, False)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 import torch.distributed as dist
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
-from engine.attention.api import ParallelAttention, build_parallel_attention
+from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.buffers import BufferPool, Place, allocate_bytes
 from engine.attention.mask import Mask
 from engine.attention.methods import plan_method
 from engine.attention.plan import LinkBytes
 from engine.attention.presets import PRESETS
+from engine.attention.transport import Parcel, Transport
 from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig
 from engine.parallel.mesh import build_mesh
@@ -43,14 +46,31 @@ TABLE: list[tuple[int, int, int, dict[str, Any]]] = [  # ranks, nodes, kv heads,
 ]
 
 
-def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ParallelAttention:
-    config = RunConfig(
+class Recording:
+    """A transport that notes the ends of the messages that go through it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.wait = transport.wait
+        self.ends: set[tuple[str, str, int]] = set()
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        self.ends |= {(parcel.channel, parcel.op, parcel.peer) for parcel in parcels}
+        self._transport.post(parcels)
+
+
+def config_of(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> RunConfig:
+    return RunConfig(
         model=ModelConfig(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM),
         attention=AttentionConfig(**attention),
         parallel=ParallelConfig(),
         train=TrainConfig(seq_len=seq_len, compute_dtype="float32"),
         cluster=ClusterConfig(topology_nodes=nodes),
     )
+
+
+def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ParallelAttention:
+    config = config_of(seq_len, kv_heads, attention, nodes)
     return build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
 
 
@@ -113,6 +133,39 @@ def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
     assert size == 1 or sum(reply["counted"][0].total for reply in replies) > 0
     crosses = nodes > 1
     assert crosses == (sum(reply["counted"][1].inter_bytes for reply in replies) > 0)
+
+
+def ends_met_and_used(seq_len: int, nodes: int) -> tuple[set[Any], set[Any]]:
+    """Ends of messages of one rank: when its attention is built, and of a step."""
+    config = config_of(seq_len, 2, {"preset": "burst"}, nodes)
+    mesh = build_mesh(config.parallel, config.cluster)
+    recording = Recording(open_channels(config, mesh))
+    layer = build_parallel_attention(config, mesh, recording)
+    met, recording.ends = recording.ends, set()
+    inputs = random_inputs(seq_len, HEADS, 2, HEAD_DIM)
+    q, k, v = (local_rows(layer, x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    layer(q, k, v).backward(local_rows(layer, inputs.dout))
+    return met, recording.ends
+
+
+def test_ranks_meet_exactly_those_that_a_step_talks_to_before_the_first(ranks) -> None:
+    for met, used in ranks(4).run(ends_met_and_used, 32, 2):
+        assert met == used
+        assert len({channel for channel, _, _ in used}) == 4  # payload and gradients, inside a node and between
+
+
+def multiprocessors_left() -> list[int | None]:
+    """What torch's kernels leave free under parallel.message_sms=8, and under null after that."""
+    found = []
+    for count in (8, None):
+        config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(message_sms=count))
+        build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
+        found.append(torch._C._get_sm_carveout_experimental())
+    return found
+
+
+def test_kernels_leave_the_multiprocessors_that_messages_are_to_have(ranks) -> None:
+    assert ranks(1).run(multiprocessors_left) == [[8, None]]
 
 
 def two_micro_batches(seq_len: int) -> list[float]:
@@ -197,9 +250,8 @@ def blocks_per_step() -> tuple[list[int], int]:
         sizes.append(size)
         return allocate_bytes(place, size)
 
-    layer = build(35, 2, {"preset": "burst"}, 2)
     pool = BufferPool(allocate=allocate)
-    object.__setattr__(layer.group, "pool", pool)  # before the first plan is made
+    layer = build(35, 2, {"preset": "burst"}, 2).with_runtimes(lambda runtime: replace(runtime, pool=pool))
     inputs = random_inputs(35, HEADS, 2, HEAD_DIM)
     counts = []
     for _ in range(5):

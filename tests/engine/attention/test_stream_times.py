@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +18,7 @@ from engine.attention.topology import Topology
 from engine.attention.transport import Meter, Parcel
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
+from engine.simulate.machine import find_machine
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes
@@ -69,6 +73,46 @@ def test_copies_that_start_only_behind_compute_are_not_called_hidden() -> None:
     found = times.read()
     assert found == Times(1, pytest.approx(8.33), pytest.approx(1.0))
     assert found.exposed_share(idle_wire_s=1.0) == pytest.approx(1.0)
+
+
+WIRE = replace(find_machine("cpu"), intra_bytes_per_s=16.0, inter_bytes_per_s=4.0)
+
+
+class Wires:
+    """A messenger whose messages take their bytes over the rate of their link on the stream of their channel."""
+
+    def __init__(self, streams: TimedStreams, topology: Topology, late_s: float = 0.0) -> None:
+        self._streams, self._topology, self._late_s = streams, topology, late_s
+
+    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[Wires]]:
+        seconds = max(
+            parcel.num_bytes / (16.0 if self._topology.same_node(0, parcel.peer) else 4.0) for parcel in parcels
+        )
+        self._streams.hold(channel, self._streams.record(channel) + self._late_s + seconds)
+        return [[self] for _ in parcels]
+
+    def wait(self) -> None:
+        """The channel's stream waits, which it has."""
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "late_s", "share"), [(8.0, 0.0, 0.0), (6.0, 0.0, 0.25), (0.0, 0.0, 1.0), (0.0, 4.0, 1.5)]
+)
+def test_exposed_messages_are_told_as_a_share_of_what_an_idle_wire_takes(
+    compute_s: float, late_s: float, share: float
+) -> None:
+    """32 bytes to each of two peers: 2 s inside the node and 8 s between nodes, at the same time."""
+    streams, topology = TimedStreams(1.0), Topology(2, 2)
+    transport = StreamTransport(streams, Wires(streams, topology, late_s), Meter(topology, 0), streams)
+    transport.messages.start()
+    channels = ((1, Channel.PAYLOAD_INNER), (2, Channel.PAYLOAD_OUTER))
+    transport.post([Parcel(peer, "send", channel, peer, (torch.zeros(ELEMENTS),)) for peer, channel in channels])
+    streams.compute(compute_s)
+    transport.wait([1, 2])
+    idle_s = WIRE.idle_wire_s(transport.sent, topology.local_ranks)
+    assert idle_s == 8.0
+    assert replace(WIRE, shared_nic=True).idle_wire_s(transport.sent, topology.local_ranks) == 16.0
+    assert transport.messages.read().exposed_share(idle_s) == share
 
 
 def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:

@@ -32,6 +32,7 @@ from engine.errors import ConfigError
 from engine.memory.capacity import Gpu, Hardware
 
 PEAK = Peak(100e12, "made up")
+ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")
 FACTS: Row = {"kernels": dict.fromkeys(KERNELS), "environment": {"device": "NVIDIA H200"}}
 
 
@@ -72,11 +73,60 @@ def statuses(document: Row) -> list[str]:
 
 
 def test_parts_stop_between_measurements_when_their_share_is_used() -> None:
-    first, second = run([part("a", "1", "2", "3", weight=1.0), part("b", "4", weight=3.0)], budget_s=100)[0]
+    parts = [part("a", "1", "2", "3", weight=1.0), part("b", "4", weight=3.0, expected_s=60.0)]
+    first, second = run(parts, budget_s=100)[0]
     assert first["share_s"] == 25
     assert statuses(first) == ["measured", "measured", "skipped"]
     assert "10 s" in first["rows"][2]["error"]
     assert (statuses(second), second["share_s"]) == (["measured"], 80)  # what the first left is the second's
+
+
+def test_a_part_takes_what_those_after_it_cannot_use() -> None:
+    first, second = run([part("a", "1", "2", "3", weight=1.0), part("b", "4", weight=3.0)], budget_s=50)[0]
+    assert (first["share_s"], statuses(first), statuses(second)) == (35, ["measured"] * 3, ["measured"])
+
+
+# What a session of so many seconds is worth, on a device as fast as expected.
+ENOUGH = {
+    530: {
+        "overlap": ["as launched"],
+        "tiles": ["aten_cudnn at 16384 tokens with 32:8 heads causal"],
+        "blocked": ["at 8192 tokens each with 32:32 heads", "at 16384 tokens each with 32:32 heads"],
+        "offload": [""],
+        "steps": ["2 layers at 131072 tokens", "4 layers at 131072 tokens without", "4 layers at 262144 tokens"],
+        "parity": ["2 ranks"],
+    },
+    2700: {
+        "overlap": ["CUDA_DEVICE_MAX_CONNECTIONS=32"],
+        "tiles": ["aten_cudnn at 131072 tokens with 32:8 heads causal"],
+        "elementwise": [""],
+        "loss": ["plain"],
+        "steps": ["4 layers at 262144 tokens without", "32 layers at 131072 tokens", "4 layers at 1048576 tokens"],
+        "parity": ["2 ranks", "4 ranks"],
+    },
+}
+
+
+@pytest.mark.parametrize("seconds", ENOUGH)
+def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_names_the_rest(seconds: int) -> None:
+    absent = dict.fromkeys(("cpu_flash", "flash_attn", "fa3", "fa4"), "not here")
+    parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent})
+    budget_s = seconds - min(seconds // 4, 360) - 50  # as scripts/gpu.sh leaves it, less the start
+    documents, measures, _ = run(list(parts), budget_s)
+    assert [document["name"] for document in documents] == list(ORDER)
+    assert measures.clock.now < budget_s
+    for name, wanted in ENOUGH[seconds].items():
+        (rows,) = (document["rows"] for document in documents if document["name"] == name)
+        done = [row["label"] for row in rows if row["status"] == "measured"]
+        assert all(any(text in label for label in done) for text in wanted), (name, done)
+        (planned,) = (one for one in parts if one.name == name)
+        assert {row["label"] for row in rows} >= {measurement.label for measurement in planned.measurements}
+
+
+def test_a_step_that_is_timed_is_never_the_first() -> None:
+    for size in SIZES.values():
+        (found,) = select(plan_parts(size, "cuda", FACTS), ["steps"])
+        assert all(measurement.settings["repeats"] >= 1 for measurement in found.measurements)
 
 
 def test_no_measurement_starts_that_would_end_after_the_budget() -> None:
@@ -166,7 +216,7 @@ def test_shares_are_the_whole_budget() -> None:
 
 def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
     reasons = dict.fromkeys(KERNELS) | {"flash_attn": "the flash-attn package is not installed"}
-    tiles = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons})[0]
+    (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}), ["tiles"])
     measured = {measurement.settings["kernel"] for measurement in tiles.measurements}
     assert measured == set(KERNELS) - {"flash_attn"}
     assert {"label": "flash_attn", "status": "not available", "error": reasons["flash_attn"]} in tiles.known

@@ -37,7 +37,7 @@ class LeanFinder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = LeanFinder
 """
-PARTS = ["tiles", "blocked", "loss", "elementwise", "offload", "parity", "steps"]
+PARTS = ["overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity"]
 MEASURED = {"label", "status", "error"}
 
 
@@ -190,6 +190,8 @@ def test_a_failed_test_run_does_not_keep_the_benchmarks_from_running(tmp_path: P
     )
     tests, benchmarks = done.stdout.splitlines()
     assert tests.startswith("-m pytest -m gpu")
+    first = [re.sub(r".*/", "", word) for word in tests.split() if word.endswith(".py")][:3]
+    assert set(first) == {"test_kernels_on_gpu.py", "test_streams_on_gpu.py", "test_fused_kernels_on_gpu.py"}
     budget = re.fullmatch(r"-m benchmarks.bench_gpu --budget-s (\d+) --only tiles", benchmarks)
     assert budget is not None
     assert 270 <= int(budget[1]) <= 275

@@ -75,14 +75,10 @@ def test_an_optimizer_on_the_host_takes_its_states_along() -> None:
     assert found.host_peak_bytes == pytest.approx(16 * NUMBERS / 8, rel=1e-3)
 
 
-def test_accumulated_gradients_are_sharded_unless_ranks_sum_them_once_per_step() -> None:
-    def gradients(reduce_gradients: str) -> int:
-        found = estimate(train={"grad_accum_steps": 2}, parallel={"reduce_gradients": reduce_gradients})
-        return device(found)["gradients"]
-
+def test_accumulated_gradients_are_sharded() -> None:
+    gradients = device(estimate(train={"grad_accum_steps": 2}))["gradients"]
     # And those of the layer at work, which are not summed yet.
-    assert 4 * NUMBERS / 8 <= gradients("micro_step") < 4 * NUMBERS / 8 + 4 * NUMBERS / 32
-    assert gradients("step") >= 4 * NUMBERS
+    assert 4 * NUMBERS / 8 <= gradients < 4 * NUMBERS / 8 + 4 * NUMBERS / 32
 
 
 def test_an_optimizer_inside_backward_keeps_no_gradients() -> None:
@@ -92,6 +88,13 @@ def test_an_optimizer_inside_backward_keeps_no_gradients() -> None:
         return device(estimate(**changes, train={"seq_len": 4096}))["gradients"]
 
     assert gradients(inside=True) < gradients(inside=False) / 4
+
+
+def test_inside_backward_the_hosts_gradients_are_those_of_a_few_layers() -> None:
+    memory = {"optimizer_store": "host", "optimizer_in_backward": True}
+    found = dict(estimate(memory=memory, optimizer={"max_grad_norm": None}, train={"seq_len": 4096}).components["host"])
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert found["gradients"] == 4 * 4 * layer // 8  # four of them, fp32, over eight ranks
 
 
 def test_checkpoints_on_the_host_leave_two_layers_on_the_device() -> None:

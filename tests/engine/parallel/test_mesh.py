@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from testkit.ranks import Pools
+import torch
+import torch.distributed as dist
+from testkit.ranks import Pools, RankFailedError
 
 from engine.attention.topology import Topology
 from engine.config import ParallelConfig
@@ -16,9 +19,11 @@ from engine.parallel.mesh import (
     Placement,
     build_mesh,
     choose_device,
+    limit_waits,
     read_placement,
     resolve_degrees,
     resolve_topology,
+    step_timeout,
 )
 from engine.parallel.shard import RowPart
 
@@ -150,3 +155,21 @@ def test_tensor_parallelism_across_nodes_is_refused_with_the_legal_values(ranks:
     (problem,) = ranks(4).run(problems_of_mesh, ParallelConfig(tp_size=4), ClusterConfig(topology_nodes=2))[0]
     assert "does not divide the 2 ranks of a node" in problem
     assert "legal values: 1, 2" in problem
+
+
+def wait_alone() -> None:
+    """The first rank reduces over a group of the mesh, and the other one never comes."""
+    mesh = build_mesh(ParallelConfig(dp_replicate_size=2), ClusterConfig(backend="gloo"))
+    limit_waits(mesh, timedelta(seconds=1))
+    if mesh.rank == 0:
+        dist.all_reduce(torch.zeros(1), group=mesh.fsdp_mesh.get_group("dp_replicate"))
+
+
+def test_in_training_no_group_waits_for_a_rank_that_does_not_come(ranks: Pools) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0[\s\S]*(Timed out|timed out|timeout)[\s\S]*1000 ?ms"):
+        ranks(2).run(wait_alone, timeout_s=60.0)
+
+
+def test_a_wait_in_training_ends_after_whoever_watches_for_hangs() -> None:
+    limits = [step_timeout(ClusterConfig(hang_timeout_s=seconds)).total_seconds() for seconds in (None, 8.0, 3600.0)]
+    assert limits == [600.0, 600.0, 7200.0]

@@ -132,16 +132,15 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reductions(reduce_gradients: str, micro_steps: int) -> int:
+def reductions(micro_steps: int) -> int:
     """How many of them one step of so many micro-steps takes."""
-    run = start_run(tiny_config(parallel={"dp_shard_size": 2, "reduce_gradients": reduce_gradients}))
+    run = start_run(tiny_config(parallel={"dp_shard_size": 2}))
     batch = random_batches(0, sequences=2 * micro_steps)
     with Reductions() as reductions:
         run.train_step(0, own_part(batch, run.mesh, micro_steps=micro_steps))
     return reductions.count
 
 
-def test_gradients_are_reduced_as_often_as_the_setting_says(ranks: Pools) -> None:
+def test_gradients_are_reduced_after_every_micro_step(ranks: Pools) -> None:
     units = TINY_MODEL.num_layers + 3  # the layers, the embedding, the head, and what is left at the root
-    found = {how: [ranks(2).run(reductions, how, steps)[0] for steps in (1, 3)] for how in ("micro_step", "step")}
-    assert found == {"micro_step": [units, 3 * units], "step": [units, units]}
+    assert [ranks(2).run(reductions, steps)[0] for steps in (1, 3)] == [units, 3 * units]

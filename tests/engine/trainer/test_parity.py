@@ -102,14 +102,8 @@ TABLE: dict[str, Row] = {
     "causal burst on 4": Row(4, {"attention": BURST}),
     "2 micro-steps": Row(1, {}, micro_steps=2),
     "2 micro-steps on 2 cp": Row(2, {"attention": BURST}, micro_steps=2),
-    "2 micro-steps on 2 cp, reduced once": Row(
-        2, {"attention": BURST, "parallel": {"reduce_gradients": "step"}}, micro_steps=2
-    ),
     "2 replicas of 2 cp, 2 micro-steps": Row(
         4, {"attention": BURST, "parallel": {"dp_replicate_size": 2}}, micro_steps=2
-    ),
-    "2 replicas of 2 cp, 2 micro-steps, reduced once": Row(
-        4, {"attention": BURST, "parallel": {"dp_replicate_size": 2, "reduce_gradients": "step"}}, micro_steps=2
     ),
     "2 shards": Row(2, {"parallel": {"dp_shard_size": 2}}),
     "2 shards, weights stay gathered": Row(2, {"parallel": {"dp_shard_size": 2, "reshard_after_forward": False}}),

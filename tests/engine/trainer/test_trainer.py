@@ -48,6 +48,7 @@ CONTRACT = [
     "comm_intra_bytes",
     "comm_inter_bytes",
     "comm_exposed_s",
+    "comm_exposed_share",
     "offload_bytes",
     "offload_copy_s",
     "offload_exposed_s",

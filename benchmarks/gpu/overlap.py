@@ -1,0 +1,137 @@
+"""Part overlap: what a message adds to the time of a tile that runs beside it, on one device.
+
+A rank sends to itself through NCCL, by the engine's own transport and in the order of a ring step: post, tile, wait. It
+takes multiprocessors, queues and launches like a message to a neighbour, and the device's memory instead of a link.
+
+exposed_s       of a tile with a message, less that of the tile alone
+exposed_share   of the seconds that the message takes alone: 0 it is hidden, 1 it is not
+
+On a CPU, where nothing runs beside anything, the message is a copy at once: a dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from benchmarks.gpu.plan import Measurement, Part, Row
+from benchmarks.gpu.tiles import device_inputs
+from benchmarks.gpu.timing import time_call
+from engine.attention.api import leave_multiprocessors
+from engine.attention.kernels import choose_kernel
+from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.plan import Channel
+from engine.attention.streams import CudaStreams, StreamTransport
+from engine.attention.topology import Topology
+from engine.attention.transport import (
+    GroupMessenger,
+    LocalTransport,
+    Meter,
+    Parcel,
+    Transport,
+    make_channel_groups,
+)
+from engine.bench.spec import HeadShape
+from engine.parallel.mesh import read_placement, start_process_group
+
+CAUSAL = BandSpec(0, None)
+TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class OverlapSizes:
+    """Bytes of the messages, rows of the tile, and what is tried: multiprocessors left free, hardware queues."""
+
+    message_bytes: tuple[int, ...] = (67_108_864, 268_435_456)  # keys and values of 16K and 64K tokens, 8 heads of 128
+    tile_tokens: int = 16384
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    message_sms: tuple[int, ...] = (16, 8)
+    max_connections: tuple[int, ...] = (1, 8, 32)
+    expected_s: float = 10.0
+    weight: float = 4.0
+
+
+SMALL = OverlapSizes((1 << 16,), 128, (4, 2), 16, message_sms=(2,), max_connections=(), expected_s=1.0)
+
+
+def plan(sizes: OverlapSizes) -> Part:
+    """As a launch leaves it; then with multiprocessors left free; then with other numbers of hardware queues."""
+    tried: list[tuple[str, int | None, int | None]] = [("as launched", None, None)]
+    tried += [(f"{count} multiprocessors left free", count, None) for count in sizes.message_sms]
+    tried += [(f"CUDA_DEVICE_MAX_CONNECTIONS={count}", None, count) for count in sizes.max_connections]
+    title = "Messages beside a tile"
+    return Part("overlap", title, sizes.weight, tuple(_measurement(sizes, *one) for one in tried))
+
+
+def _measurement(sizes: OverlapSizes, label: str, message_sms: int | None, max_connections: int | None) -> Measurement:
+    settings: Row = {"message_bytes": list(sizes.message_bytes), "tile_tokens": sizes.tile_tokens}
+    settings |= {"heads": list(sizes.heads), "head_dim": sizes.head_dim, "message_sms": message_sms}
+    settings["max_connections"] = max_connections
+    environment = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}  # as launches set it
+    if max_connections is not None:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = str(max_connections)
+    function = "benchmarks.gpu.overlap:measure"
+    return Measurement(label, function, settings, sizes.expected_s, fresh=True, environment=environment)
+
+
+def measure(
+    device: torch.device,
+    message_bytes: Sequence[int],
+    tile_tokens: int,
+    heads: Sequence[int],
+    head_dim: int,
+    message_sms: int | None,
+    max_connections: int | None,
+) -> list[Row]:
+    """One row per size of message."""
+    start_process_group(device, read_placement({}))
+    leave_multiprocessors(message_sms)
+    tile, name = _tile(device, tile_tokens, HeadShape(heads[0], heads[1], head_dim))
+    transport = _transport(device, message_sms)
+    tile_s = time_call(tile, device).median_s
+    rows = []
+    for size in message_bytes:
+        parcels = _message(device, size)
+        numbers = [parcel.message for parcel in parcels]
+
+        def step(compute: Callable[[], object], parcels: Sequence[Parcel] = parcels, ids: list[int] = numbers) -> None:
+            transport.post(parcels)
+            compute()
+            transport.wait(ids)
+
+        wire_s = time_call(lambda step=step: step(lambda: None), device).median_s  # type: ignore[misc]
+        both_s = time_call(lambda step=step: step(tile), device).median_s  # type: ignore[misc]
+        row: Row = {"message_bytes": size, "message_sms": message_sms, "max_connections": max_connections}
+        row |= {"kernel": name, "tile_tokens": tile_tokens, "tile_s": tile_s, "wire_s": wire_s, "both_s": both_s}
+        exposed_s = max(0.0, both_s - tile_s)
+        rows.append(row | {"exposed_s": exposed_s, "exposed_share": exposed_s / wire_s})
+    return rows
+
+
+def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[], object], str]:
+    """(forward and backward of a causal tile, its kernel's name)."""
+    kernel = choose_kernel("auto", device, torch.bfloat16, shape.head_dim)
+    q, k, v, dout = device_inputs(shape, rows, device)
+    out, lse = kernel.forward(q, k, v, CAUSAL)
+    grads = TileGradients(dout, out, lse)
+    return lambda: (kernel.forward(q, k, v, CAUSAL), kernel.backward(grads, q, k, v, CAUSAL)), kernel.name
+
+
+def _transport(device: torch.device, message_sms: int | None) -> Transport:
+    if device.type == "cpu":
+        return LocalTransport()
+    channels = (Channel.PAYLOAD_INNER,)
+    groups = make_channel_groups([(0,)], 0, channels, TIMEOUT, device, message_sms)
+    return StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))
+
+
+def _message(device: torch.device, size_bytes: int) -> list[Parcel]:
+    source, target = (torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    if device.type == "cpu":
+        return [Parcel(0, "store", Channel.TO_HOST, 0, (source,), (target,))]
+    channel = Channel.PAYLOAD_INNER
+    return [Parcel(0, "send", channel, 0, (source,)), Parcel(1, "recv", channel, 0, (target,))]
