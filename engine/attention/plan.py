@@ -194,7 +194,9 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that one token of each kind occupies on the wire."""
+    """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
+    that forward left).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -216,7 +218,7 @@ class TokenBytes:
             Kind.KV: kv_width * self.element_bytes,
             Kind.ACC: (q_width + num_heads) * self.gradient_bytes,
             Kind.QX: 2 * q_width * self.element_bytes + 2 * num_heads * self.gradient_bytes,
-            Kind.QO: 3 * q_width * self.element_bytes + num_heads * self.gradient_bytes,
+            Kind.QO: 2 * q_width * self.element_bytes,
             Kind.DQ: q_width * self.gradient_bytes,
             Kind.DKV: kv_width * self.gradient_bytes,
             Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,

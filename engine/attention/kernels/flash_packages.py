@@ -139,12 +139,14 @@ class Flash3Kernel(PackageKernel):
 
 
 def _flash3_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+    """`sm_margin`: multiprocessors that torch is told to leave to messages, which matrix products leave, too."""
     window = window_of(band, q.shape[0], k.shape[0])
     return {
         "softmax_scale": q.shape[-1] ** -0.5,
         "is_causal": band.is_causal,
         "window_size_left": window.left,
         "window_size_right": window.right,
+        "sm_margin": torch._C._get_sm_carveout_experimental() or 0,
     }
 
 

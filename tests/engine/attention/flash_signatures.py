@@ -172,11 +172,13 @@ def _flash_attn_4(module: ModuleType, version: str) -> None:
 def _operators_of_fa3() -> Iterator[None]:
     def run_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         given = by_schema("fwd", *args, **kwargs)
+        assert given.sm_margin == (torch._C._get_sm_carveout_experimental() or 0)
         found = forward(given, plain_bias(given, causal=given.is_causal, none=-1))
         return *found, torch.empty(0), torch.empty(0)
 
     def run_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         given = by_schema("bwd", *args, **kwargs)
+        assert given.sm_margin == (torch._C._get_sm_carveout_experimental() or 0)
         found = backward(given, given.softmax_lse, plain_bias(given, causal=given.is_causal, none=-1))
         for target, value in zip((given.dq, given.dk, given.dv), found, strict=True):
             target.copy_(value)
