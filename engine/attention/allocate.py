@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from engine.attention.first_writes import store_first
 from engine.attention.plan import (
     AttentionPlan,
     Channel,
@@ -169,7 +170,8 @@ class PlanBuilder:
         for rank in self.ranks:
             drafts = self._drafts[rank]
             steps = tuple(draft.frozen(index[step]) for step, draft in sorted(drafts.items()))
-            plans[rank] = _allocate(rank, self._values[rank], steps)
+            values = self._values[rank]
+            plans[rank] = _allocate(rank, values, store_first(steps, {v.number: _slot_of(v) for v in values}))
         return AttentionPlan(self.direction, self.size, plans)
 
 
@@ -222,6 +224,10 @@ class Lane:
         return self._first_step + step
 
 
+def _slot_of(value: Value) -> Slot:
+    return Slot(value.kind, value.rows.stop - value.rows.start, value.pin, value.heads, value.where)
+
+
 def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:
     spans = _lifetimes(steps)
     slots: list[Slot] = []
@@ -233,7 +239,7 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
         chosen = None if value.pin else _free_slot(slots, free_after, value.home, spans[value.number][0])
         if chosen is None:
             chosen = len(slots)
-            slots.append(Slot(value.kind, rows, value.pin, value.heads, value.where))
+            slots.append(_slot_of(value))
             free_after.append(None)
         if slots[chosen].rows < rows:
             slots[chosen] = replace(slots[chosen], rows=rows)
@@ -291,7 +297,7 @@ def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
             for t in step.post
         ),
         tuple(
-            Tile(moved(t.q), moved(t.kv), moved(t.acc), moved(t.acc_kv) if t.acc_kv else None, t.low, t.high)
+            replace(t, q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
             for t in step.tiles
         ),
         step.wait,

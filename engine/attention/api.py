@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -171,7 +172,10 @@ def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport
         config.model.head_dim,
         windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
         deterministic=config.train.deterministic,
+        documents=config.attention.documents,
     )
+    for failed, problem in choice.failed.items():  # of this rank, so every rank says it
+        warnings.warn(f"rank {mesh.rank} takes {choice.kernel.name} instead of {failed}, which {problem}", stacklevel=2)
     transport = transport or open_channels(config, mesh, channels_of(method))
     group = AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel)
     attention = ParallelAttention(config, group, method, choice)

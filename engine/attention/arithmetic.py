@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from engine.attention.buffers import Lease, allocate_tensor, compute_place
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
-from engine.attention.kernels.heads import WHOLE, HeadSlices, split_heads
-from engine.attention.merge import backward_stats, merge_tile, surrogate_out
+from engine.attention.kernels.heads import HeadSlices, split_heads
+from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.attention.plan import Kind, Slot, Tile, TokenBytes
 from engine.attention.transport import poison
 from engine.row_blocks import ends
@@ -23,6 +24,7 @@ WIRE_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.KV: ("k", "v"),
     Kind.ACC: ("out", "lse"),
     Kind.QX: ("q", "dout", "stats"),
+    Kind.QO: ("q", "dout", "out", "lse"),
     Kind.DQ: ("dq",),
     Kind.DKV: ("dkv",),
     Kind.DQ_WIRE: ("dq",),
@@ -77,6 +79,7 @@ class TensorArithmetic:
         self.kernel = kernel
         self._lease = lease
         self._poisoned = poisoned
+        self._late: _KvGradients | None = None
 
     def allocate(self, slot: Slot) -> Fields:
         """Uninitialised buffers of a slot (poisoned on request); host slots in pinned memory for a GPU."""
@@ -89,28 +92,61 @@ class TensorArithmetic:
         return {name: poison(tensor) for name, tensor in fields.items()} if self._poisoned else fields
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv. In parts of the heads if large."""
+        """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv. In parts of the heads if large.
+
+        dk and dv wait for the next work: where it adds what arrived to the same rows, that is one pass.
+        """
         run = self._run_forward if "acc_kv" not in fields else self._run_backward
-        band, limit = BandSpec(tile.low, tile.high), self.kernel.capabilities.max_call_elements
-        parts = [WHOLE] if limit is None else split_heads(fields["q"]["q"], fields["kv"]["k"], limit)
-        for part in ends(parts):
-            run(band, fields if len(parts) == 1 else _part_of(part, fields))
+        q, limit = fields["q"]["q"], self.kernel.capabilities.max_call_elements
+        rows, num_heads, head_dim = q.shape
+        if limit is None or max(rows, fields["kv"]["k"].shape[0]) * num_heads * head_dim <= limit:
+            run(tile, fields)
+            return
+        shared = set()  # kv heads that a part before has written
+        for part in ends(split_heads(q, fields["kv"]["k"], limit)):
+            run(replace(tile, stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
+            shared.add(part.keys.start)
 
-    def _run_forward(self, band: BandSpec, fields: Mapping[str, Fields]) -> None:
+    def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, acc = fields["q"], fields["kv"], fields["acc"]
-        block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], band)
-        merge_tile(acc["out"], acc["lse"], block_out, block_lse)
+        block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], BandSpec(tile.low, tile.high))
+        if tile.stores:
+            acc["out"].copy_(block_out)
+            acc["lse"].copy_(block_lse)
+        else:
+            merge_tile(acc["out"], acc["lse"], block_out, block_lse)
 
-    def _run_backward(self, band: BandSpec, fields: Mapping[str, Fields]) -> None:
-        q, kv, acc = fields["q"], fields["kv"], fields["acc"]
-        grads = TileGradients(q["dout"], surrogate_out(q["dout"], q["stats"]), q["stats"][..., 0])
-        dq, dk, dv = self.kernel.backward(grads, q["q"], kv["k"], kv["v"], band)
-        acc["dq"].add_(dq)
-        fields["acc_kv"]["dkv"][:, 0].add_(dk)
-        fields["acc_kv"]["dkv"][:, 1].add_(dv)
+    def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
+        q, kv, sums = fields["q"], fields["kv"], fields["acc"]["dq"]
+        dout = q["dout"]
+        if "out" in q:
+            grads = TileGradients(dout, q["out"], q["lse"])
+        else:
+            grads = TileGradients(dout, surrogate_out(dout, q["stats"]), q["stats"][..., 0])
+        if self._late is not None:  # the gradients of two tiles are never held at once
+            self.finish_step()
+        dq, dk, dv = self.kernel.backward(grads, q["q"], kv["k"], kv["v"], BandSpec(tile.low, tile.high))
+        if tile.stores:
+            sums.copy_(dq)
+        else:
+            sums.add_(dq)
+        self._late = _KvGradients(fields["acc_kv"], dk, dv, tile.stores_kv)
+
+    def finish_step(self) -> None:
+        """Add the dk and dv of the last tile to their sums."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            add_kv(late.sums["dkv"], late.dk, late.dv, stores=late.stores)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add (in dst's dtype, computed in the wider one), copy or stats."""
+        late = self._late
+        if late is not None:
+            if late.sums is dst.fields and op == "add" and src and dst.slot.heads == src.slot.heads:
+                self._late = None
+                add_kv(late.sums["dkv"], late.dk, late.dv, src.fields["dkv"], stores=late.stores)
+                return
+            self.finish_step()
         if op == "init":
             for name, tensor in dst.fields.items():
                 tensor.fill_(-torch.inf if name == "lse" else 0.0)
@@ -182,6 +218,15 @@ class TensorArithmetic:
             "dkv": ((2, *kv), gradient),
         }
         return {name: fields[name] for name in WIRE_FIELDS[slot.kind]}
+
+
+class _KvGradients(NamedTuple):
+    """What a tile is about to add to `sums` (a DKV slot's fields), or to store there."""
+
+    sums: Fields
+    dk: Tensor
+    dv: Tensor
+    stores: bool
 
 
 def _part_of(part: HeadSlices, fields: Mapping[str, Fields]) -> dict[str, Fields]:

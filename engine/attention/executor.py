@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.plan import LocalOp, RankPlan, Slot, Tile, Transfer, View
 from engine.attention.transport import Hub, Parcel, Transport
 
+CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
 
 
@@ -27,13 +28,19 @@ class Arithmetic(Protocol):
         """Buffers of a slot that the plan does not get from its caller."""
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        """Compute one tile; `fields` has q, kv, acc and, in backward, acc_kv, cut to the tile's rows."""
+        """Compute one tile; `fields` has q, kv, acc and, in backward, acc_kv, cut to the tile's rows.
+
+        In one step the fields of a view are mostly the same object.
+        """
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add, copy or stats (see `LocalOp`)."""
 
     def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """The tensors of some rows of a slot that travel, in a fixed order."""
+
+    def finish_step(self) -> None:
+        """The step's last op was run: what waited for it to come must be done."""
 
     def release(self) -> None:
         """Nothing will touch the buffers of `allocate` any more but those of pinned slots."""
@@ -48,6 +55,9 @@ class Execution:
         self._plan = plan
         self._arithmetic = arithmetic
         self._transport = transport
+        # Rows of slots, and what of them travels: plans use the same ones over and over.
+        self._cut: dict[View, Fields] = {}
+        self._wires: dict[View, tuple[Tensor, ...]] = {}
         self.slots: list[Fields] = [
             pinned[slot.pin] if slot.pin and slot.pin in pinned else arithmetic.allocate(slot) for slot in plan.slots
         ]
@@ -58,6 +68,8 @@ class Execution:
             pass
         slots = zip(self._plan.slots, self.slots, strict=True)
         self.slots = [fields if slot.pin else {} for slot, fields in slots]
+        self._cut.clear()
+        self._wires.clear()
         self._arithmetic.release()
 
     def steps(self) -> Iterator[int]:
@@ -66,7 +78,7 @@ class Execution:
             for op in step.pre:
                 self._op(op)
             if step.post:
-                self._transport.post([self._parcel(transfer) for transfer in step.post])
+                self._transport.post(list(map(self._parcel, step.post)))
             yield step.index
             for tile in step.tiles:
                 self._arithmetic.run_tile(tile, self._operands(tile))
@@ -75,6 +87,7 @@ class Execution:
             yield step.index
             for op in step.after:
                 self._op(op)
+            self._arithmetic.finish_step()
             yield step.index
 
     @property
@@ -87,12 +100,25 @@ class Execution:
         return self.slots[self._plan.pinned(name)]
 
     def _rows(self, view: View) -> Fields:
-        return {name: tensor[view.start : view.stop] for name, tensor in self.slots[view.slot].items()}
+        """Mostly the same dictionary for the same view; the slot's own for all of its rows."""
+        if view not in self._cut:
+            if len(self._cut) == CUTS_KEPT:
+                self._cut.clear()
+            fields = self.slots[view.slot]
+            if view.stop - view.start < self._plan.slots[view.slot].rows:
+                fields = {name: tensor[view.start : view.stop] for name, tensor in fields.items()}
+            self._cut[view] = fields
+        return self._cut[view]
 
     def _operands(self, tile: Tile) -> dict[str, Fields]:
-        operands = {"q": self._rows(tile.q), "kv": self._rows(tile.kv), "acc": self._rows(tile.acc)}
+        cut, rows = self._cut, self._rows
+        operands = {
+            "q": cut.get(tile.q) or rows(tile.q),
+            "kv": cut.get(tile.kv) or rows(tile.kv),
+            "acc": cut.get(tile.acc) or rows(tile.acc),
+        }
         if tile.acc_kv is not None:
-            operands["acc_kv"] = self._rows(tile.acc_kv)
+            operands["acc_kv"] = cut.get(tile.acc_kv) or rows(tile.acc_kv)
         return operands
 
     def _op(self, op: LocalOp) -> None:
@@ -102,11 +128,16 @@ class Execution:
         return Operand(self._plan.slots[view.slot], self._rows(view))
 
     def _parcel(self, transfer: Transfer) -> Parcel:
-        tensors = self._arithmetic.wire_fields(*self._operand(transfer.view))
+        tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
         into: tuple[Tensor, ...] = ()
         if transfer.source is not None:
-            into, tensors = tensors, self._arithmetic.wire_fields(*self._operand(transfer.source))
+            into, tensors = tensors, self._wire(transfer.source)
         return Parcel(transfer.message, transfer.op, transfer.channel, transfer.peer, tensors, into)
+
+    def _wire(self, view: View) -> tuple[Tensor, ...]:
+        if view not in self._wires:
+            self._wires[view] = self._arithmetic.wire_fields(*self._operand(view))
+        return self._wires[view]
 
 
 def lockstep(executions: Sequence[Execution], hub: Hub) -> None:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import settle_kernel
+from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention, attention_layers, mask_options
 from engine.attention.layout import Layout
 from engine.attention.lengths import padded_length
@@ -126,7 +127,7 @@ class ContextParallel:
         ranks = places[world_rank].ranks
         self.topology = _find_topology([places[rank].host for rank in ranks], nodes)
         self.method = _resolve(self._config, self.heads, dtype, self.topology)
-        kernel = choose_kernel(self._config.kernel, self.device, dtype, head_dim)
+        kernel = self._kernel()
         groups = sorted({place.ranks for place in places})
         # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
         channels = channels_of(self.method) if len(groups) == 1 else tuple(Channel)
@@ -176,7 +177,13 @@ class ContextParallel:
             replace(layer, mask=masks[index % len(masks)])
             for index, layer in enumerate(attention_layers(run, self.method))
         ]
-        return SequenceContext(self, seq_len, layers)
+        has_documents = any(mask.documents for mask in masks)
+        group = replace(self._group, kernel=self._kernel(documents=True)) if has_documents else self._group
+        return SequenceContext(self, group, seq_len, layers)
+
+    def _kernel(self, *, documents: bool = False) -> TileKernel:
+        name, head_dim = self._config.kernel, self.heads.head_dim
+        return settle_kernel(name, self.device, self.dtype, head_dim, documents=documents).kernel
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Adds up every `.grad` over the ranks that share a sequence, in place; all of them must call it.
@@ -207,12 +214,12 @@ class SequenceContext:
     """
 
     # A plain class: wrappers of models copy the dataclasses that they find among the arguments.
-    def __init__(self, parallel: ContextParallel, seq_len: int, layers: Sequence[LayerAttention]) -> None:
+    def __init__(
+        self, parallel: ContextParallel, group: AttentionGroup, seq_len: int, layers: Sequence[LayerAttention]
+    ) -> None:
         self.parallel = parallel
         self.seq_len = seq_len
-        self._attention: AttentionContext = build_context(
-            parallel._group, layers, padded_length(seq_len, parallel.size)
-        )
+        self._attention: AttentionContext = build_context(group, layers, padded_length(seq_len, parallel.size))
         rows = torch.from_numpy(self.layout.positions(parallel.rank))
         self._has_padding = bool((rows >= seq_len).any())
         self.positions = rows.to(parallel.device)  # [T] int64; those from seq_len on are padding

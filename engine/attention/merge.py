@@ -3,7 +3,7 @@
 On a GPU each is one pass of a Triton kernel (`engine.fused_kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
 their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
-Adding gradients to accumulators needs nothing of the kind: `add_` of a narrower tensor is one pass.
+dk and dv go to their sum in one pass, with what arrived of it; for dq `add_` of a narrower tensor is one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,35 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
         return
     if rehearses_accelerator():  # a rehearsal of that kernel, which allocates nothing
         return
+    if out.shape[0] <= ROWS_PER_PASS:
+        _merge_rows(out, lse, block_out, block_lse)
+        return
     for rows in spans(out.shape[0], ROWS_PER_PASS):
-        weight = torch.sigmoid(block_lse[rows] - lse[rows]).masked_fill_(block_lse[rows] == -torch.inf, 0.0)
-        out[rows].lerp_(block_out[rows].to(out.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(lse[rows], block_lse[rows], out=lse[rows])
+        _merge_rows(out[rows], lse[rows], block_out[rows], block_lse[rows])
+
+
+def _merge_rows(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0.0)
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None = None, *, stores: bool = False) -> None:
+    """sums [n, 2, K, D] (fp32 or float64) += (dk, dv), both [n, K, D] and perhaps narrower, + what `arrived` there.
+
+    stores   sums hold nothing yet: they become (dk, dv) + arrived
+    """
+    if uses_triton(sums):
+        from engine.fused_kernels import merge as kernels
+
+        kernels.add_kv(sums, dk, dv, arrived, stores=stores)
+        return
+    if stores:
+        torch._foreach_copy_(sums.unbind(1), [dk, dv])
+    else:
+        torch._foreach_add_(sums.unbind(1), [dk, dv])
+    if arrived is not None:
+        sums.add_(arrived)
 
 
 def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:

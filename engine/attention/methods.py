@@ -21,6 +21,7 @@ from engine.attention.planners.ring import (
     plan_backward,
     plan_forward,
     preferred_direction,
+    query_kind,
 )
 from engine.attention.presets import AttentionMethod
 from engine.attention.recompute import RecomputePlan
@@ -164,7 +165,8 @@ def _plan_backward(
         return plan_chunked_backward(visibility, exchange, _chunking(method), _plain_ring(method), only)
     if blocks.grid.heads > 1:
         attend = _attend(method, visibility, backward=True)
-        return plan_exchanged_backward(_exchange(method, visibility, blocks), attend, only)
+        circulates = "kv" if method.kv_transport == "all_gather" else method.backward_circulates
+        return plan_exchanged_backward(_exchange(method, visibility, blocks), attend, query_kind(circulates), only)
     ring = _ring(method, visibility.mask, backward=True)
     if method.kv_transport == "all_gather":
         return plan_gather_backward(visibility, ring, only)

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from engine.attention.topology import Topology
 
 Direction = Literal["forward", "backward"]
+OpName = Literal["init", "add", "copy", "stats"]
 
 
 class Kind(StrEnum):
@@ -27,7 +28,8 @@ class Kind(StrEnum):
     Q = "q"  # query
     KV = "kv"  # key and value
     ACC = "acc"  # running out and lse, fp32
-    QX = "qx"  # query, dout and (lse, surrogate scale)
+    QX = "qx"  # query, dout and (lse, surrogate scale): of queries that travel
+    QO = "qo"  # query, dout, out and lse: of queries that stay, and take `out` itself
     DQ = "dq"  # gradient of q, fp32
     DKV = "dkv"  # gradients of k and v, fp32
     DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
@@ -103,7 +105,8 @@ class View(NamedTuple):
 class Tile:
     """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high.
 
-    Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV).
+    Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
+    first to do so it `stores` instead: these rows hold nothing yet.
     """
 
     q: View
@@ -112,6 +115,8 @@ class Tile:
     acc_kv: View | None = None
     low: int | None = None
     high: int | None = None
+    stores: bool = False  # to acc
+    stores_kv: bool = False  # to acc_kv
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class LocalOp:
     add and copy between slots of different heads work on the heads of the narrower one.
     """
 
-    op: Literal["init", "add", "copy", "stats"]
+    op: OpName
     dst: View
     src: View | None = None
 
@@ -189,7 +194,9 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that one token of each kind occupies on the wire."""
+    """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
+    that forward left).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -211,6 +218,7 @@ class TokenBytes:
             Kind.KV: kv_width * self.element_bytes,
             Kind.ACC: (q_width + num_heads) * self.gradient_bytes,
             Kind.QX: 2 * q_width * self.element_bytes + 2 * num_heads * self.gradient_bytes,
+            Kind.QO: 2 * q_width * self.element_bytes,
             Kind.DQ: q_width * self.gradient_bytes,
             Kind.DKV: kv_width * self.gradient_bytes,
             Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,

@@ -14,7 +14,7 @@ from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
 from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
-from engine.attention.plan import RankPlan
+from engine.attention.plan import Kind, RankPlan
 from engine.attention.transport import Transport
 from engine.memory.host import host_empty
 
@@ -55,6 +55,12 @@ class AttentionRuntime:
     pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
     recompute: RankPlan | None = None  # forward again, for queries whose results were not kept
     recomputed_rows: int = 0  # first rows of the ring block that it computes
+
+    @property
+    def takes_stats(self) -> bool:
+        """Whether backward needs `backward_stats` of the caller: queries travel, and so does a stand-in for `out`."""
+        plan = self.backward
+        return plan.slots[plan.pinned("qx")].kind == Kind.QX and "dout" not in plan.pins
 
     @property
     def on_host(self) -> bool:
@@ -150,7 +156,7 @@ class AttentionRuntime:
         """The backward pass, not yet run; dout [T, H, D] of the own rows.
 
         num_kv_heads   of all parts of the heads
-        stats          `backward_stats` [T, H, 2], if the caller has them; not asked for after a head exchange
+        stats          `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
         device         computes; None: where dout lies
         """
         pins = self.backward.pins
@@ -160,11 +166,14 @@ class AttentionRuntime:
         if "dout" in pins:
             pinned["dout"] = {"dout": dout}
             pinned["saved"] = {"out": saved.out, "lse": saved.lse}
-            stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
             ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
-        elif stats is None:
-            stats = backward_stats(dout, saved.out, saved.lse)
-        pinned["qx"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
+        pinned["qx"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
+        if self.backward.slots[self.backward.pinned("qx")].kind == Kind.QX:
+            if stats is None and self.takes_stats:
+                stats = backward_stats(dout, saved.out, saved.lse)
+            elif stats is None:  # after a head exchange the plan forms them
+                stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
+            pinned["qx"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
         arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
         return Execution(self.backward, arithmetic, self.transport, pinned)
 
@@ -187,7 +196,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         saved, (dout,), runtime = SavedAttention(*ctx.saved_tensors), grad_outputs, ctx.runtime
         device, stats = dout.device, None
-        if runtime.on_host and "dout" not in runtime.backward.pins:
+        if runtime.on_host and runtime.takes_stats:
             # Formed on the device: the host must not read what is still being copied there.
             out, lse = (x.to(device, non_blocking=True) for x in (saved.out, saved.lse))
             stats = runtime.stored(backward_stats(dout, out, lse))

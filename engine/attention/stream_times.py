@@ -15,7 +15,7 @@ against the seconds that the same bytes take while nothing else runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from engine.attention.plan import Channel
@@ -31,6 +31,9 @@ class StreamClock(Protocol[Event]):
 
     def seconds(self, start: Event, stop: Event) -> float:
         """From one to the other, when both have come."""
+
+
+_NOTHING = nullcontext()
 
 
 class Times(NamedTuple):
@@ -59,7 +62,7 @@ class TransferTimes(Generic[Event]):
 
     def __init__(self, clock: StreamClock[Event] | None = None) -> None:
         self._clock = clock
-        self._on = False
+        self.on = False  # whether things count
         self._bytes = 0
         self._transfers: list[tuple[Event, Event]] = []
         self._waits: list[tuple[Event, Event]] = []
@@ -67,7 +70,7 @@ class TransferTimes(Generic[Event]):
     def start(self) -> None:
         """From now on things count."""
         self._forget()
-        self._on = True
+        self.on = True
 
     def read(self) -> Times:
         """What came since `start`, and the end of counting. The device must have done all of it."""
@@ -76,28 +79,20 @@ class TransferTimes(Generic[Event]):
         return found
 
     def _forget(self) -> None:
-        self._on, self._bytes = False, 0
+        self.on, self._bytes = False, 0
         self._transfers.clear()
         self._waits.clear()
 
-    @contextmanager
-    def transfer(self, channel: Channel, size_bytes: int) -> Iterator[None]:
+    def transfer(self, channel: Channel, size_bytes: int) -> AbstractContextManager[None]:
         """Around the work that is given to `channel`, after what it has to wait for."""
-        if not self._on:
-            yield
-            return
+        if not self.on:
+            return _NOTHING
         self._bytes += size_bytes
-        with self._between(channel, self._transfers):
-            yield
+        return self._between(channel, self._transfers)
 
-    @contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> AbstractContextManager[None]:
         """Around telling the compute stream to wait, and nothing else."""
-        if not self._on:
-            yield
-            return
-        with self._between(None, self._waits):
-            yield
+        return self._between(None, self._waits) if self.on else _NOTHING
 
     @contextmanager
     def _between(self, stream: Channel | None, pairs: list[tuple[Event, Event]]) -> Iterator[None]:

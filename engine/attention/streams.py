@@ -126,7 +126,7 @@ class StreamTransport(Generic[Event]):
         self.copies = TransferTimes(clock)
         self.messages = TransferTimes(clock)
         self._done: dict[int, tuple[Event, TransferTimes[Event]]] = {}
-        self._held: dict[int, tuple[Tensor, ...]] = {}  # tensors in flight
+        self._held: dict[int, Parcel] = {}  # tensors in flight
 
     @property
     def sent(self) -> LinkBytes:
@@ -139,27 +139,31 @@ class StreamTransport(Generic[Event]):
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start the transfers after what the compute stream has been given so far."""
-        if any(parcel.message in self._done for parcel in parcels):
-            self.settle()  # an earlier run broke off: the numbers begin anew
         for parcel in parcels:
+            if parcel.message in self._done:
+                self.settle()  # an earlier run broke off: the numbers begin anew
             self._meter.count(parcel)
-            self._held[parcel.message] = (*parcel.tensors, *parcel.into)
+            self._held[parcel.message] = parcel
         ready = self._streams.record(None)
         for channel, members in by_channel(parcels).items():
             self._streams.hold(channel, ready)
             times = self.copies if channel in HOST_CHANNELS else self.messages
-            with self._streams.under(channel), times.transfer(channel, sum(parcel.num_bytes for parcel in members)):
+            size = sum(parcel.num_bytes for parcel in members) if times.on else 0
+            with self._streams.under(channel), times.transfer(channel, size):
                 self._start(channel, members)
-            done = self._streams.record(channel)
-            self._done.update({parcel.message: (done, times) for parcel in members})
+            done = self._streams.record(channel), times
+            for parcel in members:
+                self._done[parcel.message] = done
 
     def wait(self, messages: Sequence[int]) -> None:
         """Hold the compute stream until the messages' batches are done."""
-        events = {id(event): (event, times) for event, times in (self._done.pop(message) for message in messages)}
-        for event, times in events.values():  # messages of one batch share theirs
-            with times.wait():
-                self._streams.hold(None, event)
+        waited = None
         for message in messages:
+            done = self._done.pop(message)
+            if done is not waited:  # messages of one batch share theirs
+                event, times = waited = done
+                with times.wait():
+                    self._streams.hold(None, event)
             del self._held[message]
 
     def settle(self) -> None:

@@ -7,10 +7,10 @@ and nothing touches the tensors in between.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -39,7 +39,10 @@ class Parcel(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes that are moved."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return sum(map(_NUM_BYTES, self.tensors))
+
+
+_NUM_BYTES = attrgetter("nbytes")
 
 
 class Transport(Protocol):
@@ -70,28 +73,28 @@ class Meter:
     """Counts the bytes that one rank sends, by kind of link, and copies between host and device."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        self._topology = topology
-        self._rank = rank
-        self._sent = LinkBytes()
+        self._same_node = [topology.same_node(rank, peer) for peer in range(topology.size)]
+        self.reset()
 
     @property
     def sent(self) -> LinkBytes:
         """Bytes since the last `reset`."""
-        return self._sent
+        return LinkBytes(self._intra, self._inter, self._host)
 
     def reset(self) -> None:
         """Start counting from zero."""
-        self._sent = LinkBytes()
+        self._intra = self._inter = self._host = 0
 
     def count(self, parcel: Parcel) -> None:
         """Add one end of a message; the receiving end counts nothing."""
-        sent, size = self._sent, parcel.num_bytes
-        if parcel.op in ("load", "store"):
-            self._sent = replace(sent, host_bytes=sent.host_bytes + size)
-        elif parcel.op == "send" and self._topology.same_node(self._rank, parcel.peer):
-            self._sent = replace(sent, intra_bytes=sent.intra_bytes + size)
-        elif parcel.op == "send":
-            self._sent = replace(sent, inter_bytes=sent.inter_bytes + size)
+        if parcel.op == "recv":
+            return
+        if parcel.op != "send":
+            self._host += parcel.num_bytes
+        elif self._same_node[parcel.peer]:
+            self._intra += parcel.num_bytes
+        else:
+            self._inter += parcel.num_bytes
 
 
 class LocalTransport:
@@ -221,10 +224,13 @@ def by_channel(parcels: Sequence[Parcel]) -> dict[Channel, list[Parcel]]:
     several channels one after the other (few hardware queues, all multiprocessors taken), another order could leave
     two ranks waiting for each other.
     """
-    found: defaultdict[Channel, list[Parcel]] = defaultdict(list)
+    found: dict[Channel, list[Parcel]] = {}
     for parcel in parcels:
-        found[parcel.channel].append(parcel)
-    return {channel: found[channel] for channel in Channel if channel in found}
+        found.setdefault(parcel.channel, []).append(parcel)
+    return found if len(found) == 1 else {channel: found[channel] for channel in sorted(found, key=_PLACE.__getitem__)}
+
+
+_PLACE = {channel: place for place, channel in enumerate(Channel)}
 
 
 def make_channel_groups(

@@ -61,6 +61,12 @@ def _tile_views(tile: Tile) -> list[View]:
     return [view for view in (tile.q, tile.kv, tile.acc, tile.acc_kv) if view is not None]
 
 
+def _read_by(tile: Tile) -> list[View]:
+    """What a tile reads: sums that it stores hold nothing yet."""
+    stored = [view for view, stores in ((tile.acc, tile.stores), (tile.acc_kv, tile.stores_kv)) if stores]
+    return [view for view in _tile_views(tile) if view not in stored]
+
+
 def _transfer_views(transfer: Transfer) -> list[View]:
     return [transfer.view] if transfer.source is None else [transfer.view, transfer.source]
 
@@ -191,7 +197,10 @@ def _check_written(plan: RankPlan, written: list[npt.NDArray[np.bool_]]) -> list
                 arriving[transfer.message] = transfer.view
                 written[transfer.view.slot][transfer.view.start : transfer.view.stop] = False
         for tile in step.tiles:
-            read(_tile_views(tile), tile, step.index)
+            read(_read_by(tile), tile, step.index)
+            for view in (tile.acc, tile.acc_kv):
+                if view is not None:
+                    written[view.slot][view.start : view.stop] = True
         for message in step.wait:
             if message in arriving:
                 view = arriving[message]

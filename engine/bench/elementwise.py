@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.merge import backward_stats, merge_tile, surrogate_out
+from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.bench.measure import measure_in_turn
 from engine.bench.spec import Rounds
 from engine.fused_kernels.dispatch import uses_triton
@@ -198,6 +198,15 @@ def _merge(shape: Shape, device: torch.device) -> Iterator[Contest]:
         lambda: merge_tile(out, lse, block, block_lse),
         merged,
     )
+    sums, arrived = (_draw(shape, device, sizes[0], 2, *sizes[1:], dtype=torch.float32) for _ in range(2))
+
+    def summed() -> None:
+        for part, gradient in enumerate((block, dout)):
+            sums[:, part].copy_(gradient)
+        sums.add_(arrived)
+
+    moved = 2 * sums.nbytes + block.nbytes + dout.nbytes
+    yield Contest("add_kv", moved, lambda: add_kv(sums, block, dout, arrived, stores=True), summed)
     yield Contest("backward_stats", 2 * dout.nbytes + 3 * lse.nbytes, lambda: backward_stats(dout, block, lse), stats)
     yield Contest(
         "surrogate_out",

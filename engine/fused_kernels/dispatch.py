@@ -17,11 +17,13 @@ def uses_triton(tensor: Tensor) -> bool:
     Never while torch.compile traces: it makes kernels of its own out of torch's operations. On CPU tensors only where
     TRITON_INTERPRET=1 asks Triton for its interpreter, which runs the same kernels, very slowly, without a GPU.
     """
-    if torch.compiler.is_compiling() or not tensor.is_floating_point():
-        return False
-    if tensor.is_cuda:
-        return _compiles()
-    return tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
+    can = _compiles() if tensor.is_cuda else tensor.is_cpu and _interprets()
+    return can and tensor.is_floating_point() and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
 
 
 @functools.cache

@@ -22,6 +22,21 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     _launch(merge_kernel, (out, _dense_columns(block_out)), (lse, block_lse))
 
 
+def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None, *, stores: bool) -> None:
+    """See `engine.attention.merge.add_kv`; reads what there is once and writes `sums` once."""
+    rows, _, heads, head_dim = sums.shape
+    dk, dv = _dense_columns(dk), _dense_columns(dv)
+    other = sums if arrived is None else arrived
+    assert sums.stride(3) == other.stride(3) == 1, (sums.stride(), other.stride())
+    tiles = RowTiles(rows * heads, head_dim)
+    assert tiles.blocks == 1, f"head_dim {head_dim}"
+    strides = (*sums.stride()[:3], *dk.stride()[:2], *dv.stride()[:2], *other.stride()[:3])
+    sizes = {"head_dim": head_dim, "per_program": tiles.per_program, "width": tiles.width}
+    flags = {"stores": stores, "arrives": arrived is not None}
+    arguments = (sums, dk, dv, other, *strides, rows * heads, heads)
+    launch(add_kv_kernel, tiles.programs, *arguments, cells=tiles.cells, **sizes, **flags)
+
+
 def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """See `engine.attention.merge.backward_stats`; reads dout and out once."""
     stats = torch.empty(*lse.shape, 2, dtype=lse.dtype, device=lse.device)
@@ -75,6 +90,40 @@ def merge_kernel(
     merged = tl.load(out_at, mask=cell, other=0.0)
     block = tl.load(block_at, mask=cell, other=0.0).to(merged.dtype)
     tl.store(out_at, merged + weight[:, None] * (block - merged), mask=cell)
+
+
+@kernel
+def add_kv_kernel(
+    sums: tl.tensor, dk: tl.tensor, dv: tl.tensor, arrived: tl.tensor, sums_row: tl.tensor, sums_part: tl.tensor,
+    sums_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
+    arrived_row: tl.tensor, arrived_part: tl.tensor, arrived_head: tl.tensor, pairs: tl.tensor, heads: tl.tensor,
+    head_dim: tl.constexpr, per_program: tl.constexpr, width: tl.constexpr, stores: tl.constexpr,
+    arrives: tl.constexpr,
+) -> None:  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)
+    row, head = pair // heads, pair % heads
+    column = tl.arange(0, width)
+    cell = (pair < pairs)[:, None] & (column < head_dim)[None, :]
+    sums_at = sums + (row * sums_row + head * sums_head)[:, None] + column[None, :]
+    arrived_at = arrived + (row * arrived_row + head * arrived_head)[:, None] + column[None, :]
+    dk_at = dk + (row * dk_row + head * dk_head)[:, None] + column[None, :]
+    dv_at = dv + (row * dv_row + head * dv_head)[:, None] + column[None, :]
+    _add_part(sums_at, dk_at, arrived_at, cell, stores, arrives)
+    _add_part(sums_at + sums_part, dv_at, arrived_at + arrived_part, cell, stores, arrives)
+
+
+@kernel
+def _add_part(
+    sums_at: tl.tensor, found_at: tl.tensor, arrived_at: tl.tensor, cell: tl.tensor,
+    stores: tl.constexpr, arrives: tl.constexpr,
+) -> None:  # fmt: skip
+    wide: tl.constexpr = sums_at.dtype.scalar.element_ty
+    total = tl.load(found_at, mask=cell, other=0.0).to(wide)
+    if not stores:
+        total += tl.load(sums_at, mask=cell, other=0.0)
+    if arrives:
+        total += tl.load(arrived_at, mask=cell, other=0.0).to(wide)
+    tl.store(sums_at, total, mask=cell)
 
 
 @kernel

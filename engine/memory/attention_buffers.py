@@ -103,6 +103,6 @@ def _chunk_working(widths: _Widths, *, exchanged: bool) -> float:
     """
     sent = 1 if exchanged else 0
     forward = (3 + sent) * (widths.q + widths.kv) + 2 * widths.acc + widths.saved + (2 + sent) * widths.out
-    backward = 2 * (widths.kv + widths.qx + widths.dkv) + 3 * widths.dq + widths.saved
+    backward = 2 * (widths.kv + widths.qx) + 1.5 * widths.dkv + 3 * widths.dq + widths.saved
     backward += (2 + 2 * sent) * widths.out + (2 + sent) * widths.cast
     return max(forward, backward)

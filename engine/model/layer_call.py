@@ -150,8 +150,9 @@ class LayerCall:
         """Backward pass of attention, ready to run, after that of all that follows it."""
         out, saved = attended
         dout = self.runtime.empty(out.shape, out.dtype, dy.device)
-        exchanged = "dout" in self.runtime.backward.pins
-        stats = None if exchanged else self.runtime.empty((*saved.lse.shape, 2), saved.lse.dtype, dy.device)
+        stats = None
+        if self.runtime.takes_stats:
+            stats = self.runtime.empty((*saved.lse.shape, 2), saved.lse.dtype, dy.device)
         for rows in self.tiles(hidden):
             x_rows = leaf(hidden_rows(hidden, rows, dy.device))
             out_rows = leaf(unfold(fetched(out[rows], dy.device), dy.shape[0]))

@@ -70,8 +70,9 @@ class ViewBytes:
         return (view.stop - view.start) * self._widths[view.slot]
 
     def moved_by_tile(self, tile: Tile) -> int:
-        """Bytes read and written to merge a tile's results into its accumulators."""
-        return 2 * (self.of(tile.acc) + (self.of(tile.acc_kv) if tile.acc_kv else 0))
+        """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
+        moved = self.of(tile.acc) * (2 - tile.stores)
+        return moved + (self.of(tile.acc_kv) * (2 - tile.stores_kv) if tile.acc_kv else 0)
 
     def moved_by_op(self, op: LocalOp) -> int:
         """Bytes read and written by a local operation, on the heads of the narrower side."""

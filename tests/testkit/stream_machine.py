@@ -288,6 +288,7 @@ class DeferredArithmetic:
         self._inner = inner
         self._machine = machine
         self._stream = (rank, None)
+        self._late: list = []  # what the last tile adds to after the tile
 
     def allocate(self, slot: Slot) -> Fields:
         return self._inner.allocate(slot)
@@ -299,6 +300,11 @@ class DeferredArithmetic:
             for a in access(list(tensors.values()), writes=name in ("acc", "acc_kv"))
         ]
         self._machine.enqueue(self._stream, f"tile {tile}", accesses, lambda: self._inner.run_tile(tile, fields))
+        self._late = list(fields.get("acc_kv", {}).values())
+
+    def finish_step(self) -> None:
+        self._machine.enqueue(self._stream, "rest", access(self._late, writes=True), self._inner.finish_step)
+        self._late = []
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         accesses = access(list(dst.fields.values()), writes=True)

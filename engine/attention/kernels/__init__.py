@@ -6,6 +6,7 @@ import torch
 
 from engine.attention.kernels.base import KernelRequest, TileKernel
 from engine.attention.kernels.choice import KERNELS, KernelChoice, choose
+from engine.attention.kernels.trial import trial_problem
 from engine.config import KernelName
 
 __all__ = ["KERNELS", "KernelChoice", "TileKernel", "choose_kernel", "settle_kernel"]
@@ -24,8 +25,12 @@ def settle_kernel(
     *,
     windows: bool = False,
     deterministic: bool = False,
+    documents: bool = False,
 ) -> KernelChoice:
-    """As `choose_kernel`, with the reasons; see KernelRequest. torch's deterministic mode asks for it, too."""
+    """As `choose_kernel`, with the reasons; see KernelRequest. torch's deterministic mode asks for it, too.
+
+    What is taken has passed its trial on `device`: the first time that takes up to a second, and compiling.
+    """
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     request = KernelRequest(
         device.type,
@@ -34,5 +39,6 @@ def settle_kernel(
         torch.cuda.get_device_capability(device) if on_gpu else None,
         windows,
         deterministic or torch.are_deterministic_algorithms_enabled(),
+        documents,
     )
-    return choose(name, request)
+    return choose(name, request, lambda kind: trial_problem(kind, request, device))

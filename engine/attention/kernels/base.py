@@ -28,6 +28,7 @@ class BandSpec(NamedTuple):
 
 
 ComputeCapability = tuple[int, int]  # of a GPU, such as (9, 0)
+HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class KernelRequest:
     compute_capability   of the GPU; None: not a GPU, or one that cannot be asked
     windows              tiles may be bands other than full and causal ones
     deterministic        equal inputs must give equal bits
+    documents            packed sequences: every batch brings tiles of new shapes
     """
 
     device: str
@@ -45,6 +47,7 @@ class KernelRequest:
     compute_capability: ComputeCapability | None = None
     windows: bool = False
     deterministic: bool = False
+    documents: bool = False
 
 
 def no_problem(request: KernelRequest) -> str | None:
@@ -67,7 +70,7 @@ class Capabilities:
                            `never`
     max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
                            heads (`engine.attention.kernels.heads`); None: any number
-    package                what must be installed besides torch
+    plans_shapes           it builds and keeps a plan for every new shape of a tile, for tens of milliseconds or more
     problem                what else is wrong with a request here, in words; None: nothing
     """
 
@@ -81,7 +84,7 @@ class Capabilities:
     windows: Literal["window", "bias", "aten_flash"] = "window"
     grouped_heads: Literal["native", "expanded"] = "native"
     deterministic: Literal["always", "flag", "never"] = "always"
-    package: str | None = None
+    plans_shapes: bool = False
     problem: Callable[[KernelRequest], str | None] = no_problem
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from engine.attention.kernels.base import Capabilities, ComputeCapability, KernelRequest, TileKernel
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, Flash3Kernel, Flash4Kernel, FlashAttnKernel
+from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
+from engine.attention.kernels.flash_packages import Flash3Kernel, Flash4Kernel, FlashAttnKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.config import KernelName
 from engine.errors import ConfigError
@@ -29,11 +30,12 @@ KERNELS: dict[KernelName, type[TileKernel]] = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of a run, why it, and of every other one why not."""
+    """The kernel of a run, why it, and of every other one why not; `failed` of those whose trial went wrong."""
 
     kernel: TileKernel
     reason: str
     others: Mapping[str, str]
+    failed: Mapping[str, str]
 
     @property
     def text(self) -> str:
@@ -42,19 +44,35 @@ class KernelChoice:
         return f"attention kernel {self.kernel.name} ({self.reason}); others: {others}"
 
 
-def choose(name: KernelName, request: KernelRequest) -> KernelChoice:
-    """The named kernel, or for `auto` the first of `preference` that can; ConfigError says what would be legal."""
+def choose(
+    name: KernelName,
+    request: KernelRequest,
+    trial: Callable[[type[TileKernel]], str | None],
+    kernels: Mapping[KernelName, type[TileKernel]] = KERNELS,
+) -> KernelChoice:
+    """The named kernel, or for `auto` the first of `preference` that can and passes its trial.
+
+    ConfigError, with every reason and what would be legal, if there is none; a kernel that was named is never replaced.
+
+    trial   what is wrong with what a kernel computes here; None: nothing
+    """
     order = preference(request) if name == "auto" else [name]
     problems: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for candidate in order:
-        problem = problem_of(KERNELS[candidate].capabilities, request)
+        problem = problem_of(kernels[candidate].capabilities, request)
         if problem is None:
-            return KernelChoice(KERNELS[candidate](), _reason(name, request), _others(candidate, request, problems))
+            problem = trial(kernels[candidate])
+            if problem is None:
+                others = _others(candidate, request, problems)
+                return KernelChoice(kernels[candidate](), _reason(name, request), others, failed)
+            failed[candidate] = problem
         problems[candidate] = problem
-    legal = [other for other in KERNELS if problem_of(KERNELS[other].capabilities, request) is None]
+    legal = [other for other in kernels if problem_of(kernels[other].capabilities, request) is None]
     raise ConfigError(
         f"attention.kernel={name}: no kernel for {request.dtype} with head_dim {request.head_dim} on {_where(request)} "
-        f"({'; '.join(f'{other}: {problem}' for other, problem in problems.items())}); legal here: {', '.join(legal)}"
+        f"({'; '.join(f'{other}: {problem}' for other, problem in problems.items())}); "
+        f"legal here: {', '.join(other for other in legal if other not in problems)}"
     )
 
 
@@ -62,19 +80,20 @@ def preference(request: KernelRequest) -> list[KernelName]:
     """What `auto` tries, the one that is expected to be fastest first.
 
     On Hopper cuDNN runs at about 1.8 times the speed of FlashAttention-2 and like FlashAttention-3, which is better
-    only where cuDNN would hand windows to FlashAttention-2. The package flash-attn has the same kernels as torch.
-    `reference` is for comparison only: its memory is quadratic.
+    only where cuDNN would hand windows to FlashAttention-2. Packed documents have new shapes in every batch: no kernel
+    that plans each. The package flash-attn has the same kernels as torch. `reference` is for comparison only: its
+    memory is quadratic.
     """
     if request.device != "cuda":
         return ["cpu_flash"]
     rest: list[KernelName] = ["aten_flash", "flash_attn", "aten_efficient"]
     major = (request.compute_capability or (0, 0))[0]
+    first: list[KernelName] = []
     if major == 9:
-        first: list[KernelName] = ["fa3", "aten_cudnn"] if request.windows else ["aten_cudnn", "fa3"]
-        return [*first, *rest]
-    if major >= 10:
-        return ["fa4", "aten_cudnn", *rest]
-    return rest
+        first = ["fa3", "fa4", "aten_cudnn"] if request.windows else ["aten_cudnn", "fa3", "fa4"]
+    elif major >= 10:
+        first = ["fa4", "aten_cudnn"]
+    return [name for name in (*first, *rest) if not (request.documents and KERNELS[name].capabilities.plans_shapes)]
 
 
 def problem_of(can: Capabilities, request: KernelRequest) -> str | None:
@@ -108,7 +127,7 @@ def _capability_problem(can: Capabilities, request: KernelRequest) -> str | None
 
 def _reason(name: KernelName, request: KernelRequest) -> str:
     if name != "auto":
-        return f"attention.kernel={name}"
+        return f"attention.kernel={name}{_new_shapes(name, request, '; it ')}"
     return f"auto: the first that can of {', '.join(preference(request))} on {_where(request)}"
 
 
@@ -119,8 +138,20 @@ def _others(chosen: KernelName, request: KernelRequest, problems: Mapping[str, s
         if name == chosen:
             continue
         capable = Capabilities(**{**vars(kind.capabilities), "problem": _not_asked})
-        others[name] = problems.get(name) or problem_of(capable, request) or "expected to be slower, or not asked for"
+        others[name] = (
+            problems.get(name)
+            or problem_of(capable, request)
+            or _new_shapes(name, request)
+            or "expected to be slower, or not asked for"
+        )
     return others
+
+
+def _new_shapes(name: KernelName, request: KernelRequest, before: str = "") -> str:
+    """What documents mean for a kernel that plans shapes; empty for others."""
+    if not (request.documents and KERNELS[name].capabilities.plans_shapes):
+        return ""
+    return f"{before}builds a plan for every new shape, and packed documents bring some with every batch"
 
 
 def _not_asked(request: KernelRequest) -> None:

@@ -1,10 +1,8 @@
-"""CUDA kernels from libraries: torch's FlashAttention and cuDNN ops, and the flash-attn package.
+"""CUDA kernels inside torch: its FlashAttention and cuDNN operators.
 
 All take the global lse and a surrogate out in backward and have grouped heads natively. Causal tiles are square, where
 top-left and bottom-right alignment agree; general bands become FlashAttention's windows, which count from the bottom
 right. cuDNN has no windows here, so its kernel hands such tiles to FlashAttention.
-
-FlashAttention-3 and -4 are torch's FlashAttention operators with another library behind them (`flash_switch`).
 
 Offsets inside these kernels are partly 32-bit, and backward takes memory for every element: large tiles come in parts
 of their heads (`engine.attention.kernels.heads`).
@@ -12,19 +10,16 @@ of their heads (`engine.attention.kernels.heads`).
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
-from engine.attention.kernels.flash_switch import implementation_problem, is_importable, use_flash_implementation
+from engine.attention.kernels.base import HALF, BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.mask import Band, row_strips
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
 _CUDNN_VERSION = 90000  # the first whose attention torch uses
 
 
@@ -105,12 +100,12 @@ class CudaKernel(ABC):
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        """(dq, dk, dv); dk and dv in fp32 if several calls are summed."""
+        """(dq, dk, dv); dk and dv in the dtype of the lse if several calls are summed."""
         calls = self._calls(q, k, band)
         if len(calls) == 1:
             return self._backward(grads, q, k, v, band)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        dk, dv = (torch.zeros(x.shape, dtype=grads.lse.dtype, device=x.device) for x in (k, v))
         for rows, keys, part in calls:
             result = self._backward(TileGradients(*(x[rows] for x in grads)), q[rows], k[keys], v[keys], part)
             dq[rows] = result.dq
@@ -127,7 +122,7 @@ class CudaKernel(ABC):
         """One call of the library: (dq, dk, dv)."""
 
 
-def _flash2_problem(request: KernelRequest) -> str | None:
+def flash2_problem(request: KernelRequest) -> str | None:
     """FlashAttention-2 has no backward for these heads on GPUs with little shared memory (sdp_utils.cpp of torch)."""
     small = request.compute_capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
     if small and 192 < request.head_dim <= 224:
@@ -139,23 +134,21 @@ class AtenFlashKernel(CudaKernel):
     """FlashAttention-2 as built into torch (`aten::_flash_attention_forward`); tensors [1, rows, heads, D]."""
 
     name = "aten_flash"
-    implementation: str | None = None  # behind the operators: torch's own
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_HALF,
+        dtypes=HALF,
         max_head_dim=256,
         max_call_elements=CUDA_CALL_ELEMENTS,
         head_dim_multiple=8,
         compute_capabilities=((8, 0), None),
         deterministic="flag",
-        problem=_flash2_problem,
+        problem=flash2_problem,
     )
 
     def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
         return window_calls(q.shape[0], k.shape[0], band)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        use_flash_implementation(self.implementation)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q[None],
             k[None],
@@ -172,7 +165,6 @@ class AtenFlashKernel(CudaKernel):
         return out[0], lse[0].transpose(0, 1)
 
     def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        use_flash_implementation(self.implementation)
         # The dropout state is empty because there is no dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -196,54 +188,6 @@ class AtenFlashKernel(CudaKernel):
         return TileResult(*(grad[0] for grad in results))
 
 
-def _flash3_problem(request: KernelRequest) -> str | None:
-    return implementation_problem("FA3", "flash_attn_interface", "FlashAttention-3")
-
-
-def _flash4_problem(request: KernelRequest) -> str | None:
-    return implementation_problem("FA4", "flash_attn.cute.interface", "FlashAttention-4")
-
-
-class Flash3Kernel(AtenFlashKernel):
-    """FlashAttention-3 behind torch's FlashAttention operators; compiled for Hopper alone."""
-
-    name = "fa3"
-    implementation = "FA3"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=_HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((9, 0), (9, 0)),
-        deterministic="flag",
-        package="FlashAttention-3 (flash_attn_interface)",
-        problem=_flash3_problem,
-    )
-
-
-class Flash4Kernel(AtenFlashKernel):
-    """FlashAttention-4 behind torch's FlashAttention operators.
-
-    Its code for Hopper (flash_attn/cute/interface.py) takes windows and the wish for determinism in backward and
-    ignores both, so it is declared for Blackwell alone.
-    """
-
-    name = "fa4"
-    implementation = "FA4"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=_HALF,
-        max_head_dim=128,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((10, 0), (10, 9)),
-        deterministic="flag",
-        package="FlashAttention-4 (flash_attn.cute)",
-        problem=_flash4_problem,
-    )
-
-
 def _cudnn_problem(request: KernelRequest) -> str | None:
     if request.compute_capability is None:  # no GPU to ask
         return None
@@ -265,13 +209,14 @@ class AtenCudnnKernel(CudaKernel):
     name = "aten_cudnn"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_HALF,
+        dtypes=HALF,
         max_head_dim=128,
         max_call_elements=CUDA_CALL_ELEMENTS,
         head_dim_multiple=8,
         compute_capabilities=((8, 0), None),
         windows="aten_flash",
         deterministic="never",
+        plans_shapes=True,
         problem=_cudnn_problem,
     )
 
@@ -300,87 +245,7 @@ def _is_for_cudnn(k: Tensor, band: BandSpec) -> bool:
     return (band.is_full or band.is_causal) and k.shape[0] > 1
 
 
-def _flash_attn_problem(request: KernelRequest) -> str | None:
-    if not FlashAttnKernel.is_installed():
-        return "the flash-attn package is not installed"
-    try:
-        importlib.import_module("flash_attn.flash_attn_interface")
-    except (ImportError, OSError) as error:  # most often built for another torch
-        return f"the flash-attn package is installed, but cannot be loaded ({error})"
-    return _flash2_problem(request)
-
-
-class FlashAttnKernel(CudaKernel):
-    """The flash-attn package (FlashAttention-2); tensors [1, rows, heads, D], lse [1, H, rows]."""
-
-    name = "flash_attn"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=_HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((8, 0), None),
-        deterministic="flag",
-        package="flash-attn",
-        problem=_flash_attn_problem,
-    )
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Whether the package is there (FlashAttention-4 has a package of the same name without this module)."""
-        return is_importable("flash_attn.flash_attn_interface")
-
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        return window_calls(q.shape[0], k.shape[0], band)
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_forward
-
-        out, lse, *_ = _flash_attn_forward(
-            q[None],
-            k[None],
-            v[None],
-            **_flash_attn_options(q, k, band),
-            return_softmax=False,
-        )
-        return out[0], lse[0].transpose(0, 1)
-
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        from flash_attn.flash_attn_interface import _flash_attn_backward
-
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _flash_attn_backward(
-            grads.dout.contiguous()[None],
-            q[None],
-            k[None],
-            v[None],
-            grads.out[None],
-            grads.lse.transpose(0, 1).contiguous()[None],
-            dq[None],
-            dk[None],
-            dv[None],
-            **_flash_attn_options(q, k, band),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return TileResult(dq, dk, dv)
-
-
 def _aten_flash_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
     """What both directions of torch's FlashAttention operators are told by name."""
     window = window_of(band, q.shape[0], k.shape[0])
     return {"scale": q.shape[-1] ** -0.5, "window_size_left": window.left, "window_size_right": window.right}
-
-
-def _flash_attn_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
-    """What both directions of the flash-attn package are told: no dropout, soft cap or ALiBi."""
-    window = window_of(band, q.shape[0], k.shape[0])
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": q.shape[-1] ** -0.5,
-        "causal": band.is_causal,
-        "window_size_left": window.left,
-        "window_size_right": window.right,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }

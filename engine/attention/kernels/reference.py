@@ -25,7 +25,7 @@ class ReferenceKernel:
         scores = _scores(q, k, band)
         lse = torch.logsumexp(scores, dim=-1)  # [K, g, nq]
         out = torch.einsum("kgij,jkd->ikgd", torch.exp(scores - lse[..., None]), v.double())
-        return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(_lse_dtype(q))
+        return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(lse_dtype(q))
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
         """Gradients from p = exp(s - lse), ds = p * (dout v^T - rowsum(dout * out))."""
@@ -43,7 +43,8 @@ class ReferenceKernel:
         return TileResult(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """Of the log-sum-exp: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

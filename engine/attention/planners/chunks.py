@@ -391,8 +391,8 @@ class _Backward(_Work):
         return finish
 
     def _queries(self, block: Block, planned: list[Stay]) -> Held:
-        """Q, dO, lse and scale; after a head exchange dO comes chunk by chunk, and the rest of it follows."""
-        whole = block.whole(Kind.QX, "qx")
+        """Q, dO, lse and scale or out; after a head exchange dO comes chunk by chunk, and a scale follows from it."""
+        whole = block.whole(Kind.QX if block.host else Kind.QO, "qx")  # `out` does not come along
         if not block.exchanged:
             return block.read(planned, whole)
         homes = block.group.homes(Kind.DOUT, "dout", self.chunking.store)
@@ -402,8 +402,9 @@ class _Backward(_Work):
             if block.host:
                 block.move(Span(step - self.chunking.lead, step - 1), whole, values, block.rows(chunk))
             block.gather(Kind.DOUT, homes, chunk, step, values, copied=True)
-            results = block.load(step, saved, Kind.SAVED, chunk)
-            block.group.each(step, "stats", values, results, block.rows(chunk))
+            if block.host:
+                results = block.load(step, saved, Kind.SAVED, chunk)
+                block.group.each(step, "stats", values, results, block.rows(chunk))
 
         return block.read(planned, whole, arrive, keep=False)
 

@@ -25,12 +25,11 @@ from typing import Literal, NamedTuple
 from engine.attention.allocate import Home, Lane, PlanBuilder, Rows, Value
 from engine.attention.grid import Grid
 from engine.attention.layout import piece_rows
-from engine.attention.plan import AttentionPlan, Channel, HeadPart, Kind, LocalOp
+from engine.attention.plan import AttentionPlan, Channel, HeadPart, Kind, LocalOp, OpName
 from engine.attention.planners.ring import Operands
 
 Attend = Callable[[Lane, Operands], None]  # emits attention of one ring
 Phase = Literal["pre", "after"]
-OpName = Literal["init", "add", "copy", "stats"]
 Where = Literal["device", "host"]
 
 
@@ -197,14 +196,17 @@ def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[
     return work.builder.build()
 
 
-def plan_exchanged_backward(exchange: Exchange, attend: Attend, only: Collection[int] | None = None) -> AttentionPlan:
+def plan_exchanged_backward(
+    exchange: Exchange, attend: Attend, query_kind: Kind, only: Collection[int] | None = None
+) -> AttentionPlan:
     """Backward plan. Pins dout, dq, dkv (all heads, own piece); qx, ring_kv, saved (part of the heads, whole block)."""
     work = _Exchanged(exchange, PlanBuilder("backward", exchange.grid.size, only))
-    query = work.blocks(Kind.QX, "qx")
+    query = work.blocks(query_kind, "qx")
     kv = work.last_blocks() if exchange.last_homes else work.blocks(Kind.KV, "ring_kv")
     for group, ring_q, saved in zip(work.groups, query, work.blocks(Kind.SAVED, "saved"), strict=True):
         group.gather(Span(0, 0), group.homes(Kind.DOUT, "dout"), ring_q, copied=(0, "after"))
-        group.each(1, "stats", ring_q, saved)
+        if query_kind == Kind.QX:
+            group.each(1, "stats", ring_q, saved)
     sums, kv_sums = work.blocks(Kind.DQ), work.blocks(Kind.DKV)
     last = work.attend(attend, query, kv, sums, kv_sums)
     for group, ring_dq, ring_dkv in zip(work.groups, sums, kv_sums, strict=True):

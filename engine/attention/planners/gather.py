@@ -32,14 +32,14 @@ from engine.attention.planners.rows import needed_rows
 def plan_gather_forward(visibility: Visibility, ring: Ring, only: Collection[int] | None = None) -> AttentionPlan:
     """Forward plan. Pins q, kv, acc on every rank of `only` (None: all)."""
     builder = PlanBuilder("forward", ring.size, only)
-    gather(visibility, ring, builder, pinned_operands(visibility, ring, builder))
+    gather(visibility, ring, builder, pinned_operands(visibility, ring, builder, "kv"))
     return builder.build()
 
 
 def plan_gather_backward(visibility: Visibility, ring: Ring, only: Collection[int] | None = None) -> AttentionPlan:
     """Backward plan. Pins qx, kv, dq, dkv on every rank of `only` (None: all)."""
     builder = PlanBuilder("backward", ring.size, only)
-    gather(visibility, ring, builder, pinned_operands(visibility, ring, builder))
+    gather(visibility, ring, builder, pinned_operands(visibility, ring, builder, "kv"))
     return builder.build()
 
 

@@ -109,7 +109,7 @@ def plan_forward(visibility: Visibility, ring: Ring, only: Collection[int] | Non
     for a reversed backward.
     """
     builder = PlanBuilder("forward", ring.size, only)
-    circulate(visibility, ring, "kv", builder, pinned_operands(visibility, ring, builder))
+    circulate(visibility, ring, "kv", builder, pinned_operands(visibility, ring, builder, "kv"))
     return builder.build()
 
 
@@ -121,14 +121,14 @@ def plan_backward(
     kv: K,V and dK,dV circulate; q: Q, dO, lse, scale and dQ circulate while K,V,dK,dV stay.
     """
     builder = PlanBuilder("backward", ring.size, only)
-    circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder))
+    circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder, circulates))
     return builder.build()
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a circulation works on, one value per ring rank: query (Q; backward QX), kv, sums (ACC; backward DQ) and in
-    backward kv_sums (DKV). It initialises the sums.
+    """What a circulation works on, one value per ring rank: query (Q; backward QX or QO), kv, sums (ACC; backward DQ)
+    and in backward kv_sums (DKV). It initialises the sums.
 
     Where `ring.keeps_last`, forward writes kv_last, and backward is given the same as its `kv`: that of rank r has the
     rows of the block of `ring.last_home(r)`. Backward then never touches a rank's own K and V.
@@ -155,22 +155,27 @@ def initialise_sums(builder: PlanBuilder | Lane, operands: Operands) -> None:
             builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
 
 
-def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder) -> Operands:
+def query_kind(circulates: Circulates) -> Kind:
+    """What backward knows of queries: `out` need not travel, and is at hand where they stay."""
+    return Kind.QX if circulates == "q" else Kind.QO
+
+
+def pinned_operands(visibility: Visibility, ring: Ring, builder: PlanBuilder, circulates: Circulates) -> Operands:
     """Inputs and outputs of a plan that is nothing but one circulation, pinned under their names.
 
     Where the mask stops queries at a position, acc has the rows before it only.
     """
     layout = visibility.layout
 
-    def pinned(kind: Kind, *, last: bool = False) -> list[Value]:
-        homes = [ring.last_home(rank) if last else rank for rank in range(layout.size)]
-        pin = "kv_last" if last else kind.value
+    def pinned(kind: Kind, pin: str | None = None) -> list[Value]:
+        homes = [ring.last_home(rank) if pin == "kv_last" else rank for rank in range(layout.size)]
+        pin = pin or kind.value
         return [builder.value(rank, kind, Rows(0, layout.rows(home)), pin) for rank, home in enumerate(homes)]
 
     if builder.direction == "backward":
-        kv = pinned(Kind.KV, last=ring.keeps_last)
-        return Operands(pinned(Kind.QX), kv, pinned(Kind.DQ), pinned(Kind.DKV))
-    kv_last = pinned(Kind.KV, last=True) if ring.keeps_last else []
+        kv = pinned(Kind.KV, "kv_last" if ring.keeps_last else None)
+        return Operands(pinned(query_kind(circulates), "qx"), kv, pinned(Kind.DQ), pinned(Kind.DKV))
+    kv_last = pinned(Kind.KV, "kv_last") if ring.keeps_last else []
     asked = [Rows(0, visibility.query_rows(rank)) for rank in range(layout.size)]
     sums = [builder.value(rank, Kind.ACC, rows, Kind.ACC.value) for rank, rows in enumerate(asked)]
     return Operands(pinned(Kind.Q), pinned(Kind.KV), sums, [], kv_last)

@@ -27,6 +27,7 @@ PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),
     Kind.KV: ("kv",),
     Kind.QX: ("q", "dout", "stats"),
+    Kind.QO: ("q", "dout", "out"),
     Kind.DOUT: ("dout",),
 }
 KV_SUMS = frozenset({Kind.DKV, Kind.DKV_WIRE, Kind.DKV_CAST})
@@ -60,6 +61,9 @@ class CountingArithmetic:
         visible = band_mask(len(queries), len(keys), tile.low, tile.high)
         if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
             raise PlanError("a tile has a row or column that sees nothing")
+        for name, stores in (("acc", tile.stores), ("acc_kv", tile.stores_kv)):
+            if stores:
+                _start(fields[name])
         for part in range(queries.shape[1]):
             _count(fields["acc"], part, queries[:, part], keys[:, part], visible)
             if "acc_kv" in fields:
@@ -68,8 +72,7 @@ class CountingArithmetic:
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add, copy, stats on records."""
         if op == "init":
-            dst.fields["owner"].fill_(UNOWNED)
-            dst.fields["count"].zero_()
+            _start(dst.fields)
             return
         assert src is not None
         target, source = _same_parts(dst, src)
@@ -84,6 +87,9 @@ class CountingArithmetic:
             _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
             target["count"] += source["count"]
 
+    def finish_step(self) -> None:
+        """Nothing waits."""
+
     def release(self) -> None:
         """Records are made for one run."""
 
@@ -91,6 +97,11 @@ class CountingArithmetic:
         """Whole records travel."""
         names = PAYLOAD.get(slot.kind, ("owner", "count"))
         return tuple(fields[name] for name in names)
+
+
+def _start(sums: Fields) -> None:
+    sums["owner"].fill_(UNOWNED)
+    sums["count"].zero_()
 
 
 def _positions(payload: Fields) -> Tensor:
@@ -241,8 +252,8 @@ def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArith
     for slot in plan.slots:
         if slot.pin in INPUT_PINS and slot.kind in PAYLOAD:
             fields = arithmetic.allocate(slot)
-            exchanged = slot.kind == Kind.QX and "dout" in {other.pin for other in plan.slots}
-            for name in ("q",) if exchanged else tuple(fields):
+            made = {"dout", "stats"} if "dout" in plan.pins else set()  # by the plan
+            for name in fields.keys() - made if slot.kind in (Kind.QX, Kind.QO) else fields.keys():
                 fields[name].copy_(_positions_of(blocks, rank, slot)[:, None].expand(fields[name].shape))
             inputs[str(slot.pin)] = fields
     return inputs

@@ -43,6 +43,7 @@ def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
     dkv = torch.zeros(inputs.k.shape[0], 2, *inputs.k.shape[1:], device=device)
     qx = {"q": q, "dout": inputs.dout, "stats": stats}
     arithmetic.run_tile(TILE, {"q": qx, "kv": kv, "acc": {"dq": dq}, "acc_kv": {"dkv": dkv}})
+    arithmetic.finish_step()
     return {**acc, "dq": dq, "dkv": dkv}
 
 

@@ -1,20 +1,17 @@
-"""Without a GPU: kernels call torch's CUDA operators by their contracts, and the right library is behind them."""
+"""Without a GPU: kernels call torch's CUDA operators by their contracts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import operator_stand_in
 import pytest
 import torch
-import torch.nn.attention as torch_attention
 from attention_oracle import random_inputs
 
 from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
 from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, CudaKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
-from engine.attention.kernels.flash_switch import implementation_problem, use_flash_implementation
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.mask import Band, normalise
 from engine.attention.merge import backward_stats, surrogate_out
@@ -78,71 +75,3 @@ def test_strided_views_are_taken(kind: type[CudaKernel]) -> None:
     got = kind().backward(TileGradients(dout, spread, want[1]), q, k, v, band)
     expected: TileResult = ReferenceKernel().backward(TileGradients(dout, want[0], want[1]), q, k, v, band)
     torch.testing.assert_close(tuple(got), tuple(expected), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@dataclass
-class Switch:
-    """An implementation that torch can activate; says what happened to it."""
-
-    name: str
-    events: list[str] = field(default_factory=list)
-
-    def register(self) -> Switch:
-        self.events.append(f"{self.name} on")
-        return self
-
-    def remove(self) -> None:
-        self.events.append(f"{self.name} off")
-
-
-class FirstKernel(AtenFlashKernel):
-    implementation = "first of a test"
-
-
-class SecondKernel(AtenFlashKernel):
-    implementation = "second of a test"
-
-
-@pytest.fixture
-def events() -> Iterator[list[str]]:
-    noted: list[str] = []
-    for kind in (FirstKernel, SecondKernel):
-        assert kind.implementation is not None
-        switch = Switch(kind.implementation.split()[0], noted)
-        torch_attention.register_flash_attention_impl(kind.implementation, register_fn=switch.register)
-    yield noted
-    use_flash_implementation(None)
-    for kind in (FirstKernel, SecondKernel):
-        del torch_attention._registry._FLASH_ATTENTION_IMPLS[kind.implementation]
-
-
-def test_each_flash_kernel_has_its_library_behind_the_operators_at_every_call(events: list[str]) -> None:
-    x = random_inputs(8, 2, 2, 16, torch.float32)
-    grads = TileGradients(x.dout, x.q, torch.zeros(8, 2))
-    for kernel in (FirstKernel(), FirstKernel(), AtenFlashKernel(), SecondKernel(), FirstKernel(), AtenCudnnKernel()):
-        kernel.forward(x.q, x.k, x.v, BandSpec())
-        kernel.backward(grads, x.q, x.k, x.v, BandSpec())
-        if isinstance(kernel, AtenFlashKernel):
-            assert torch_attention.current_flash_attention_impl() == kernel.implementation
-    assert events == ["first on", "first off", "second on", "second off", "first on"]
-    AtenCudnnKernel().forward(x.q, x.k, x.v, BandSpec(0, 3))  # a window: FlashAttention-2's
-    assert events[-1] == "first off"
-
-
-def test_what_keeps_an_implementation_from_use_is_said(events: list[str]) -> None:
-    use_flash_implementation(SecondKernel.implementation)
-    assert implementation_problem("FA9", "x", "y") == f"torch {torch.__version__} does not know the implementation FA9"
-    problem = implementation_problem("FA3", "no_such_module_of_flash3", "FlashAttention-3")
-    assert problem == "FlashAttention-3 is not installed (no module no_such_module_of_flash3)"
-    assert implementation_problem("first of a test", "json", "a package") is None
-    assert torch_attention.current_flash_attention_impl() == SecondKernel.implementation  # as before
-
-
-def test_an_implementation_that_cannot_be_loaded_is_a_reason_not_a_crash(events: list[str]) -> None:
-    def broken() -> None:
-        raise RuntimeError("undefined symbol: _ZN3c10")
-
-    torch_attention.register_flash_attention_impl("first of a test", register_fn=broken)
-    problem = implementation_problem("first of a test", "json", "a package")
-    assert problem == "a package is installed, but cannot be loaded (RuntimeError: undefined symbol: _ZN3c10)"
-    assert torch_attention.current_flash_attention_impl() is None

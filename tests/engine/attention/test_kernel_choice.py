@@ -1,17 +1,22 @@
-"""The kernel of a run follows from what is asked and what kernels declare, and every other one has its reason."""
+"""The kernel of a run follows from what is asked, what kernels declare and a trial; every other one has its reason."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from engine.attention.kernels.base import KernelRequest
+from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients, TileKernel, TileResult
 from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, preference, problem_of
+from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.attention.kernels.trial import trial_problem
 from engine.errors import ConfigError
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -23,15 +28,17 @@ def ask(capability: tuple[int, int] | None, dtype: torch.dtype = BF16, head_dim:
 
 
 def chosen(request: KernelRequest, name: str = "auto") -> KernelChoice:
-    return choose(name, request)  # type: ignore[arg-type]
+    return choose(name, request, lambda kind: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("request_", "order"),
     [
-        (ask(HOPPER), ["aten_cudnn", "fa3", "aten_flash", "flash_attn"]),
-        (ask(HOPPER, windows=True), ["fa3", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(HOPPER), ["aten_cudnn", "fa3", "fa4", "aten_flash", "flash_attn"]),
+        (ask(HOPPER, windows=True), ["fa3", "fa4", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(HOPPER, documents=True), ["fa3", "fa4", "aten_flash", "flash_attn"]),
         (ask(BLACKWELL), ["fa4", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(BLACKWELL, documents=True), ["fa4", "aten_flash", "flash_attn"]),
         (ask(AMPERE), ["aten_flash", "flash_attn", "aten_efficient"]),
         (KernelRequest("cpu", BF16, 64), ["cpu_flash"]),
     ],
@@ -66,9 +73,12 @@ def test_a_gpu_that_can_nothing_but_the_reference_says_what_every_kernel_needs()
     ("name", "request_", "reason"),
     [
         ("fa3", ask(BLACKWELL), "needs compute capability 9.0, this GPU has 10.0"),
-        ("fa4", ask(HOPPER), "needs compute capability 10.0 to 10.9, this GPU has 9.0"),
-        ("fa3", ask(HOPPER), "FlashAttention-3 is not installed"),
-        ("fa4", ask(BLACKWELL), "FlashAttention-4 is not installed"),
+        ("fa4", ask(AMPERE), "needs compute capability 9.0 to 11.0, this GPU has 8.0"),
+        ("fa4", ask(BLACKWELL, head_dim=192), "no backward pass for head_dim 129 to 255 on this GPU"),
+        ("fa3", ask(HOPPER, head_dim=256, deterministic=True), "no deterministic backward pass for head_dim above 192"),
+        ("fa3", ask(HOPPER), "a wheel for this torch) is not installed"),
+        ("fa4", ask(BLACKWELL), "flash-attn-4 is not installed"),
+        ("fa4", ask(HOPPER, head_dim=256), "flash-attn-4 is not installed"),
         ("flash_attn", ask(HOPPER), "the flash-attn package is not installed"),
         ("aten_cudnn", ask(HOPPER, head_dim=256), "takes head_dim up to 128"),
         ("aten_flash", ask(HOPPER, head_dim=100), "takes head_dim in multiples of 8"),
@@ -88,6 +98,7 @@ REQUESTS = st.builds(
     st.sampled_from([BF16, torch.float16, FP32, torch.float64]),
     st.sampled_from([32, 64, 100, 128, 208, 256, 320]),
     st.sampled_from([TURING, AMPERE, ADA, HOPPER, BLACKWELL, (11, 0), (12, 0)]),
+    st.booleans(),
     st.booleans(),
     st.booleans(),
 )
@@ -115,6 +126,105 @@ def test_the_choice_is_one_line_for_people() -> None:
     assert "fa3: needs compute capability 9.0, this GPU has 8.0" in text
     assert "\n" not in text
     assert chosen(ask(AMPERE), "aten_flash").reason == "attention.kernel=aten_flash"
+
+
+def test_documents_do_not_get_a_kernel_that_plans_every_shape_unless_it_is_named() -> None:
+    asked = ask(HOPPER, documents=True)
+    choice = chosen(asked)
+    assert choice.kernel.name == "aten_flash"
+    plans = "builds a plan for every new shape, and packed documents bring some with every batch"
+    assert choice.others["aten_cudnn"] == plans
+    assert chosen(ask(HOPPER)).others["flash_attn"] == "expected to be slower, or not asked for"
+
+
+class Crashing(CpuFlashKernel):
+    """As a package whose function has come to return more."""
+
+    capabilities = KERNELS["aten_flash"].capabilities
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+        raise ValueError("too many values to unpack (expected 2)")
+
+
+class Sound(CpuFlashKernel):
+    capabilities = KERNELS["aten_flash"].capabilities
+
+
+def wrong(result: str, change: Callable[[Tensor], Tensor], *, windows_only: bool = False) -> type[TileKernel]:
+    """A kernel one of whose results is changed."""
+
+    class Wrong(Sound):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+            found = dict(zip(("out", "lse"), super().forward(q, k, v, band), strict=True))
+            return tuple(self.changed(found, band))  # type: ignore[return-value]
+
+        def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+            return TileResult(*self.changed(super().backward(grads, q, k, v, band)._asdict(), band))
+
+        @staticmethod
+        def changed(found: dict[str, Tensor], band: BandSpec) -> Iterable[Tensor]:
+            hit = not windows_only or not (band.is_full or band.is_causal)
+            return [change(x) if hit and name == result else x for name, x in found.items()]
+
+    return Wrong
+
+
+def on_cpu(request: KernelRequest, name: str = "auto", **kernels: type[TileKernel]) -> KernelChoice:
+    """The choice of a GPU, all of whose kernels compute on a CPU; those not given are sound."""
+
+    def trial(kind: type[TileKernel]) -> str | None:
+        return trial_problem(kind, request, torch.device("cpu"))
+
+    fakes = {**dict.fromkeys(KERNELS, Sound), **kernels}
+    return choose(name, request, trial, fakes)  # type: ignore[arg-type]
+
+
+def test_a_named_kernel_that_plans_every_shape_is_taken_for_documents_and_says_what_that_means() -> None:
+    reason = on_cpu(ask(HOPPER, documents=True), "aten_cudnn").reason
+    assert reason.startswith("attention.kernel=aten_cudnn; it builds a plan for every new shape")
+    assert on_cpu(ask(HOPPER), "aten_cudnn").reason == "attention.kernel=aten_cudnn"
+
+
+def test_a_kernel_that_fails_its_trial_is_passed_over_with_the_reason() -> None:
+    choice = on_cpu(ask(HOPPER), aten_cudnn=Crashing, fa3=wrong("dk", lambda x: 1.1 * x))
+    failed = {
+        "aten_cudnn": "failed its trial: ValueError: too many values to unpack (expected 2)",
+        "fa3": "failed its trial: dk of a causal tile is off by 0.1, more than 0.02",
+    }
+    assert choice.failed == failed
+    assert {name: choice.others[name] for name in failed} == failed
+    assert isinstance(choice.kernel, Sound)
+    assert not on_cpu(ask(HOPPER)).failed
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
+@pytest.mark.parametrize(
+    ("result", "change"),
+    [
+        ("out", lambda x: x + 0.05),
+        ("lse", lambda x: x / math.log(2)),  # to base 2
+        ("dq", lambda x: x.flip(1)),  # heads in another order
+        ("dk", torch.zeros_like),
+        ("dv", lambda x: x.masked_fill(torch.arange(len(x))[:, None, None] == 255, math.nan)),
+    ],
+)
+def test_a_trial_finds_wrong_numbers(result: str, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    request = KernelRequest("cpu", dtype, 64)
+    problem = trial_problem(wrong(result, change), request, torch.device("cpu"))
+    assert (problem or "").startswith(f"failed its trial: {result} of a causal tile is off by ")
+    assert trial_problem(CpuFlashKernel, request, torch.device("cpu")) is None
+
+
+def test_a_trial_has_windows_where_the_run_has() -> None:
+    kind = wrong("out", torch.zeros_like, windows_only=True)
+    assert not on_cpu(ask(AMPERE), aten_flash=kind).failed
+    assert "of a windowed tile" in on_cpu(ask(AMPERE, windows=True), aten_flash=kind).failed["aten_flash"]
+
+
+def test_a_named_kernel_that_fails_its_trial_is_an_error_and_not_replaced() -> None:
+    with pytest.raises(ConfigError, match=r"attention.kernel=fa4: .*fa4: failed its trial: ValueError") as raised:
+        on_cpu(ask(BLACKWELL), "fa4", fa4=Crashing)
+    assert "fa4" not in str(raised.value).partition("legal here: ")[2]
 
 
 WINDOWS = {"window": "yes", "aten_flash": "by `aten_flash`", "bias": "by a bias, in strips"}

@@ -286,6 +286,6 @@ def test_planning_one_rank_grows_at_most_linearly_with_the_ranks(
         visibility = zigzag(4 * size, size)
         ring = Ring(inner or size, size // (inner or size), own_gradient_travels=True)
         builder = CountingBuilder(direction, size, (5,))
-        circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder))
+        circulate(visibility, ring, circulates, builder, pinned_operands(visibility, ring, builder, circulates))
         asked.append(builder.asked)
     assert asked[2] - asked[1] <= 2.1 * (asked[1] - asked[0]), asked

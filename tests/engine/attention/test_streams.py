@@ -92,7 +92,7 @@ class Case:
         result: list[dict[str, Fields]] = []
         for i in self.index:
             dout, out, lse = self.data.dout[i], self.want["out"][i], self.want["lse"][i]
-            query = {"q": self.data.q[i], "dout": dout, "out": out, "stats": backward_stats(dout, out, lse)}
+            query = {"q": self.data.q[i], "dout": dout, "out": out, "lse": lse, "stats": backward_stats(dout, out, lse)}
             result.append({"qx": query, "kv": {"k": self.data.k[i], "v": self.data.v[i]}})
         return result
 

@@ -304,6 +304,25 @@ def check_merge(device: str, dtype: str, wide: str, rows: int, heads: int, head_
     assert_near(lse[is_seen], want_lse[is_seen])
 
 
+def check_add_kv(device: str, dtype: str, wide: str, wire: str | None, stores: bool, *sizes: int) -> None:
+    """Sums of k and v side by side; nothing is read of those that hold nothing yet, nor written beside them."""
+    rows, heads, head_dim = sizes
+    room = draw(device, wide, rows, 2, heads + 1, head_dim)
+    sums, beside = room[:, :, :heads], room[:, :, heads:].clone()
+    dk = draw(device, dtype, heads, rows, head_dim, seed=1).transpose(0, 1)
+    dv = strided(draw(device, dtype, rows, heads, head_dim, seed=2))
+    arrived = None if wire is None else draw(device, wire, rows, 2, heads, head_dim, seed=3)
+    want = torch.stack((dk, dv), 1).double() + (0.0 if arrived is None else arrived.double())
+    if stores:
+        sums.fill_(torch.nan)
+    else:
+        want += sums.double()
+    assert uses_triton(sums)
+    merge.add_kv(sums, dk, dv, arrived, stores=stores)
+    assert_near(sums, want)
+    assert torch.equal(room[:, :, heads:], beside)
+
+
 def check_surrogate(device: str, dtype: str, wide: str, rows: int, heads: int, head_dim: int) -> None:
     """dout * scale has the rowsum of out with dout; rows of zeros stay zeros."""
     dout = draw(device, dtype, heads, rows, head_dim).transpose(0, 1)

@@ -19,8 +19,8 @@ from engine.fused_kernels.tiles import CELLS, RowTiles  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments in fp32 (float64 for float64 tensors) and in int64; the other tensors have the activations' dtype.
-WIDE = {"rstd", "partial", "found", "lse", "cos", "sin", "scale", "block_lse", "stats"}
-NUMBERS = re.compile(r"(_row|_head|_batch|_token)$|^(rows|pairs|heads|tokens|count|first)$")
+WIDE = {"rstd", "partial", "found", "lse", "cos", "sin", "scale", "block_lse", "stats", "sums", "arrived"}
+NUMBERS = re.compile(r"(_row|_part|_head|_batch|_token)$|^(rows|pairs|heads|tokens|count|first)$")
 
 CHUNK = {"vocab": 128256, "width": 8192, "blocks": 16, "ignore_index": -100}
 HEADS = {"head_dim": 128, "width": 128, "per_program": 32}
@@ -34,6 +34,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "scaled": (elementwise.scaled_kernel, {"width": CELLS}, 8),
     "rotate": (elementwise.rotate_kernel, {"half": 64, "width": 64, "per_program": 64, "direction": 1}, 16),
     "merge": (merge.merge_kernel, HEADS, 8),
+    "add kv": (merge.add_kv_kernel, {**HEADS, "stores": False, "arrives": True}, 8),
     "stats": (merge.stats_kernel, HEADS, 8),
     "surrogate": (merge.surrogate_kernel, HEADS, 8),
 }
@@ -89,7 +90,9 @@ def test_kernels_read_16_bytes_at_once_round_to_nearest_and_spill_nothing(
     assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
 
 
-@pytest.mark.parametrize("name", ["losses", "statistics", "swiglu backward", "rotate", "merge", "norm backward 4096"])
+@pytest.mark.parametrize(
+    "name", ["losses", "statistics", "swiglu backward", "rotate", "merge", "add kv", "norm backward 4096"]
+)
 def test_kernels_compile_for_float64(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     assert compiled(*KERNELS[name], "fp64").asm["cubin"]

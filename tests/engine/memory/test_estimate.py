@@ -170,7 +170,7 @@ def test_attention_takes_what_its_plans_allocate(model: ModelConfig, world: Topo
         backward.append(plans.backward.ranks[rank])
     found = attention_bytes(rank_shape(config, method), method)
     working = max(slots_bytes(plan, config, {None}) for plan in (*forward, *backward))
-    assert found.working == pytest.approx(working, rel=0.1)
+    assert 0.9 * working <= found.working <= 1.15 * working  # a slot less where sums are stored first
     assert found.accumulated == slots_bytes(forward[0], config, {"acc"})
     if not found.on_host:
         whole = slots_bytes(backward[0], config, set(backward[0].pins) - {"saved"})
