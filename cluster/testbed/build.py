@@ -147,24 +147,26 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
     hardware_files(spec.hardware, spec.node_names[0], 1, ())
     if config_file.exists() and not is_cluster_config(config_file.read_text(encoding="utf-8", errors="replace")):
         raise TestbedError(f"{config_file} is not ours; choose another --name, or move that file away")
-    with locked(state_root(), create=True):
-        if leftovers(spec.name):
-            raise TestbedError(
-                f"a testbed {spec.name} stands already, whole or in part. "
-                f"Look at it: burst testbed status --name {spec.name}; remove it: burst testbed down --name {spec.name}"
-            )
-        folder = folder_of(spec.name)
-        state = TestbedState(spec, _free_block(), config_file=str(config_file), python_folder=_python_folder())
-        folder.path.mkdir(mode=0o700, parents=True)
-        folder.save(state)
-    testbed = Testbed(folder, state)
-    with locked(folder.path):
-        try:
+    folder, begun = folder_of(spec.name), False
+    try:
+        with locked(state_root(), create=True):
+            if leftovers(spec.name):
+                raise TestbedError(
+                    f"a testbed {spec.name} stands already, whole or in part. Look at it: burst testbed status "
+                    f"--name {spec.name}; remove it: burst testbed down --name {spec.name}"
+                )
+            state = TestbedState(spec, _free_block(), config_file=str(config_file), python_folder=_python_folder())
+            begun = True
+            folder.path.mkdir(mode=0o700, parents=True)
+            folder.save(state)
+        testbed = Testbed(folder, state)
+        with locked(folder.path):
             _build(testbed, config_file, on_step)
-        except BaseException:
+    except BaseException:
+        if begun:
             on_step("taking it down again")
             remove_parts(folder, config_file)
-            raise
+        raise
     return testbed.reload()
 
 

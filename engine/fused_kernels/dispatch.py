@@ -17,8 +17,9 @@ def uses_triton(tensor: Tensor) -> bool:
     Never while torch.compile traces: it makes kernels of its own out of torch's operations. On CPU tensors only where
     TRITON_INTERPRET=1 asks Triton for its interpreter, which runs the same kernels, very slowly, without a GPU.
     """
-    can = _compiles() if tensor.is_cuda else tensor.is_cpu and _interprets()
-    return can and tensor.is_floating_point() and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first: Dynamo warns of every cached function that it traces
+        return False
+    return (_compiles() if tensor.is_cuda else tensor.is_cpu and _interprets()) and tensor.is_floating_point()
 
 
 @functools.cache
