@@ -24,10 +24,10 @@ def describe_hosts(hosts: Sequence[Host]) -> list[dict[str, Any]]:
 
 def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
     jumps: list[str] = []
-    step = host.jump
-    while step is not None:
-        jumps.insert(0, f"{step.user}@{step.address}:{step.port}")
-        step = step.jump
+    outermost = host
+    while outermost.jump is not None:
+        outermost = outermost.jump
+        jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
     keys = known.find(host.key_names)
     return {
         "name": host.name,
@@ -35,6 +35,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
         "port": host.port,
         "user": host.user,
         "jump": jumps,
+        "proxy_command": outermost.proxy_command,
         "identity_files": list(host.identity_files),
         "key_name": host.key_names[0],
         "keys": [{"type": key.kind, "fingerprint": blob_fingerprint(key.blob), "file": key.file} for key in keys],
@@ -56,7 +57,7 @@ def host_table(rows: Sequence[dict[str, Any]]) -> Table:
         shown = Text("unknown", style="yellow") if not keys else Text(f"{keys[0]['type']} {keys[0]['fingerprint']}")
         if len(keys) > 1:
             shown.append(f" and {len(keys) - 1} more")
-        through = ", ".join(row["jump"]) or DASH
+        through = ", ".join([*filter(None, [row["proxy_command"]]), *row["jump"]]) or DASH
         file = keys[0]["file"] if keys else DASH
         cells = (row["name"], row["address"], str(row["port"]), row["user"], through)
         table.add_row(*(Text(cell) for cell in cells), shown, Text(file))

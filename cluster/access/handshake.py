@@ -32,6 +32,8 @@ class DroppedError(Exception):
         tried = f", {attempts} times" if attempts > 1 else ""
         text = f"no SSH handshake: {self}{tried}"
         remedy = "is it an SSH server? too many log-ins at once are dropped by its MaxStartups"
+        if host.proxy_command is not None:
+            remedy = f"try its ProxyCommand by hand: {one_line(host.proxy_command, 200)}"
         return SshError(host.name, SshFailure.PROTOCOL, text, remedy)
 
 

@@ -17,7 +17,8 @@ class Host:
     name: what people and reports call it. address: what the socket connects to (a name or an IP address).
     key_names: under which known_hosts lists its key, in order of preference (`[address]:port` where port is not 22).
     identity_files: private keys to offer. known_hosts: files with trusted keys; only these count.
-    jump: the host to go through. identities_only: of the agent's keys offer those that identity_files name, too.
+    jump: the host to go through. proxy_command: instead of a socket, what a shell runs (OpenSSH's ProxyCommand, its
+    %-words filled in). identities_only: of the agent's keys offer those that identity_files name, too.
     agent_socket: of the SSH agent; None: that of SSH_AUTH_SOCK, empty: none.
     reached_by: the overrides with which a command reaches it: the name alone may mean nothing.
     """
@@ -30,6 +31,7 @@ class Host:
     identity_files: tuple[str, ...] = ()
     known_hosts: tuple[str, ...] = ()
     jump: Host | None = None
+    proxy_command: str | None = None
     connect_timeout_s: float = 10.0
     identities_only: bool = False
     agent_socket: str | None = None

@@ -1,7 +1,7 @@
 """Hosts from names: OpenSSH is asked what `ssh NAME` would do (`ssh -G`), settings of `cluster.ssh` come on top.
 
 paramiko's own reader of ssh_config knows neither Include nor Match nor ProxyJump, and a node that `ssh` reaches must be
-reached here, too; those behind a ProxyCommand are not, and HostsError says so. Nothing here connects.
+reached here, too. Nothing here connects.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -72,9 +73,9 @@ class Resolver:
         _check_name(name)
         options = self._options(name, self.ssh.user, self.ssh.port)
         jump = self.ssh.jump if self.ssh.jump is not None else _jump_option(options)
-        if jump is None:
-            _refuse_proxy_command(name, options)
         host = self._host(name, options, self.ssh.user, self.ssh.port)
+        if jump is None:
+            host = self._behind_command(host, options)
         if self.ssh.identity_file is not None:
             host = replace(host, identity_files=(self._own_key(self.ssh.identity_file),), identities_only=True)
         return replace(host, jump=self._jump(jump, host, depth=0))
@@ -96,7 +97,7 @@ class Resolver:
             host = replace(host, identity_files=tuple(dict.fromkeys((*host.identity_files, key))))
         inner = ",".join(before) if before else _jump_option(options)
         if inner is None:
-            _refuse_proxy_command(hop.name, options)
+            host = self._behind_command(host, options)
         return replace(host, jump=self._jump(inner, host, depth + 1))
 
     def _options(self, name: str, user: str | None, port: int | None) -> Options:
@@ -126,6 +127,20 @@ class Resolver:
             identities_only=_first(options, "identitiesonly") == "yes",
             agent_socket=self._agent(options, words),
         )
+
+    def _behind_command(self, host: Host, options: Options) -> Host:
+        """`host` with its ProxyCommand, if it has one."""
+        command = _first(options, "proxycommand")
+        if command in (None, "none"):
+            return host
+        if _first(options, "proxyusefdpass") == "yes":
+            raise HostsError(
+                f"{host.name}: its ProxyCommand hands a socket over (ProxyUseFdpass yes), which burst does not take; "
+                f"let the command carry the bytes itself"
+            )
+        # Only what the user's own configuration says is a command: names, which may come from elsewhere, are words.
+        words = {"h": host.address, "n": host.name, "p": str(host.port), "r": host.user, "k": host.key_names[0]}
+        return replace(host, proxy_command=self._words(command, {k: shlex.quote(w) for k, w in words.items()}))
 
     def _identities(self, options: Options) -> Sequence[str]:
         if self.ask is None:
@@ -167,10 +182,14 @@ class Resolver:
 
     def _path(self, text: str, words: Mapping[str, str]) -> str:
         """`text` with the home of this user and the %-words that file names may have in ssh_config."""
-        me = {"%": "%", "d": self.home, "u": _login(), "i": str(os.getuid()), "l": socket.gethostname(), **words}
         text = self.home + text[1:] if text == "~" or text.startswith("~/") else text
         text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], found[0]), text)
-        return str(Path(re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)).expanduser())
+        return str(Path(self._words(text, words)).expanduser())
+
+    def _words(self, text: str, words: Mapping[str, str]) -> str:
+        """`text` with its %-words filled in; those that are not known stay."""
+        me = {"%": "%", "d": self.home, "u": _login(), "i": str(os.getuid()), "l": socket.gethostname(), **words}
+        return re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)
 
 
 def parse_jump(text: str, source: str) -> JumpHop:
@@ -245,16 +264,6 @@ def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
 def _check_name(name: str) -> None:
     if not is_host_name(name):
         raise HostsError(f"{one_line(name, 60)!r} is no host name")
-
-
-def _refuse_proxy_command(name: str, options: Options) -> None:
-    command = _first(options, "proxycommand")
-    if command not in (None, "none"):
-        raise HostsError(
-            f"{name}: your SSH configuration reaches it by ProxyCommand ({one_line(command or '', 60)}), which burst "
-            f"does not run; where it only goes through another host (ssh -W), use ProxyJump there or set "
-            f"cluster.ssh.jump; for another program start burst on a machine that reaches the node without it"
-        )
 
 
 def _jump_option(options: Options) -> str | None:

@@ -1,9 +1,13 @@
-"""TCP connections to nodes within a deadline: every address of a name is tried, and the reason of a failure is told."""
+"""Connections to nodes within a deadline: every address of a name is tried, and the reason of a failure is told."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import signal
 import socket
+import subprocess
 import threading
 from typing import Any, Protocol
 
@@ -22,8 +26,34 @@ class NameService(Protocol):
         """(family, type, protocol, name, address) of every address of `host`, best first."""
 
 
+class CommandSocket(socket.socket):
+    """What a ProxyCommand reads and writes. Closing it ends the command with all that it started."""
+
+    def __init__(self, command: str) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(fileno=ours.detach())
+        with theirs:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Close our end, and end the command."""
+        super().close()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
 def open_socket(host: Host, deadline: Deadline, ask: NameService = socket.getaddrinfo) -> socket.socket:
     """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE. ask: the name service."""
+    if host.proxy_command is not None:
+        return CommandSocket(host.proxy_command)
     addresses = _look_up(host, deadline, ask)
     failures: list[SshError] = []
     for number, (family, kind, protocol, _, address) in enumerate(addresses):

@@ -204,6 +204,8 @@ def _within_window(
 
 def keep_alive(sock: socket.socket, silent_s: float) -> None:
     """Let the kernel end a connection when what was sent is not acknowledged for `silent_s`."""
+    if sock.family == socket.AF_UNIX:
+        return  # a ProxyCommand has the connection
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -105,14 +105,27 @@ def test_jump_hosts_that_point_at_each_other_are_refused(tmp_path: Path) -> None
         resolve(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\nHost n1\n  ProxyJump a\n", "n1")
 
 
-def test_a_proxy_command_is_refused_unless_a_jump_replaces_it(tmp_path: Path) -> None:
-    config = "Host gate\n  ProxyCommand none\nHost *\n  ProxyCommand nc %h %p\n"
-    with pytest.raises(HostsError, match=r"ProxyCommand .*for another program start burst on a machine that reaches"):
-        resolve(tmp_path, config, "n1")
-    with pytest.raises(HostsError, match=r"gate: .*ProxyCommand"):
-        resolve(tmp_path, "Host gate\n  ProxyCommand nc %h %p\n", "n1", jump="gate")
-    (host,) = resolve(tmp_path, config, "n1", jump="gate")
-    assert host.jump is not None
+def test_a_proxy_command_is_what_leads_to_the_outermost_host(tmp_path: Path) -> None:
+    config = "Host gate\n  ProxyCommand none\nHost *\n  ProxyCommand nc %h %p # %n %r 100%%\n  Port 2200\n"
+    (host,) = resolve(tmp_path, config, "n1", user="me")
+    assert (host.jump, host.proxy_command) == (None, "nc n1 2200 # n1 me 100%")
+    (behind,) = resolve(tmp_path, "Host gate\n  ProxyCommand nc %h %p\n", "n1", jump="gate")
+    assert behind.jump is not None
+    assert (behind.proxy_command, behind.jump.proxy_command) == (None, "nc gate 22")
+    (through,) = resolve(tmp_path, config, "n1", jump="gate")
+    assert through.jump is not None
+    assert (through.proxy_command, through.jump.proxy_command) == (None, None)
+
+
+def test_names_in_a_proxy_command_are_words_and_no_commands(tmp_path: Path) -> None:
+    (host,) = resolve(tmp_path, "Host *\n  ProxyCommand nc %r %h\n", "n1", user="DOMAIN\\me$")
+    assert host.proxy_command is not None
+    assert shlex.split(host.proxy_command) == ["nc", "DOMAIN\\me$", "n1"]
+
+
+def test_a_proxy_command_that_hands_a_socket_over_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostsError, match=r"n1: .*ProxyUseFdpass"):
+        resolve(tmp_path, "Host *\n  ProxyCommand nc %h %p\n  ProxyUseFdpass yes\n", "n1")
 
 
 @pytest.mark.parametrize("jump", ["-oProxyCommand=x", "a b", "a:0", "a:99999", "$(x)@gate", "u@", "a;b", "-l@gate"])

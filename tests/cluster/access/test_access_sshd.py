@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -465,3 +466,52 @@ def _command_line(path: Path) -> bytes:
     with contextlib.suppress(OSError):  # a process that has just ended
         return path.read_bytes()
     return b""
+
+
+def proxied(server: Server) -> Host:
+    """The server as OpenSSH itself forwards it: a log-in of `ssh -W` in front."""
+    folder, host = server.log.parent, server.host
+    words = [
+        "ssh",
+        "-F",
+        "none",
+        "-i",
+        folder / "id",
+        "-o",
+        f"UserKnownHostsFile={folder}/known_hosts",
+        "-p",
+        host.port,
+    ]
+    forward = ["-W", f"127.0.0.1:{host.port}", f"{host.user}@127.0.0.1"]
+    return replace(host, address="known.only.behind", proxy_command=quote_command([*map(str, words), *forward]))
+
+
+def test_a_proxy_command_carries_a_connection_and_ends_with_it(server: Server) -> None:
+    host = proxied(server)
+    with connect(host) as connection:
+        answer = connection.run(["head", "-c", "3000000"], stdin=bytes(3_000_000))
+        assert (answer.exit_code, len(answer.stdout)) == (0, 3_000_000)
+        assert len(proxies(server)) == 1
+    assert proxies(server) == []
+
+
+def test_a_proxy_command_that_ends_is_named_to_be_tried_by_hand(server: Server) -> None:
+    with pytest.raises(SshError) as caught, connect(replace(server.host, proxy_command="echo 'no way' >&2; exit 3")):
+        pass
+    assert caught.value.kind is SshFailure.PROTOCOL
+    assert "try its ProxyCommand by hand: echo 'no way'" in str(caught.value)
+
+
+def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> None:
+    begin = time.monotonic()
+    host = replace(server.host, proxy_command=f"sleep 3600 # {server.log.parent}/known_hosts", connect_timeout_s=1.0)
+    with pytest.raises(SshError, match="stays silent"), connect(host):
+        pass
+    assert time.monotonic() - begin < 20
+    assert proxies(server) == []
+
+
+def proxies(server: Server) -> list[int]:
+    """Processes of ProxyCommands to the server."""
+    mark = f"{server.log.parent}/known_hosts"
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or ())]
