@@ -119,7 +119,7 @@ class _Lead:
         self._is_begun = not manner.start
         self._early_at: float | None = None
         self._completed_at: float | None = None
-        self._turn_at = self._hears_from = self._now
+        self._turn_at = self._hears_from = self._cut_off_until = self._now
 
     def to_the_end(self) -> LaunchOutcome:
         """The outcome. Should anything go wrong here, everything is killed first."""
@@ -264,8 +264,10 @@ class _Lead:
         if self._now < self._hears_from:
             return
         # Ranks wait for each other: if one advances, all live. And who hears of no node of a run that needs no
-        # launcher is likelier cut off itself.
-        if self.steps.silence_s <= lost_s or (self.fleet.is_mute and self.fleet.lease_s is None):
+        # launcher is likelier cut off itself; nodes then come back one after the other.
+        if self.fleet.is_mute and self.fleet.lease_s is None:
+            self._cut_off_until = self._now + lost_s
+        if self.steps.silence_s <= lost_s or self._now < self._cut_off_until:
             lost_s = max(lost_s, KILL_S)
         lines = self.fleet.find_lost(self.clock, lost_s)
         if lines and self._completed_at is None:

@@ -48,3 +48,24 @@ def test_a_detached_run_of_which_nothing_can_be_heard_is_left_alone_for_long(wor
         world.at(500, lambda number=number: setattr(world.links[number], "silent_since", None))  # type: ignore[misc]
     world.at(510, world.complete)
     assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_that_come_back_one_after_the_other_are_all_waited_for(world: World, first: int) -> None:
+    for number in (0, 1):
+        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+    world.at(400, lambda: setattr(world.links[first], "silent_since", None))
+    world.at(415, lambda: setattr(world.links[1 - first], "silent_since", None))
+    world.at(430, world.complete)
+    assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
+    assert not any(link.stops for link in world.links)
+
+
+def test_a_node_that_stays_away_when_the_others_are_back_is_lost(world: World) -> None:
+    for number in (0, 1):
+        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+    world.at(400, lambda: setattr(world.links[0], "silent_since", None))
+    world.at(590, world.complete)
+    outcome = world.lead(detached=True, timing=LaunchTiming(poll_s=1.0))
+    assert outcome.status == "failed"
+    assert [bool(link.stops) for link in world.links] == [True, False]
