@@ -20,6 +20,12 @@ def go_silent(world: World, number: int) -> None:
     world.links[number].silent_since = world.clock.now
 
 
+def go_silent_all(world: World) -> None:
+    """After five seconds."""
+    for number in (0, 1):
+        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+
+
 def report(world: World, number: int, step: int) -> None:
     """A rank of a node says that it is further."""
     log = world.run.log_path(world.links[number].node, 2 * number)
@@ -52,8 +58,7 @@ def test_a_detached_run_of_which_nothing_can_be_heard_is_left_alone_for_long(wor
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_nodes_that_come_back_one_after_the_other_are_all_waited_for(world: World, first: int) -> None:
-    for number in (0, 1):
-        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+    go_silent_all(world)
     world.at(400, lambda: setattr(world.links[first], "silent_since", None))
     world.at(415, lambda: setattr(world.links[1 - first], "silent_since", None))
     world.at(430, world.complete)
@@ -62,8 +67,7 @@ def test_nodes_that_come_back_one_after_the_other_are_all_waited_for(world: Worl
 
 
 def test_a_node_that_stays_away_when_the_others_are_back_is_lost(world: World) -> None:
-    for number in (0, 1):
-        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+    go_silent_all(world)
     world.at(400, lambda: setattr(world.links[0], "silent_since", None))
     world.at(590, world.complete)
     outcome = world.lead(detached=True, timing=LaunchTiming(poll_s=1.0))
