@@ -123,16 +123,19 @@ def deep_run() -> TinyRun:
 
 def what_happened() -> list[str]:
     """In order: backward of layers, and the first use of a gradient, which lasts until the last layer's backward."""
-    run, events, went_on = deep_run(), [], threading.Event()
+    run, events, begun, went_on = deep_run(), [], threading.Event(), threading.Event()
 
     def use(staged: Staged) -> None:
         if "use begins" not in events:
             events.append("use begins")
+            begun.set()
             assert went_on.wait(WAIT_S), "backward stood still"
             events.append("use ends")
 
     def came(layer: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            if layer == LAYERS - UNITS_AHEAD:  # a thread that was asked to use it may begin later
+                assert begun.wait(WAIT_S), "no gradient was used"
             events.append(f"layer {layer}")
             if layer == LAYERS - UNITS_AHEAD:
                 went_on.set()

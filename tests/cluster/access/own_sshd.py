@@ -1,0 +1,98 @@
+"""A real OpenSSH server of this user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster.access.hosts import Host
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running sshd. log: what it said; host: how to reach it."""
+
+    host: Host
+    log: Path
+    pid: int
+
+
+@contextlib.contextmanager
+def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
+    """An sshd of this user's own on a free port of 127.0.0.1, with an ed25519 and an RSA host key."""
+    sshd = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
+    if sshd is None:
+        pytest.skip("sshd is not installed")  # where CI is set, a skip fails the session
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, kind in (("host_ed25519", ["ed25519"]), ("host_rsa", ["rsa", "-b", "2048"]), ("id", ["ed25519"])):
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", str(folder / name), "-t", *kind], check=True)
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+    with socket.socket() as reserved:
+        # Nobody else is given a port that is bound; sshd may share it with one who does not listen.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        with _run_sshd(sshd, folder, reserved.getsockname()[1], options) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Iterator[Server]:
+    lines = [
+        f"ListenAddress 127.0.0.1:{port}",
+        f"HostKey {folder}/host_ed25519",
+        f"HostKey {folder}/host_rsa",
+        f"AuthorizedKeysFile {folder}/authorized_keys",
+        f"PidFile {folder}/pid",
+        "StrictModes no",
+        "UsePAM no",
+        "PermitRootLogin yes",
+        "MaxSessions 100",
+        *options,
+    ]
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+    log = folder / "log"
+    process = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(log)])
+    kind, key = (folder / "host_ed25519.pub").read_text().split()[:2]
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
+    host = Host(
+        "node1",
+        "127.0.0.1",
+        port,
+        user=_user(),
+        key_names=(f"[127.0.0.1]:{port}",),
+        identity_files=(str(folder / "id"),),
+        known_hosts=(str(folder / "known_hosts"),),
+        agent_socket="",
+    )
+    try:
+        _wait_for(port)
+        yield Server(host, log, process.pid)
+    finally:
+        process.terminate()
+        process.wait(200)
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError("sshd does not listen")
