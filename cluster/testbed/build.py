@@ -30,7 +30,7 @@ from cluster.testbed.node import Node, make_key, sshd_options
 from cluster.testbed.routes import used_networks
 from cluster.testbed.slurm import SlurmRig
 from cluster.testbed.spec import TestbedSpec
-from cluster.testbed.teardown import leftovers, remove_parts
+from cluster.testbed.teardown import leftovers, tear_down
 from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, cluster_config_text, is_cluster_config, ssh_config_text
 
 OnStep = Callable[[str], None]
@@ -165,7 +165,7 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
     except BaseException:
         if begun:
             on_step("taking it down again")
-            remove_parts(folder, config_file)
+            tear_down(spec.name, config_file)
         raise
     return testbed.reload()
 

@@ -61,13 +61,13 @@ def tear_down(name: str, config_file: Path) -> Removed:
     if not folder.is_ours():
         raise TestbedError(f"{folder.path} was not made by `burst testbed up`; nothing was touched")
     if not folder.path.exists():
-        return remove_parts(folder, config_file)
+        return _remove_parts(folder, config_file)
     with locked(folder.path):
-        return remove_parts(folder, config_file)
+        return _remove_parts(folder, config_file)
 
 
-def remove_parts(folder: TestbedFolder, config_file: Path) -> Removed:
-    """`tear_down` for who holds the lock of the folder."""
+def _remove_parts(folder: TestbedFolder, config_file: Path) -> Removed:
+    """`tear_down`, once nobody else works on the folder."""
     name = folder.path.name
     state = folder.load()
     files = [config_file] if state is None or state.config_file is None else [config_file, Path(state.config_file)]
