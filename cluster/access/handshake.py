@@ -33,7 +33,7 @@ class DroppedError(Exception):
         text = f"no SSH handshake: {self}{tried}"
         remedy = "is it an SSH server? too many log-ins at once are dropped by its MaxStartups"
         if host.proxy_command is not None:
-            remedy = f"your SSH configuration reaches it by a ProxyCommand: does `ssh {host.name}` work?"
+            remedy = "your SSH configuration reaches it by a ProxyCommand: does plain `ssh` reach it?"
         return SshError(host.name, SshFailure.PROTOCOL, text, remedy)
 
 

@@ -410,7 +410,7 @@ def test_a_proxy_command_that_ends_is_to_be_tried_by_hand(server: Server) -> Non
     with pytest.raises(SshError) as caught, connect(replace(server.host, proxy_command="echo 'no way' >&2; exit 3")):
         pass
     assert caught.value.kind is SshFailure.PROTOCOL
-    assert "ProxyCommand: does `ssh node1` work?" in str(caught.value)
+    assert "ProxyCommand: does plain `ssh` reach it?" in str(caught.value)
 
 
 def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> None:
