@@ -228,15 +228,20 @@ def _left_early(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     if all(node.exit_code == 0 for node in nodes):
         return
     for node in nodes:
+        host = node.node or None
         if node.exit_code == 0 and node.lost is None:
             text = "all its ranks ended with exit code 0 before training was complete"
-            yield _Candidate(None, Failure("exit", "EarlyExit", text, host=node.node or None))
-        for death in _silent_deaths(node):
-            if death.exit_code == 0:
-                text = "the process ended with exit code 0 before training was complete"
-                yield _Candidate(
-                    death.at_ns, Failure("exit", "EarlyExit", text, rank=death.rank, host=node.node or None)
-                )
+            yield _Candidate(None, Failure("exit", "EarlyExit", text, host=host))
+        for death in _ended_well(node):
+            text = "the process ended with exit code 0 before training was complete"
+            yield _Candidate(death.at_ns, Failure("exit", "EarlyExit", text, rank=death.rank, host=host))
+
+
+def _ended_well(node: NodeEvidence) -> list[Death]:
+    """Ranks that ended with 0; where torchrun did, too, all of its ranks had, also those that it reaped unseen."""
+    if node.exit_code == 0:
+        return [death for death in node.vanished if not death.exit_code and _is_silent(death, node)]
+    return [death for death in _silent_deaths(node) if death.exit_code == 0]
 
 
 def _vanished_first(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:

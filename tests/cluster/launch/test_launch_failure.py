@@ -108,6 +108,13 @@ def test_without_any_trace_torchrun_itself_is_named(code: int, text: str) -> Non
     assert text in failure.message
 
 
+def test_rank_that_torchrun_reaped_before_anybody_saw_its_code_ended_as_torchrun_did() -> None:
+    left = NodeEvidence("n2", vanished=[Death(1, None, at_ns=5)], exit_code=0)
+    others = NodeEvidence("n1", [error(0, "peer_lost", is_echo=True)], exit_code=1)
+    failure = find_failure([others, left])
+    assert (failure.kind, failure.type, failure.rank, failure.host) == ("exit", "EarlyExit", 1, "n2")
+
+
 def test_strange_exit_codes_are_no_signal() -> None:
     assert Death(0, -200).signal is None
     assert find([], Death(0, -200)).kind == "exit"
