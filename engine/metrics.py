@@ -1,6 +1,7 @@
 """What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
 
     step_time_s        slowest rank, device synchronised at step edges only; data loading included, validation not
+    batch_wait_s       seconds of it that the slowest rank waited for its batches, made beside the step before
     tokens             text tokens of the step over all ranks, padding not counted
     *_pairs            (query, key) pairs per head that attention computed, over all sequences and layers: masks and the
                        documents of the batch as they were; those of the forward pass, those attended again in backward
@@ -189,6 +190,7 @@ class StepMeter:
         self._memory = PeakMemory(mesh.device)
         self._tensors = TensorMemory(mesh.device, tracked_steps)
         self._started = 0.0
+        self._batch_wait_s: float | None = None
         self._waits = waits
         self._waited_before = 0.0
         self._steps = 0
@@ -217,7 +219,11 @@ class StepMeter:
             self._waits.take()  # what validation waited is no part of a step
         for times in (*self._offload, self._messages):
             times.start()
-        self._started = time.perf_counter()
+        self._started, self._batch_wait_s = time.perf_counter(), None
+
+    def have_batches(self) -> None:
+        """The batches of the step are there."""
+        self._batch_wait_s = time.perf_counter() - self._started
 
     def count_tensors(self) -> contextlib.AbstractContextManager[None]:
         """Between `start` and `finish`, around forward, loss, backward and optimizer."""
@@ -231,7 +237,7 @@ class StepMeter:
         own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
         found, waits = self._reduce([*own, *self._transfers()])
         slowest, allocated, reserved, tensors, host, intra, inter, stopping, *transfers = found
-        exposed, exposed_share, moved, copying, standing = transfers
+        loading, exposed, exposed_share, moved, copying, standing = transfers
         assert slowest is not None
         self._steps += 1
         self._pairs = AttendedPairs(*map(sum, zip(self._pairs, result.pairs, strict=True)))
@@ -242,6 +248,7 @@ class StepMeter:
             "lr": result.learning_rate,
             "tokens": self._cost.tokens,
             "step_time_s": slowest,
+            "batch_wait_s": loading,
             "visible_pairs": result.pairs.visible,
             "recomputed_pairs": result.pairs.again,
             **self._cost.rates(self._cost.flops(result.pairs), slowest, self._mesh.world_size),
@@ -263,13 +270,14 @@ class StepMeter:
         return row, bool(stopping)
 
     def _transfers(self) -> list[float | None]:
-        """Of this rank's step: seconds that messages were waited for and their share of an idle wire's; bytes, seconds
-        and waits of the offload.
+        """Of this rank's step: seconds that batches and messages were waited for, these as a share of an idle wire's
+        too; bytes, seconds and waits of the offload.
         """
         messages, offload = self._messages.read(), total(times.read() for times in self._offload)
         waited = messages.exposed_s if messages.transferred_bytes else None
         share = messages.exposed_share(self._attention.idle_wire_s(self._mesh.device))
-        return [waited, share, offload.transferred_bytes or None, offload.transfer_s, offload.exposed_s]
+        moved = offload.transferred_bytes or None
+        return [self._batch_wait_s, waited, share, moved, offload.transfer_s, offload.exposed_s]
 
     def _reduce(self, own: list[float | None]) -> tuple[list[float | None], list[float]]:
         """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""

@@ -121,8 +121,15 @@ class TrainStep:
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
+        return self.run(step, [self.prepare(batch) for batch in batches])
+
+    def prepare(self, batch: Batch) -> RankBatch:
+        """What `run` takes of a batch; for the next step while this one runs, too (`engine.batches`)."""
+        return rank_batch(batch, self.model, self.attention, self.mesh)
+
+    def run(self, step: int, local: Sequence[RankBatch]) -> StepResult:
+        """As calling it, over batches that were prepared."""
         self.status.phase = "count labels"
-        local = [rank_batch(batch, self.model, self.attention, self.mesh) for batch in batches]
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         with self.status.waits.waiting("all_reduce"):
             label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from engine.attention.api import ParallelAttention
 from engine.attention.presets import AttentionMethod
+from engine.batches import StepBatches
 from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config import RunConfig, config_fingerprint
 from engine.config_checks import check_config
@@ -76,7 +77,7 @@ class Trainer:
         self._stop = StopRequest(checkpoint.stop_grace_s - KILL_MARGIN_S if checkpoint.is_on else GRACE_S)
         self.data = load_data(config, mesh, recorder)
         if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
-            self.sampler = self.data.sampler(
+            sampler = self.data.sampler(
                 config.train.seq_len,
                 config.seed,
                 grad_accum_steps=config.train.grad_accum_steps,
@@ -90,6 +91,8 @@ class Trainer:
             recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
         counts = count_waits(status.waits, mesh, self.model, self.attention)
         self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
+        if not config.train.evaluate_only:
+            self._batches = StepBatches(sampler, config.train, mesh, self.train_step.prepare)
         recorder.phase("measure peak")
         self.peak = find_peak(config.train, mesh.device)
         self._meter = StepMeter(
@@ -113,7 +116,7 @@ class Trainer:
             return
         total = self.config.train.steps
         position = self._checkpoints.restore() or self._begin()
-        self.sampler.start_at(position.step, position.samples)
+        self._batches.start_at(position.step, position.samples)
         self._recorder.phase("train")
         limit_waits(self.mesh, step_timeout(self.config.cluster))
         stopped = False
@@ -132,10 +135,11 @@ class Trainer:
                     self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
                 if verdict.action == "rewind" and not stopped:
                     position = self._checkpoints.rewind(position)
-                    self.sampler.start_at(position.step, position.samples)
+                    self._batches.start_at(position.step, position.samples)
                 else:
                     self._checkpoints.after_step(position, is_last=stopped or position.step == total)
             self._checkpoints.close()
+        self._batches.close()
         self._profiler.close()
         # A run that had nothing left to do has no rows, and its steps all the same.
         self._end("cancelled" if stopped else "completed", steps=position.step)
@@ -170,15 +174,12 @@ class Trainer:
     def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
         """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
         self._status.step, self._status.phase = step + 1, "load batch"
-        train, mesh = self.config.train, self.mesh
         with self._profiler.step(step + 1):
             self._meter.start()
-            batches = [
-                self.sampler.batch(step, micro_step, mesh.dp_rank, mesh.dp_size, train.micro_batch_size)
-                for micro_step in range(train.grad_accum_steps)
-            ]
+            batches = self._batches.take(step)
+            self._meter.have_batches()
             with self._meter.count_tensors():
-                result = self.train_step(step, batches)
+                result = self.train_step.run(step, batches)
             row, stopped = self._meter.finish(step + 1, result, stop=self._stop.requested)
             return row, result.verdict, stopped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,7 @@ class ParallelAttention:
         self.kernel_choice = kernel_choice  # why `group.kernel`, where it was chosen
         self._config = config
         self._contexts: OrderedDict[tuple[int, ...], AttentionContext] = OrderedDict()
+        self._planning = threading.Lock()  # the next step's documents are planned beside this step
 
     @property
     def cp_rank(self) -> int:
@@ -81,17 +83,20 @@ class ParallelAttention:
         return self.layout.seq_len
 
     def context(self, documents: Iterable[int] = ()) -> AttentionContext:
-        """Plans for a sequence whose documents start at these positions; () if it is one."""
-        seq_len = self._config.train.seq_len
+        """Plans for a sequence whose documents start at these positions; () if it is one. For any thread."""
         key = tuple(int(start) for start in documents) if self._config.attention.documents else ()
-        if key not in self._contexts:
-            layers = attention_layers(self._config, self.method, key)
-            padded = padded_length(seq_len, self.method.cp_size, self._config.parallel.tp_size)
-            self._contexts[key] = build_context(self.group, layers, padded)
-            if len(self._contexts) > CONTEXTS_KEPT:
-                self._contexts.popitem(last=False)
-        self._contexts.move_to_end(key)
-        return self._contexts[key]
+        with self._planning:
+            if key not in self._contexts:
+                self._contexts[key] = self._plan(key)
+                if len(self._contexts) > CONTEXTS_KEPT:
+                    self._contexts.popitem(last=False)
+            self._contexts.move_to_end(key)
+            return self._contexts[key]
+
+    def _plan(self, documents: tuple[int, ...]) -> AttentionContext:
+        layers = attention_layers(self._config, self.method, documents)
+        padded = padded_length(self._config.train.seq_len, self.method.cp_size, self._config.parallel.tp_size)
+        return build_context(self.group, layers, padded)
 
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> ParallelAttention:
         """The same attention with changed runtimes, such as another transport; for benchmarks and tests."""

@@ -12,6 +12,7 @@ from engine.memory.policy import policy_name
 # A median with its quartiles and the number of steps behind it.
 MEDIANS = (
     "step_time_s",
+    "batch_wait_s",
     "tokens_per_s",
     "tokens_per_s_per_device",
     "model_tflops_per_device",

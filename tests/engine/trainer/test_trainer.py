@@ -33,6 +33,7 @@ CONTRACT = [
     "lr",
     "tokens",
     "step_time_s",
+    "batch_wait_s",
     "visible_pairs",
     "recomputed_pairs",
     "tokens_per_s",
