@@ -14,7 +14,7 @@ from burst_cli.figures import binary_bytes
 from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.config import DataConfig, load_config
-from engine.data.chat_template import ChatTemplate, find_template
+from engine.data.chat import ChatTemplate, find_template
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.errors import ConfigError, DataError
 from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes

@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count
-from engine.data.progress import Progress, ProgressCallback, Stage
+from engine.data.build import Progress, ProgressCallback, Stage
 
 STAGES: dict[Stage, str] = {
     "waiting": "waiting for another process",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,7 @@ from cluster.plan import CONFIG_FILE, NODE_FILES, PLAN_FILE, PLAN_FORMAT, Backen
 from cluster.remote_text import one_line
 from engine.config import config_from_dict
 from engine.errors import ConfigError
+from engine.files import replace_file
 from engine.run.records import replace_json
 from engine.runs import RunFolder
 
@@ -62,10 +62,7 @@ def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
         path = run.path / name
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            fresh.touch(mode=0o600)
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+            replace_file(path, text)
         except OSError as error:
             raise ClusterError(f"{path}: {error.strerror}") from error
 

@@ -20,6 +20,12 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _chat_template(config)
     yield from _lengths(config.data)
     yield from _bos(config.data)
+    if config.data.format == "shards" and len(config.data.paths) > 1:
+        yield Problem(
+            ("data.paths", "data.format"),
+            f"data.paths has {len(config.data.paths)} entries; data.format=shards takes one: a prepared folder, a "
+            "folder with manifest.json, or a token file with its manifest (which may list many files)",
+        )
     if config.data.echo_tokens is not None:
         yield from _echo(config)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import Dtype, TrainConfig
-from engine.data.identity import cache_folder
 from engine.devices import Peak, published_peak
+from engine.files import cache_folder
 from engine.run.records import utc_now
 
 if TYPE_CHECKING:

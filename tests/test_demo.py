@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from burst_cli.app import main
 from burst_cli.compose import compose
-from engine.data import prepare, unigram_bits_per_byte
+from engine.data import PreparedData, prepare
 from engine.runs import create_run, list_runs
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +60,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     summary = run.read_summary()
     assert summary is not None
     return {**summary, **places, "run_id": run.run_id, "printed": done.stdout}
+
+
+def unigram_bits_per_byte(prepared: PreparedData) -> float:
+    """Bits per byte of the validation text under a model that knows only how frequent each byte is in training."""
+    train, validation = (
+        np.bincount(shards.read(0, shards.token_count), minlength=256)[: shards.eod_id]
+        for shards in (prepared.train, prepared.validation)
+    )
+    probability = (train + 1) / (train + 1).sum()
+    return float(-(validation * np.log2(probability)).sum() / validation.sum())
 
 
 @pytest.mark.thorough

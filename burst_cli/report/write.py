@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -34,6 +31,7 @@ from burst_cli.report.panels import (
 )
 from burst_cli.report.records import Record, count_of, run_name, shortened, status_of
 from engine.errors import BurstError, ConfigError
+from engine.files import replace_file
 from engine.runs import STATES
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
@@ -393,19 +391,9 @@ def check_target(option: str, path: Path, *, force: bool) -> None:
 
 def write_file(option: str, path: Path, content: bytes) -> None:
     """Replace `path` atomically. Raises BurstError that names the file."""
-    temporary = ""
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}-", dir=path.absolute().parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # as if it had been opened under its own name: people share reports
-        Path(temporary).replace(path)
+        replace_file(path.absolute(), content, is_shared=True)
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
         raise BurstError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 

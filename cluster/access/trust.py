@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from cluster.access.hosts import Host
 from cluster.access.known_hosts import HostKeys, blob_fingerprint, key_type, parse_line, trust_file
 from cluster.access.ssh import SshPool
 from cluster.errors import ClusterError, SshError, SshFailure
+from engine.files import replace_file
 
 # What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.
 _FAMILIES = (("ssh-ed25519",), ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"), ("ssh-rsa",))
@@ -161,18 +160,7 @@ def _lines(path: Path) -> list[str]:
 
 def _write(path: Path, lines: Sequence[str]) -> None:
     """Replace the file by these lines at once, so that a reader sees the old ones or the new ones."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".known_hosts-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as stream:
-            stream.write("".join(f"{line}\n" for line in lines))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(0o600)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
 
 
 @contextlib.contextmanager

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from cluster.access.hosts import is_host_name
 from cluster.env.facts import NodeEnvironment
 from cluster.env.formats import Format, render_environment
 from cluster.errors import ClusterError
+from engine.files import replace_file
 
 
 def write_environments(environments: Mapping[str, NodeEnvironment], folder: Path, form: Format) -> dict[str, Path]:
@@ -28,21 +26,5 @@ def write_environments(environments: Mapping[str, NodeEnvironment], folder: Path
     for node, text in texts.items():
         # A host name may hold a colon (an IPv6 address), which is no good in a file name that goes into a bind mount.
         written[node] = folder / f"{node.replace(':', '_')}{form.suffix}"
-        write_private(written[node], text)
+        replace_file(written[node], text)
     return written
-
-
-def write_private(path: Path, text: str) -> None:
-    """Put `text` at `path` with mode 0600 in one step: a reader sees the old file or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        raise

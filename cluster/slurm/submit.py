@@ -18,6 +18,7 @@ from cluster.slurm.job import EXIT_FILE, SlurmJob
 from cluster.slurm.record import JobRecord, Mode, write_record
 from cluster.slurm.sbatch import LOG_PREFIX, SCRIPT_FILE, TOKEN_FILE
 from engine.config_cluster import SlurmConfig
+from engine.files import replace_file
 from engine.run.process import process_start
 from engine.run.records import utc_now
 from engine.runs import RunFolder
@@ -82,10 +83,4 @@ def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str
 
 def lay_token(run_path: Path, token: str) -> None:
     """By this file nodes know that they see the run folder, and which attempt is meant. Raises OSError."""
-    path = run_path / TOKEN_FILE
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{token}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(run_path / TOKEN_FILE, f"{token}\n")

@@ -7,13 +7,12 @@ mixture.py (batches).
 
 from __future__ import annotations
 
+from engine.data.build import Progress, ProgressCallback
 from engine.data.lengths import LengthClass, LengthRule, length_classes
 from engine.data.mixture import TrainingData, open_training_data
 from engine.data.prepare import PreparedData, open_prepared, prepare
-from engine.data.progress import Progress, ProgressCallback
 from engine.data.sampler import Batch, PackedSampler, sequential_batches
 from engine.data.shards import TokenShards, open_token_set
-from engine.data.stats import unigram_bits_per_byte
 
 __all__ = [
     "Batch",
@@ -31,5 +30,4 @@ __all__ = [
     "open_training_data",
     "prepare",
     "sequential_batches",
-    "unigram_bits_per_byte",
 ]

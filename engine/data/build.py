@@ -1,83 +1,54 @@
-"""Tokenises a corpus into a fresh folder and commits it by renaming; streaming, so memory stays bounded."""
+"""Tokenises a corpus: survey, tokenizer, token sets of both splits; streaming, so memory stays bounded."""
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config import DataConfig
-from engine.data.chat import learned_tokens
-from engine.data.files import sync_folders, write_json
-from engine.data.identity import make_identity
-from engine.data.progress import Progress, ProgressCallback, Stage
-from engine.data.sources import Source, open_source
+from engine.data.sources import Source
 from engine.data.special_tokens import find_bos_ids
-from engine.data.split import Piece, SplitName, SplitRule, Survey, Surveyor, iter_pieces, make_rule
+from engine.data.split import Piece, SplitName, SplitRule, Survey, iter_pieces, make_rule
+from engine.data.texts import Spans
 from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
 from engine.data.writer import TokenSetWriter
 from engine.errors import DataError
 
-PREPARED_FORMAT = "burst-prepared"
-PREPARED_FILE = "prepared.json"
 TRAIN: SplitName = "train"
 VALIDATION: SplitName = "validation"
+Stage = Literal["waiting", "survey", "tokenizer", "encode"]
 
 _REPORT_INTERVAL_S = 0.1
 _GROUP_BYTES = 4 << 20  # pieces handed to the tokenizer at once, so that it can use all cores
 _GROUP_PIECES = 4096
 
 
-def build_folder(
-    folder: Path, config: DataConfig, source: Source, identity: dict[str, Any], progress: ProgressCallback
-) -> None:
-    """Make the prepared data at `folder`; whatever happens, a folder of that name is complete."""
-    work = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
-        tokenizer = _build(work, config, source, progress)
-        if make_identity(config, open_source(config)) != identity:
-            raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
-        facts = {"format": PREPARED_FORMAT, "identity": identity, "tokenizer": tokenizer.name}
-        write_json(work / PREPARED_FILE, facts | {"source": source.description})
-        sync_folders((work / TRAIN, work / VALIDATION, work))
-        try:
-            work.rename(folder)
-        except OSError as error:
-            # Another process was faster (on a file system without locks): its data is as good as ours.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        sync_folders((folder.parent,))
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+@dataclass(frozen=True)
+class Progress:
+    """How far one stage has come. Stages: waiting (another process prepares), survey, tokenizer, encode."""
+
+    stage: Stage
+    documents: int = 0
+    text_bytes: int = 0  # UTF-8 bytes of text handled in this stage
+    tokens: int = 0  # tokens written; 0 before the stage "encode"
+    total_text_bytes: int | None = None  # known once the survey is over
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of unfinished builds; only the holder of the lock may do this."""
-    for path in folder.parent.iterdir():
-        if path.name.startswith(f"{folder.name}.tmp-"):
-            shutil.rmtree(path, ignore_errors=True)
+ProgressCallback = Callable[[Progress], None]
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove prepared data such that no other process ever sees a part of it."""
-    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    folder.rename(aside)
-    shutil.rmtree(aside)
-
-
-def _build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> Tokenizer:
+def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> Tokenizer:
+    """Fill the empty folder `work` with the token sets of both splits and their tokenizer, which is returned."""
     tokenizer: Tokenizer | None = None
     if config.tokenizer != "bpe":
-        tokenizer = _load_tokenizer(config.tokenizer)
+        is_bytes = config.tokenizer == ByteTokenizer.name
+        tokenizer = ByteTokenizer() if is_bytes else load_tokenizer_file(Path(config.tokenizer).expanduser())
     survey = _survey(config, source, progress)
     rule = make_rule(survey, config.validation_fraction)
     if tokenizer is None:
@@ -85,7 +56,7 @@ def _build(work: Path, config: DataConfig, source: Source, progress: ProgressCal
     tokenizer.save(work)
     report = _Reporter("encode", progress, survey.text_bytes)
     bos_ids = find_bos_ids(config, tokenizer)
-    writers = {name: _open_writer(work / name, tokenizer, bos_ids) for name in (TRAIN, VALIDATION)}
+    writers = {name: TokenSetWriter(work / name, tokenizer, bos_ids=bos_ids) for name in (TRAIN, VALIDATION)}
     _write_splits(writers, rule.assign(iter_pieces(source, config.max_bytes)), tokenizer, report)
     for name, writer in writers.items():
         if writer.text_bytes == 0:
@@ -97,17 +68,12 @@ def _build(work: Path, config: DataConfig, source: Source, progress: ProgressCal
     return tokenizer
 
 
-def _load_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer_file(Path(name).expanduser())
-
-
 def _survey(config: DataConfig, source: Source, progress: ProgressCallback) -> Survey:
-    surveyor, report = Surveyor(), _Reporter("survey", progress, None)
+    survey, report = Survey(), _Reporter("survey", progress, None)
     for piece in iter_pieces(source, config.max_bytes):
-        surveyor.add(piece)
+        survey.add(piece)
         report.add(piece)
     report.finish()
-    survey = surveyor.survey()
     if survey.documents == 0:
         first = f", the first is {source.files[0]}" if source.files else ""
         raise DataError(f"the corpus is empty: {len(source.files)} files without text{first}. Give files with text.")
@@ -126,11 +92,6 @@ def _train_tokenizer(config: DataConfig, source: Source, rule: SplitRule, report
     return tokenizer
 
 
-def _open_writer(folder: Path, tokenizer: Tokenizer, bos_ids: Sequence[int]) -> TokenSetWriter:
-    folder.mkdir()
-    return TokenSetWriter(folder, tokenizer, bos_ids=bos_ids)
-
-
 def _write_splits(
     writers: dict[SplitName, TokenSetWriter],
     pieces: Iterable[tuple[SplitName, Piece]],
@@ -145,19 +106,33 @@ def _write_splits(
                 report.add(piece, tokens=ids.size + piece.ends_document)
     finally:
         for writer in writers.values():
-            writer.finish_files()
+            writer.close_files()
     report.finish()
 
 
 def _encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[tuple[Ids, bool | npt.NDArray[np.bool_]]]:
     """(ids, which of them are read but not learned) of each piece; either all are of conversations, or none is."""
     texts = [piece.text for piece in pieces]
-    if all(piece.learned is None for piece in pieces):
-        return [(ids, piece.is_prompt) for piece, ids in zip(pieces, tokenizer.encode_many(texts), strict=True)]
+    if not pieces[0].is_chat:
+        return [
+            (ids, piece.learned is not None) for piece, ids in zip(pieces, tokenizer.encode_many(texts), strict=True)
+        ]
     return [
         (ids, ~learned_tokens(offsets, piece.learned or (), len(piece.text)))
         for piece, (ids, offsets) in zip(pieces, tokenizer.encode_chats(texts), strict=True)
     ]
+
+
+def learned_tokens(offsets: Ids, learned: Spans, length: int) -> npt.NDArray[np.bool_]:
+    """Which tokens stand for a learned character, bool [tokens].
+
+    offsets: int64 [tokens, 2], the characters [first, after) of each in a text of `length` characters.
+    """
+    is_learned = np.zeros(length + 1, dtype=np.int64)
+    for first, after in learned:
+        is_learned[first + 1 : after + 1] = 1
+    count = np.cumsum(is_learned)
+    return np.asarray(count[offsets[:, 1]] > count[offsets[:, 0]])
 
 
 def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[SplitName, Piece]]]:

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.data.files import hash_json
 from engine.data.prepare import PreparedData
 from engine.data.shards import Tokens, TokenShards
+from engine.files import hash_json
 
 
 class EchoedShards(TokenShards):

@@ -1,34 +1,23 @@
-"""File work of the data pipeline: path lists, JSON and hashes with readable errors, a lock between processes."""
+"""File work of the data pipeline: path lists, texts and JSON with readable errors, a lock between processes."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import DataError
 
-LOCK_POLL_S = 0.1
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def reading_error(path: Path, error: OSError) -> DataError:
     """The `DataError` that tells why `path` could not be read."""
     return DataError(f"cannot read {path}: {error.strerror or error}. Check that it exists and that you may read it.")
-
-
-def writing_error(path: Path, error: OSError) -> DataError:
-    """The `DataError` that tells why prepared data could not be written to `path`."""
-    return DataError(
-        f"cannot write prepared data to {path}: {error.strerror or error}. "
-        "Free some space or name another folder with data.prepared_dir or BURST_CACHE_DIR."
-    )
 
 
 def list_files(paths: Sequence[str], suffixes: tuple[str, ...]) -> tuple[Path, ...]:
@@ -93,30 +82,24 @@ def stat_key(path: Path) -> tuple[str, int, int]:
     return str(path), facts.st_size, facts.st_mtime_ns
 
 
-def hash_json(value: object) -> str:
-    """SHA-256 in hex of the canonical JSON text of `value`."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 in hex of the bytes of a file."""
+def read_text(path: Path, what: str) -> str:
+    """The text in `path`; `what` names the file's role in the error text."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise reading_error(path, error) from None
+        raise DataError(f"cannot read {path}: {error.strerror or error}; expected {what}.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: invalid UTF-8 at byte offset {error.start}; expected {what}.") from None
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in `path`; `what` names the file's role in the error text."""
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise reading_error(path, error) from None
+        value = json.loads(read_text(path, what))
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON ({error}); expected {what}.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} holds a JSON {type(value).__name__}; expected {what}: a JSON object.")
+        raise DataError(f"{path} holds a JSON {json_type(value)}; expected {what}: a JSON object.")
     return value
 
 
@@ -126,65 +109,40 @@ def json_type(value: object) -> str:
     return names.get(type(value), "number")
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as indented JSON and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folders(folders: Iterable[Path]) -> None:
-    """Flush the entries of folders to the disk, so that a rename after it cannot overtake them."""
-    for folder in folders:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 @contextlib.contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
     """Hold the lock file `path`; yields False where the file system knows no locks (then nothing is excluded).
 
     The kernel frees the lock when a process dies, however it dies. The file is removed before the lock is released, so
-    a holder must check that it locked the file that still has this name.
+    whoever waited for it must look whether it locked the file that still has this name.
     """
+    while True:
+        with path.open("ab") as file:
+            is_known = _locked(file.fileno(), on_wait)
+            if not is_known or _is_named(file.fileno(), path):
+                try:
+                    yield is_known
+                finally:
+                    if is_known:
+                        path.unlink(missing_ok=True)
+                return
+
+
+def _locked(file: int, on_wait: Callable[[], None]) -> bool:
     import fcntl
 
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if not _lock(handle, on_wait, fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                yield False
-                return
-            if _is_named(handle, path):
-                try:
-                    yield True
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-        finally:
-            os.close(handle)
-
-
-def _lock(handle: int, on_wait: Callable[[], None], flock: Callable[[int, int], None], operation: int) -> bool:
-    while True:
-        try:
-            flock(handle, operation)
-        except BlockingIOError:
-            on_wait()
-            time.sleep(LOCK_POLL_S)
-        except OSError:
-            return False
-        else:
-            return True
-
-
-def _is_named(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), path.stat())
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _is_named(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False

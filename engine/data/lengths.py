@@ -133,26 +133,10 @@ def _document_lengths(shards: TokenShards, first: int, samples: int, seq_len: in
             f"{shards.folder}: data.length_buckets needs to know where documents start, but this token set has no "
             "index of them (documents_file in its manifest). Write one, or leave data.length_buckets empty."
         )
-    return np.asarray(np.diff(edges)[_most(edges, np.arange(begin, end, seq_len), seq_len)])
-
-
-def _most(edges: Lengths, starts: Lengths, seq_len: int) -> Lengths:
-    """Which document has most of [start, start + seq_len), the first of equal ones; int64, one for every start.
-
-    Such a stretch has a part of its first document, whole ones, and a part of its last.
-    """
-    ends = starts + seq_len
-    first = np.searchsorted(edges, starts, side="right") - 1
-    last = np.searchsorted(edges, ends) - 1
-    head = np.minimum(edges[first + 1], ends) - starts
-    tail = np.where(last > first, ends - edges[last], 0)
-    chosen = np.where(tail > head, last, first)
-    inner = np.flatnonzero(last > first + 1)
-    # The largest of these keys is that of the longest document, and among equal ones of the first.
-    documents = edges.size - 1
-    keys = np.minimum(np.diff(edges), seq_len) * documents + np.arange(documents - 1, -1, -1)
-    best = np.maximum.reduceat(keys, np.stack((first + 1, last), axis=1)[inner].ravel())[::2]
-    size, reverse = np.divmod(best, documents)
-    is_most = (size > head[inner]) & (size >= tail[inner])
-    chosen[inner[is_most]] = documents - 1 - reverse[is_most]
-    return chosen
+    # Stretches that lie in one sample and in one document, in order.
+    starts = np.arange(begin, end, seq_len)
+    cuts = np.union1d(starts, edges[(edges > begin) & (edges < end)])
+    # The largest of these keys in a sample is that of its longest stretch, and among equal ones of the first.
+    keys = np.diff(cuts, append=end) * cuts.size + np.arange(cuts.size - 1, -1, -1)
+    longest = cuts.size - 1 - np.maximum.reduceat(keys, np.searchsorted(cuts, starts)) % cuts.size
+    return np.asarray(np.diff(edges)[np.searchsorted(edges, cuts[longest], side="right") - 1])

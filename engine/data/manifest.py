@@ -5,7 +5,7 @@
     FOLDER/documents.bin          optional: int64 little-endian, where each document starts, counted in tokens over
                                   all files; ascending, the first is 0
     FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of tokens that are read but
-                                  not learned; ascending, none touches the next
+                                  not learned; ascending, none overlaps the next
     FOLDER/token_bytes.bin        optional: uint32 little-endian, vocab_size entries: bytes of text per token id;
                                   without it (and without a known tokenizer) no loss in bits per byte can be told
     FOLDER/tokenizer.json         optional: to turn ids into text
@@ -24,12 +24,15 @@ corpus.bin (or corpus.npy) and corpus.json. Unknown keys are ignored.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from engine.config_reader import range_problems, read_dataclass
+from engine.config_schema import note
 from engine.data.files import read_json_object
 from engine.errors import DataError
 
@@ -37,15 +40,17 @@ FORMAT = "burst-tokens"
 VERSION = 1
 WRITER = "burst"
 MANIFEST_FILE = "manifest.json"
-DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+_REQUIRED = ("dtype", "vocab_size", "token_count", "files")
 
 
 @dataclass(frozen=True)
 class TokenFile:
     """One file of token ids."""
 
-    name: str
-    token_count: int
+    name: str = ""
+    token_count: int = field(default=0, metadata=note("tokens in it", at_least=1))
     sha256: str | None = None
 
 
@@ -53,20 +58,20 @@ class TokenFile:
 class Manifest:
     """What a token set's manifest says, checked for form but not yet against the files."""
 
-    dtype: str
-    vocab_size: int
-    token_count: int
-    files: tuple[TokenFile, ...]
-    eod_id: int | None = None
+    dtype: Dtype = "uint16"
+    vocab_size: int = field(default=0, metadata=note("ids are below it", at_least=1))
+    token_count: int = field(default=0, metadata=note("tokens in all files", at_least=1))
+    files: tuple[TokenFile, ...] = ()
+    eod_id: int | None = field(default=None, metadata=note("ends every document", at_least=0))
     bos_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     documents_file: str | None = None
-    document_count: int | None = None
+    document_count: int | None = field(default=None, metadata=note("entries of documents_file", at_least=1))
     prompts_file: str | None = None
-    prompt_count: int | None = None
+    prompt_count: int | None = field(default=None, metadata=note("ranges in prompts_file", at_least=1))
     token_bytes_file: str | None = None
-    text_bytes: int | None = None
-    max_token_id: int | None = None
+    text_bytes: int | None = field(default=None, metadata=note("bytes of text behind the tokens", at_least=0))
+    max_token_id: int | None = field(default=None, metadata=note("greatest id in the files", at_least=0))
     source: str | None = None
     writer: str | None = None
 
@@ -75,7 +80,7 @@ class Manifest:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
 
-def storage_dtype(vocab_size: int) -> str:
+def storage_dtype(vocab_size: int) -> Dtype:
     """The narrowest dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -93,62 +98,45 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: format {raw.get('format')!r} version {raw.get('version')!r}; expected {FORMAT!r} version "
             f"{VERSION}. The format is described in engine/data/manifest.py."
         )
-    problems = _problems(raw)
+    missing = [f"{key} is missing" for key in _REQUIRED if raw.get(key) is None]
+    manifest, problems = _read(raw)
+    problems = [*missing, *problems] or [*_problems(manifest)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise DataError(
             f"{path} is not a usable manifest:\n{listed}\nThe format is described in engine/data/manifest.py."
         )
-    files = tuple(TokenFile(item["name"], item["token_count"], item.get("sha256")) for item in raw["files"])
-    keys = Manifest.__dataclass_fields__.keys() - {"files", "bos_ids"}
-    return Manifest(files=files, bos_ids=tuple(raw.get("bos_ids", ())), **{key: raw[key] for key in keys if key in raw})
+    return manifest
 
 
-def _problems(raw: dict[str, Any]) -> list[str]:
-    problems = []
-    if raw.get("dtype") not in DTYPES:
-        problems.append(f"dtype is {raw.get('dtype')!r}; legal: {', '.join(DTYPES)}")
-    problems += [f"{key} is {raw.get(key)!r}; expected a whole number > 0" for key in _not_positive(raw)]
-    for key in ("eod_id", "document_count", "prompt_count", "text_bytes", "max_token_id"):
-        if not (raw.get(key) is None or _is_whole(raw[key], 0)):
-            problems.append(f"{key} is {raw[key]!r}; expected a whole number >= 0 or null")
-    bos_ids = raw.get("bos_ids", [])
-    if not (isinstance(bos_ids, list) and all(_is_whole(token, 0) for token in bos_ids)):
-        problems.append(f"bos_ids is {bos_ids!r}; expected a list of whole numbers >= 0")
-    for key in ("tokenizer", "source", "writer"):
-        if not isinstance(raw.get(key), str | None):
-            problems.append(f"{key} is {raw[key]!r}; expected a string or null")
+def _read(raw: dict[str, Any]) -> tuple[Manifest, list[str]]:
+    known = _known(Manifest, raw)
+    if isinstance(known.get("files"), list):
+        known["files"] = [_known(TokenFile, file) if isinstance(file, dict) else file for file in known["files"]]
+    manifest, problems = read_dataclass(Manifest, known)
+    assert isinstance(manifest, Manifest)
+    return manifest, [problem.text for problem in problems]
+
+
+def _known(cls: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key in cls.__dataclass_fields__}
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    yield from (problem.text for problem in range_problems(manifest))
+    for index, file in enumerate(manifest.files):
+        yield from (problem.text for problem in range_problems(file, f"files[{index}]."))
+    total = sum(file.token_count for file in manifest.files)
+    if total != manifest.token_count:
+        yield f"token_count is {manifest.token_count} but the files add up to {total}"
+    names = {f"files[{index}].name": file.name for index, file in enumerate(manifest.files)}
     for key in ("documents_file", "prompts_file", "token_bytes_file"):
-        if raw.get(key) is not None and not _is_plain_name(raw[key]):
-            problems.append(f"{key} is {raw[key]!r}; expected the plain name of a file in the manifest's folder")
-    return problems + _file_problems(raw)
-
-
-def _not_positive(raw: dict[str, Any]) -> list[str]:
-    return [key for key in ("vocab_size", "token_count") if not _is_whole(raw.get(key), 1)]
-
-
-def _file_problems(raw: dict[str, Any]) -> list[str]:
-    files = raw.get("files")
-    if not isinstance(files, list) or not files or not all(isinstance(item, dict) for item in files):
-        return ["files is missing or empty; expected a list of {name, token_count}"]
-    problems = []
-    for index, item in enumerate(files):
-        if not _is_plain_name(item.get("name")):
-            problems.append(f"files[{index}].name is {item.get('name')!r}; expected a plain name")
-        if not _is_whole(item.get("token_count"), 1):
-            problems.append(f"files[{index}].token_count is {item.get('token_count')!r}; an empty shard is of no use")
-        if not isinstance(item.get("sha256"), str | None):
-            problems.append(f"files[{index}].sha256 is {item['sha256']!r}; expected a string or null")
-    if not problems and sum(item["token_count"] for item in files) != raw.get("token_count"):
-        total = sum(item["token_count"] for item in files)
-        problems.append(f"token_count is {raw.get('token_count')!r} but the files add up to {total}")
-    return problems
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_plain_name(value: object) -> bool:
-    return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"}
+        names[key] = getattr(manifest, key) or "unused"
+    for key, name in names.items():
+        if name in ("", ".", "..") or set(name) & {"/", "\\", "\0"}:
+            yield f"{key} is {name!r}; expected the plain name of a file in the manifest's folder"
+    ids = {f"bos_ids[{index}]": token for index, token in enumerate(manifest.bos_ids)}
+    ids |= {"max_token_id": manifest.max_token_id or 0, "eod_id": manifest.eod_id or 0}
+    for key, token in ids.items():
+        if not 0 <= token < manifest.vocab_size:
+            yield f"{key} {token} is not an id below vocab_size {manifest.vocab_size}"

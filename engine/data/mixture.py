@@ -7,11 +7,11 @@ from pathlib import Path
 
 from engine.config import DataConfig
 from engine.data.echo import echoed
-from engine.data.files import hash_json
 from engine.data.lengths import LengthRule, by_length
 from engine.data.prepare import PreparedData, open_prepared
 from engine.data.sampler import MixedSampler, PackedSampler, Sampler
 from engine.errors import DataError
+from engine.files import hash_json
 
 
 @dataclass(frozen=True)

@@ -11,34 +11,37 @@ under another name and renamed when complete, so it exists whole or not at all.
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config import DataConfig
-from engine.data.build import (
-    PREPARED_FILE,
-    PREPARED_FORMAT,
-    TRAIN,
-    VALIDATION,
-    build_folder,
-    remove_folder,
-    remove_leftovers,
-)
-from engine.data.files import exclusive_lock, hash_json, read_json_object, writing_error
-from engine.data.identity import (
-    check_data_config,
-    check_same_config,
-    check_same_identity,
-    make_identity,
-    prepared_folder,
-)
+from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
+from engine.data.files import exclusive_lock, read_json_object, stat_key
 from engine.data.manifest import MANIFEST_FILE
-from engine.data.progress import Progress, ProgressCallback, ignore_progress
 from engine.data.shards import Tokens, TokenShards, open_token_set
-from engine.data.sources import open_source
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_saved_tokenizer
+from engine.data.sources import Source, open_source
+from engine.data.special_tokens import named_bos
+from engine.data.tokenizers import (
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer_file,
+    read_tokenizer_file,
+)
 from engine.errors import DataError
+from engine.files import cache_folder, hash_json, new_folder
+from engine.run.records import json_text
+
+PREPARED_FORMAT = "burst-prepared"
+PREPARED_FILE = "prepared.json"
+VERSION = 1  # raise it when the same text would give other tokens
+_WORDS = {"version": "burst's data format", "files_hash": "source files", "tokenizer_hash": "tokenizer"}
+_WORDS["template_hash"] = "chat template"
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,16 @@ class PreparedData:
         """The tokenizer of these tokens; `DataError` if the shards came without one."""
         if self.tokenizer != ByteTokenizer.name and not (self.path / TOKENIZER_FILE).is_file():
             raise DataError(f"{self.path} has no {TOKENIZER_FILE}, so ids cannot be turned into text. Add the file.")
-        return load_saved_tokenizer(self.tokenizer or str(self.path / TOKENIZER_FILE), self.path)
+        if self.tokenizer == ByteTokenizer.name:
+            return ByteTokenizer()
+        return load_tokenizer_file(self.path / TOKENIZER_FILE, self.tokenizer)
 
 
-def prepare(config: DataConfig, *, progress: ProgressCallback = ignore_progress) -> PreparedData:
+def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) -> PreparedData:
     """The data that `config` describes, tokenised now unless an earlier call or another process has done it.
 
     Reports to `progress`. For data.format=shards nothing is written: the shards are opened and read through once.
     """
-    check_data_config(config)
     if config.format == "shards":
         return _open_shards(config, scan_foreign=True)
     source = open_source(config)
@@ -80,11 +84,15 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = ignore_progress)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(folder.with_name(folder.name + ".lock"), lambda: progress(Progress("waiting"))) as locked:
             if locked:
-                remove_leftovers(folder)
+                for path in folder.parent.glob(f"{folder.name}.tmp-*"):  # left by processes that were killed
+                    shutil.rmtree(path, ignore_errors=True)
             if not _is_ready(folder, config, identity):
-                build_folder(folder, config, source, identity, progress)
+                _build_folder(folder, config, source, identity, progress)
     except OSError as error:
-        raise writing_error(folder, error) from None
+        raise DataError(
+            f"cannot write prepared data to {folder}: {error.strerror or error}. "
+            "Free some space or name another folder with data.prepared_dir or BURST_CACHE_DIR."
+        ) from None
     return _open_folder(folder)
 
 
@@ -93,14 +101,78 @@ def open_prepared(config: DataConfig) -> PreparedData:
 
     With data.prepared_dir set the source files need not be on this machine.
     """
-    check_data_config(config)
     if config.format == "shards":
         return _open_shards(config, scan_foreign=False)
     folder = prepared_folder(config)
     if not (folder / PREPARED_FILE).is_file():
         raise DataError(f"the data is not prepared: nothing at {folder}. Run `burst data prepare` with this config.")
-    check_same_config(folder, _read_facts(folder)["identity"], config)
+    _check_same(folder, {"config": config_facts(config)})
     return _open_folder(folder)
+
+
+def prepared_folder(config: DataConfig, source: Source | None = None) -> Path:
+    """Where the data of `config` lies or will lie: data.prepared_dir, or a folder in the cache named by content."""
+    if config.prepared_dir is not None:
+        return Path(config.prepared_dir).expanduser().absolute()
+    return cache_folder() / "data" / hash_json(make_identity(config, source or open_source(config)))[:16]
+
+
+def config_facts(config: DataConfig) -> dict[str, Any]:
+    """The settings that change the tokens, and only those."""
+    has_fields, has_file = config.format in ("jsonl", "parquet"), config.tokenizer not in ("bytes", "bpe")
+    chat = {"messages_field": config.messages_field, "chat_template": config.chat_template}
+    return {
+        "format": config.format,
+        "paths": list(config.paths) if config.format != "stdlib" else [],
+        "text_field": config.text_field if has_fields else None,
+        **({} if config.prompt_field is None else {"prompt_field": config.prompt_field}),
+        **({} if config.messages_field is None else chat),
+        "tokenizer": config.tokenizer,
+        **({"bos": config.bos} if has_file else {}),
+        "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
+        "validation_fraction": config.validation_fraction,
+        "max_bytes": config.max_bytes,
+    }
+
+
+def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
+    """Settings, source files (path, size, modification time), tokenizer and chat template: if these are equal, so are
+    the tokens."""
+    tokenizer_hash = None
+    if config.tokenizer not in ("bytes", "bpe"):
+        text = read_tokenizer_file(Path(config.tokenizer).expanduser())
+        text += (named_bos(config) or "") if config.bos == "on" else ""
+        tokenizer_hash = hashlib.sha256(text.encode()).hexdigest()
+    return {
+        "version": VERSION,
+        "config": config_facts(config),
+        "files_hash": hash_json([stat_key(path) for path in source.files]),
+        "tokenizer_hash": tokenizer_hash,
+        **({} if source.template_hash is None else {"template_hash": source.template_hash}),
+    }
+
+
+def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
+    """Raises DataError that lists in what the data in `folder` was made from something else than `wanted`."""
+    path = folder / PREPARED_FILE
+    facts = read_json_object(path, "facts about prepared data")
+    made = facts.get("identity")
+    if facts.get("format") != PREPARED_FORMAT or not isinstance(made, dict):
+        raise DataError(f"{path} was not written by burst. Name another data.prepared_dir, or remove this folder.")
+    before, now = made.get("config", {}), wanted["config"]
+    changed = [
+        f"{key}: made with {before.get(key)!r}, now {now.get(key)!r}"
+        for key in {**now, **before}
+        if before.get(key) != now.get(key)
+    ]
+    if wanted.keys() != {"config"}:
+        changed += [f"changed since then: {what}" for key, what in _WORDS.items() if made.get(key) != wanted.get(key)]
+    if changed:
+        listed = "\n".join(f"  - {line}" for line in changed)
+        raise DataError(
+            f"{folder} was prepared from something else:\n{listed}\n"
+            "Name another data.prepared_dir, or remove this folder to prepare it again."
+        )
 
 
 def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> bool:
@@ -110,24 +182,37 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
     if config.prepared_dir is not None:
         if not (folder / PREPARED_FILE).is_file():
             raise DataError(f"data.prepared_dir={folder} holds other things. Name a new or empty folder.")
-        made = _read_facts(folder)["identity"]
-        check_same_config(folder, made, config)
-        check_same_identity(folder, made, identity)
+        _check_same(folder, identity)
         return True
     try:
         _open_folder(folder)
     except DataError:
-        remove_folder(folder)
+        aside = _beside(folder)  # so that no other process ever sees a part of it
+        folder.rename(aside)
+        shutil.rmtree(aside)
         return False
     return True
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
-    path = folder / PREPARED_FILE
-    facts = read_json_object(path, "facts about prepared data")
-    if facts.get("format") != PREPARED_FORMAT or not isinstance(facts.get("identity"), dict):
-        raise DataError(f"{path} was not written by burst. Name another data.prepared_dir, or remove this folder.")
-    return facts
+def _build_folder(
+    folder: Path, config: DataConfig, source: Source, identity: dict[str, Any], progress: ProgressCallback
+) -> None:
+    work = _beside(folder)
+    try:
+        with new_folder(folder, work):
+            tokenizer = build(work, config, source, progress)
+            if make_identity(config, open_source(config)) != identity:
+                raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
+            facts = {"format": PREPARED_FORMAT, "identity": identity, "tokenizer": tokenizer.name}
+            (work / PREPARED_FILE).write_text(json_text(facts | {"source": source.description}))
+    except OSError as error:
+        # Another process was faster (on a file system without locks): its data is as good as ours.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
 
 
 def _open_folder(folder: Path) -> PreparedData:

@@ -1,6 +1,6 @@
 """Where text comes from: plain files, JSONL, parquet and the Python standard library's own source.
 
-Every source yields documents as (origin, texts): where the document came from, and its text as one or more strings of
+Every source yields documents as (origin, texts): where the document came from, and its text in one or more parts of
 about a mebibyte, so that a file of any size passes through in bounded memory.
 """
 
@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import DataConfig
-from engine.data.chat import read_messages, render_chat
 from engine.data.files import json_type, list_files, reading_error
-from engine.data.texts import Prompt
+from engine.data.texts import PIECE_BYTES, Text, split_text
 from engine.errors import DataError
 
-PIECE_BYTES = 1 << 20  # text is handled in pieces of about this size
 _PARQUET_ROWS = 256
 _BYTE_ORDER_MARK = "\ufeff"
 _STDLIB_SKIPPED_FOLDERS = frozenset(
@@ -29,7 +27,7 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
 )
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
 
-Document = tuple[str, Iterable[str]]
+Document = tuple[str, Iterable[Text]]
 Record = dict[str, Any]
 
 
@@ -68,16 +66,6 @@ def open_source(config: DataConfig, *, stdlib_folder: Path | None = None) -> Sou
     raise DataError(f"data.format={config.format} is not a format of text. Legal: stdlib, text, jsonl, parquet.")
 
 
-def split_text(text: str) -> Iterator[str]:
-    """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
-    start = 0
-    while len(text) - start > PIECE_BYTES:
-        cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
-
-
 # --- plain text -------------------------------------------------------------------------------------------------------
 
 
@@ -85,21 +73,19 @@ def _read_text_file(path: Path) -> Iterator[Document]:
     yield str(path), _text_pieces(path)
 
 
-def _text_pieces(path: Path) -> Iterator[str]:
-    offset, carry = 0, b""
+def _text_pieces(path: Path) -> Iterator[Text]:
+    offset, carry, is_last = 0, b"", False
     try:
         with path.open("rb") as file:
-            while chunk := file.read(PIECE_BYTES):
-                data = carry + chunk
-                cut = data.rfind(b"\n") + 1 or _last_character(data)
+            while not is_last:
+                chunk = file.read(PIECE_BYTES)
+                data, is_last = carry + chunk, not chunk
+                cut = len(data) if is_last else data.rfind(b"\n") + 1 or _last_character(data)
                 text = decode_utf8(data[:cut], path, offset)
-                yield text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text
+                yield Text(text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text)
                 offset, carry = offset + cut, data[cut:]
     except OSError as error:
         raise reading_error(path, error) from None
-    if carry:
-        text = decode_utf8(carry, path, offset)
-        yield text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text
 
 
 def _last_character(data: bytes) -> int:
@@ -130,30 +116,28 @@ def decode_utf8(data: bytes, path: Path, offset: int, line: int | None = None) -
 
 def _open_jsonl(config: DataConfig) -> Source:
     files = list_files(config.paths, (".jsonl", ".ndjson"))
-    description, prompt_field = f"{len(files)} JSONL files", config.prompt_field
-    field = config.messages_field or config.text_field
+    description, prompt_field, chat_field = f"{len(files)} JSONL files", config.prompt_field, config.messages_field
 
-    def text_of(record: Record, place: str) -> Iterable[str]:
-        texts = split_text(_jsonl_text(record, place, field, "data.text_field"))
+    def text_of(record: Record, place: str) -> Iterable[Text]:
+        text = _jsonl_text(record, place, config.text_field, "data.text_field")
         if prompt_field is None:
-            return texts
-        prompt = _jsonl_text(record, place, prompt_field, "data.prompt_field")
-        return chain(map(Prompt, split_text(prompt)), texts)
+            return split_text(text)
+        return chain(split_text(_jsonl_text(record, place, prompt_field, "data.prompt_field"), ()), split_text(text))
 
-    if config.messages_field is None:
-        return Source(description, files, lambda path: _read_jsonl(path, field, text_of))
-    from engine.data.chat_template import find_template  # Jinja is read by those alone who have conversations
+    if chat_field is None:
+        return Source(description, files, lambda path: _read_jsonl(path, config.text_field, text_of))
+    from engine.data.chat import find_template, read_messages, render_chat  # only who has conversations needs Jinja
 
     template = find_template(config)
 
-    def chat_of(record: Record, place: str) -> Iterable[str]:
-        messages = read_messages(_jsonl_value(record, place, field, "data.messages_field"), place, field)
+    def chat_of(record: Record, place: str) -> Iterable[Text]:
+        messages = read_messages(_jsonl_value(record, place, chat_field, "data.messages_field"), place, chat_field)
         return (render_chat(template, messages, place),)
 
-    return Source(description, files, lambda path: _read_jsonl(path, field, chat_of), template.content_hash)
+    return Source(description, files, lambda path: _read_jsonl(path, chat_field, chat_of), template.content_hash)
 
 
-def _read_jsonl(path: Path, field: str, texts_of: Callable[[Record, str], Iterable[str]]) -> Iterator[Document]:
+def _read_jsonl(path: Path, field: str, texts_of: Callable[[Record, str], Iterable[Text]]) -> Iterator[Document]:
     offset = 0
     try:
         with path.open("rb") as file:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engine.config import DataConfig
 from engine.data.files import read_json_object
-from engine.data.tokenizers import FileTokenizer, Tokenizer
+from engine.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer_file
 from engine.errors import DataError
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -51,3 +52,21 @@ def find_bos_ids(config: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
             "data.bos=auto."
         )
     return (found,)
+
+
+def tokens_for_export(tokenizer: Path, beside: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """What begins and ends a text, for transformers: ({"bos_token": ..., ...}, {"bos_token_id": ..., ...}).
+
+    beside: the original folder of a tokenizer.json, whose own files say it where they are. Else the end is the token
+    that ends documents in training, and the beginning what the tokenizer itself puts before a text, if it does. An id
+    that is not known is null. Several may end a text: that of documents in training, and that of a turn in
+    conversations. Raises DataError when the tokenizer cannot be loaded.
+    """
+    loaded = load_tokenizer_file(tokenizer)
+    texts = {"eos_token": loaded.token(loaded.eod_id)}
+    if first := loaded.template_start():
+        texts["bos_token"] = loaded.token(first[0])
+    texts |= {} if beside is None else special_tokens(beside)
+    turn = loaded.id_of(texts["eos_token"])
+    ends = loaded.eod_id if turn in (None, loaded.eod_id) else [loaded.eod_id, turn]
+    return texts, {"bos_token_id": loaded.id_of(texts.get("bos_token")), "eos_token_id": ends}

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from engine.data.sources import Source
-from engine.data.texts import Chat, Prompt, Spans
+from engine.data.texts import Spans
 from engine.errors import DataError
 
 SplitName = Literal["train", "validation"]
@@ -27,15 +27,15 @@ BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
 class Piece:
     """Consecutive text of one document; `data` is its UTF-8, never empty.
 
-    learned: characters of a conversation that are learned, some perhaps past the end of `text`; null for other text.
+    learned, is_chat: see `Text`; some of what is learned may lie past the end of `text`.
     """
 
     document: int  # counts documents from 0
     text: str
     data: bytes
     ends_document: bool
-    is_prompt: bool = False
     learned: Spans | None = None
+    is_chat: bool = False
 
 
 def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
@@ -46,12 +46,10 @@ def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
     document, left = 0, max_bytes
     for origin, texts in source.documents():
         held: Piece | None = None
-        for text in texts:
-            is_prompt, learned = isinstance(text, Prompt), text.learned if isinstance(text, Chat) else None
-            data = _encode(text, origin)
+        for part in texts:
+            text, data = part.text, _encode(part.text, origin)
             if left is not None and len(data) >= left:
-                data = data[:left]
-                text = data.decode("utf-8", errors="ignore")
+                text = data[:left].decode("utf-8", errors="ignore")
                 data = text.encode("utf-8")
                 left = 0
             elif left is not None:
@@ -59,7 +57,7 @@ def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
             if data:
                 if held is not None:
                     yield held
-                held = Piece(document, text, data, ends_document=False, is_prompt=is_prompt, learned=learned)
+                held = Piece(document, text, data, False, part.learned, part.is_chat)
             if left == 0:
                 break
         if held is not None:
@@ -79,22 +77,13 @@ def _encode(text: str, origin: str) -> bytes:
         ) from None
 
 
-@dataclass(frozen=True)
 class Survey:
-    """What one pass over the corpus found: how much there is and how it spreads over hash values."""
-
-    documents: int
-    text_bytes: int
-    bytes_per_bucket: tuple[int, ...]
-
-
-class Surveyor:
-    """Gathers a `Survey` piece by piece."""
+    """What one pass over the corpus finds, piece by piece: how much there is and how it spreads over hash values."""
 
     def __init__(self) -> None:
         self.documents = 0
         self.text_bytes = 0
-        self._counts = np.zeros(BUCKETS, dtype=np.int64)
+        self.bytes_per_bucket = np.zeros(BUCKETS, dtype=np.int64)
         self._bucket: int | None = None
 
     def add(self, piece: Piece) -> None:
@@ -102,14 +91,10 @@ class Surveyor:
         if self._bucket is None:
             self._bucket = hash_bucket(piece.data)
             self.documents += 1
-        self._counts[self._bucket] += len(piece.data)
+        self.bytes_per_bucket[self._bucket] += len(piece.data)
         self.text_bytes += len(piece.data)
         if piece.ends_document:
             self._bucket = None
-
-    def survey(self) -> Survey:
-        """What was found so far."""
-        return Survey(self.documents, self.text_bytes, tuple(self._counts.tolist()))
 
 
 @dataclass(frozen=True)
@@ -143,7 +128,7 @@ def make_rule(survey: Survey, fraction: float) -> SplitRule:
     """The rule (see the module's text) for a corpus that was surveyed; 0 < fraction < 1."""
     if survey.documents == 1:
         return SplitRule(train_bytes=survey.text_bytes - max(1, round(survey.text_bytes * fraction)))
-    counts = survey.bytes_per_bucket
+    counts = survey.bytes_per_bucket.tolist()
     filled = [bucket for bucket, count in enumerate(counts) if count]
     heavy = [bucket for bucket in filled if 2 * counts[bucket] > survey.text_bytes]
     always_train = heavy[0] if heavy else filled[-1]

@@ -1,22 +1,31 @@
-"""Text that carries what of it is learned: strings that sources give and later stages tell apart."""
+"""Text on its way from a source to tokens, with what of it is learned."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PIECE_BYTES = 1 << 20  # text is handled in pieces of about this size
 Spans = tuple[tuple[int, int], ...]  # characters [first, after) of a text, ascending
 
 
-class Prompt(str):
-    """Text that a model reads and does not learn to write: no token of it is a label."""
+@dataclass(frozen=True)
+class Text:
+    """A document or a part of one. learned: characters that a model learns to write; null: all of them.
 
-    __slots__ = ()
+    is_chat: a rendered conversation, in which special tokens are what they spell.
+    """
+
+    text: str
+    learned: Spans | None = None
+    is_chat: bool = False
 
 
-class Chat(str):
-    """A rendered conversation. learned: the characters that the assistant says, ends of its turns included."""
-
-    learned: Spans
-
-    def __new__(cls, text: str, learned: Spans) -> Chat:
-        chat = super().__new__(cls, text)
-        chat.learned = learned
-        return chat
+def split_text(text: str, learned: Spans | None = None) -> Iterator[Text]:
+    """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
+        yield Text(text[start:cut], learned)
+        start = cut
+    yield Text(text[start:], learned)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.data.files import read_text
 from engine.errors import DataError
 
 Ids = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class Tokenizer(Protocol):
         """The text bytes that each id stands for, vocab_size entries; empty for ids that stand for no text."""
 
     def save(self, folder: Path) -> None:
-        """Write what `load_saved_tokenizer` needs into `folder` (nothing for bytes)."""
+        """Write tokenizer.json into `folder` (nothing for bytes)."""
 
 
 def token_bytes(tokenizer: Tokenizer) -> Ids:
@@ -227,20 +228,7 @@ def load_tokenizer_file(path: Path, name: str | None = None) -> FileTokenizer:
 
 def read_tokenizer_file(path: Path) -> str:
     """The text of the tokenizer.json at `path`."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"data.tokenizer={path}: cannot read it: {error.strerror or error}. "
-            "Expected 'bytes', 'bpe' or the path of a tokenizer.json."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"tokenizer {path}: invalid UTF-8 at byte offset {error.start}; expected JSON.") from None
-
-
-def load_saved_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """The tokenizer called `name` whose file, if it needs one, was saved into `folder`."""
-    return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer_file(folder / TOKENIZER_FILE, name)
+    return read_text(path, "'bytes', 'bpe' or the path of a tokenizer.json as data.tokenizer")
 
 
 def _byte_offsets(text: str) -> Ids:

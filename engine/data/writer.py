@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -11,9 +10,9 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from engine.data.files import write_json
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, storage_dtype
 from engine.data.tokenizers import Tokenizer, token_bytes
+from engine.run.records import json_text
 
 DOCUMENTS_FILE = "documents.bin"
 PROMPTS_FILE = "prompts.bin"
@@ -22,7 +21,7 @@ DEFAULT_FILE_TOKENS = 1 << 30  # a file holds at most so many tokens (2 or 4 GiB
 
 
 class TokenSetWriter:
-    """Appends documents to a token set in `folder`, which must exist and is incomplete until `close` has returned."""
+    """Appends documents to a token set in `folder`, a new one, which is incomplete until `close` has returned."""
 
     def __init__(
         self,
@@ -32,6 +31,7 @@ class TokenSetWriter:
         bos_ids: Sequence[int] = (),
         file_tokens: int = DEFAULT_FILE_TOKENS,
     ) -> None:
+        folder.mkdir()
         self._folder = folder
         self._tokenizer = tokenizer
         self._bos_ids = np.asarray(bos_ids, dtype=np.int64)
@@ -43,7 +43,6 @@ class TokenSetWriter:
         self._files: list[TokenFile] = []
         self._documents = (folder / DOCUMENTS_FILE).open("wb")
         self._prompts = (folder / PROMPTS_FILE).open("wb")
-        self._prompt: tuple[int, int] | None = None  # the last range, which may go on
         self._prompt_count = 0
         self._inside_document = False
         self._max_token_id = 0
@@ -70,8 +69,8 @@ class TokenSetWriter:
         else:
             padded = np.concatenate(([False], is_prompt, [True] * ends_document, [False]))
             edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-        for first, after in zip(edges[::2], edges[1::2], strict=True):
-            self._add_prompt(self.token_count + first, self.token_count + after)
+        self._prompts.write((np.asarray(edges, dtype="<i8") + self.token_count).tobytes())
+        self._prompt_count += len(edges) // 2
         if not self._inside_document:
             self._documents.write(self.token_count.to_bytes(8, "little"))
             self.document_count += 1
@@ -79,25 +78,12 @@ class TokenSetWriter:
         self.text_bytes += text_bytes
         self._write(np.append(ids, self._tokenizer.eod_id) if ends_document else ids)
 
-    def _add_prompt(self, first: int, after: int) -> None:
-        if self._prompt is not None and self._prompt[1] == first:
-            self._prompt = (self._prompt[0], after)
-            return
-        self._flush_prompt()
-        self._prompt = (first, after)
-
-    def _flush_prompt(self) -> None:
-        if self._prompt is not None:
-            self._prompts.write(b"".join(edge.to_bytes(8, "little") for edge in self._prompt))
-            self._prompt_count += 1
-            self._prompt = None
-
     def close(self, source: str) -> Manifest:
-        """The manifest, written last; every file is on the disk when this returns."""
-        self.finish_files()
+        """The manifest, written last."""
+        self.close_files()
         token_bytes(self._tokenizer).astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
         manifest = Manifest(
-            dtype=self._dtype.name,
+            dtype=storage_dtype(self._tokenizer.vocab_size),
             vocab_size=self._tokenizer.vocab_size,
             token_count=self.token_count,
             files=tuple(self._files),
@@ -114,19 +100,16 @@ class TokenSetWriter:
             source=source,
             writer=WRITER,
         )
-        write_json(self._folder / MANIFEST_FILE, manifest.to_json())
+        if not self._prompt_count:
+            (self._folder / PROMPTS_FILE).unlink()
+        (self._folder / MANIFEST_FILE).write_text(json_text(manifest.to_json()))
         return manifest
 
-    def finish_files(self) -> None:
+    def close_files(self) -> None:
         """Close the open files; a set without a manifest is no set."""
         self._finish_file()
-        if not self._documents.closed:
-            _close_synced(self._documents)
-        if not self._prompts.closed:
-            self._flush_prompt()
-            _close_synced(self._prompts)
-            if not self._prompt_count:
-                (self._folder / PROMPTS_FILE).unlink()
+        self._documents.close()
+        self._prompts.close()
 
     def _write(self, ids: npt.NDArray[np.int64]) -> None:
         if ids.size == 0:
@@ -149,12 +132,6 @@ class TokenSetWriter:
         if self._file is None:
             return
         name = Path(self._file.name).name
-        _close_synced(self._file)
+        self._file.close()
         self._files.append(TokenFile(name, self._in_file, self._hash.hexdigest()))
         self._file, self._hash, self._in_file = None, hashlib.sha256(), 0
-
-
-def _close_synced(file: BinaryIO) -> None:
-    with file:
-        file.flush()
-        os.fsync(file.fileno())

@@ -18,15 +18,16 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import safe_open
 
-from engine.checkpoint.commit import Checkpoint, sync_file, sync_folder
+from engine.checkpoint.commit import Checkpoint
 from engine.checkpoint.manifest import CheckpointError, Manifest, TensorFacts
 from engine.config import RunConfig
-from engine.data.chat_template import TEMPLATE_FILE, ChatTemplate
-from engine.data.special_tokens import TOKENIZER_CONFIG_FILE
+from engine.data.chat import TEMPLATE_FILE, ChatTemplate
+from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, tokens_for_export
 from engine.data.tokenizers import TOKENIZER_FILE
+from engine.files import new_folder
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
-from engine.pretrained.special_tokens import UNKNOWN, SpecialTokens, find_special_tokens
+from engine.run.records import json_text
 
 ExportDtype = Literal["float32", "bfloat16"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]
@@ -77,23 +78,26 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     document = config_json(
         order.config.model, seq_len=order.config.train.seq_len, window_tokens=window, dtype=order.dtype
     )
-    special = UNKNOWN if order.tokenizer is None else find_special_tokens(order.tokenizer, order.tokenizer_folder)
+    # Without the key transformers takes ids of the first Llama, in other vocabularies ordinary text.
+    texts: dict[str, str] = {}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if order.tokenizer is not None:
+        texts, ids = tokens_for_export(order.tokenizer, order.tokenizer_folder)
     part = order.folder.with_name(f"{order.folder.name}.part-{secrets.token_hex(4)}")
     try:
-        part.mkdir(parents=True)
-        files, size = _write_weights(order, manifest, part, progress)
-        _write_json(part / CONFIG_FILE, {**document, **special.ids})
-        if order.tokenizer is not None:
-            _write_tokenizer(order.tokenizer, special, order.chat, part)
-        sync_folder(part)
-        part.rename(order.folder)
-        sync_folder(order.folder.parent)
+        with new_folder(order.folder, part):
+            files, size = _write_weights(order, manifest, part, progress)
+            (part / CONFIG_FILE).write_text(json_text({**document, **ids}))
+            if order.tokenizer is not None:
+                shutil.copyfile(order.tokenizer, part / TOKENIZER_FILE)
+                texts |= {} if order.chat is None else order.chat.special_tokens
+                settings = {"tokenizer_class": "PreTrainedTokenizerFast", **texts}
+                (part / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
+                (part / GENERATION_CONFIG_FILE).write_text(json_text(ids))
+                if order.chat is not None:
+                    (part / TEMPLATE_FILE).write_text(order.chat.source, encoding="utf-8")
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return Exported(order.folder, manifest.step, files, size, warnings)
 
 
@@ -106,15 +110,6 @@ def check_new(folder: Path) -> None:
 def weight_bytes(manifest: Manifest) -> int:
     """Bytes of weights in a checkpoint, which `export` reads."""
     return sum(4 * math.prod(facts.shape) for name, facts in manifest.tensors.items() if name.startswith(_PREFIX))
-
-
-def _write_tokenizer(tokenizer: Path, special: SpecialTokens, chat: ChatTemplate | None, folder: Path) -> None:
-    shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
-    texts = {**special.texts, **({} if chat is None else chat.special_tokens)}
-    _write_json(folder / TOKENIZER_CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast", **texts})
-    _write_json(folder / GENERATION_CONFIG_FILE, special.ids)
-    if chat is not None:
-        (folder / TEMPLATE_FILE).write_text(chat.source, encoding="utf-8")
 
 
 def _window(config: RunConfig) -> tuple[int | None, tuple[str, ...]]:
@@ -148,10 +143,10 @@ def _write_weights(
                 wide = _assembled(order.checkpoint.path, name, weights[name])
                 stream.write((wide if order.dtype == "float32" else bfloat16_bits(wide)).data)
                 progress(wide.nbytes)
-        sync_file(folder / file)
         places |= dict.fromkeys(outer.values(), file)
     if len(groups) > 1:
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX_FILE).write_text(json_text(index))
     return len(groups), total
 
 
@@ -201,7 +196,3 @@ def bfloat16_bits(wide: Wide) -> np.ndarray[Any, np.dtype[np.uint16]]:
     bits = np.ascontiguousarray(wide).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(wide), 0x7FC0, rounded).astype(np.uint16)
-
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

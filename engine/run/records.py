@@ -9,11 +9,12 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from engine.files import replace_file
 
 _BLOCK_BYTES = 8 << 20
 _MAX_LINE_BYTES = 16 << 20
@@ -45,17 +46,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 def replace_json(path: Path, document: Mapping[str, Any]) -> None:
     """Replace `path` by `document`; a reader sees the old or the new text, never a part of one."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json_text(document))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+    replace_file(path, json_text(document))
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from burst_cli.app import main
 from burst_cli.data_progress import show_progress
-from engine.data.progress import Progress
+from engine.data.build import Progress
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.files import write_environments, write_private
+from cluster.env.files import write_environments
 from cluster.env.formats import Format, UnsayableError
 from cluster.errors import ClusterError
 
@@ -70,11 +70,3 @@ def test_writing_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None
     write_environments({"n1": environment("n1")}, tmp_path, Format.DOTENV)
     assert (tmp_path / "precious").read_text() == "mine"
     assert not (tmp_path / "n1.env").is_symlink()
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_parts(tmp_path: Path) -> None:
-    (tmp_path / "n1.env").write_text("old")
-    with pytest.raises(UnicodeEncodeError):
-        write_private(tmp_path / "n1.env", "\udcff")
-    assert [path.name for path in tmp_path.iterdir()] == ["n1.env"]
-    assert (tmp_path / "n1.env").read_text() == "old"

@@ -13,6 +13,7 @@ from hypothesis import settings
 from engine.data.shards import TokenShards, open_token_set
 from engine.data.sources import Document, Source
 from engine.data.split import Piece, iter_pieces
+from engine.data.texts import Text
 
 # Machines under load are slow, so no deadline per example.
 quick = settings(deadline=None, max_examples=60)
@@ -23,7 +24,8 @@ def make_source(*documents: str | Sequence[str]) -> Source:
 
     def read(path: Path) -> Iterator[Document]:
         for index, document in enumerate(documents):
-            yield f"document {index}", [document] if isinstance(document, str) else document
+            parts = [document] if isinstance(document, str) else document
+            yield f"document {index}", map(Text, parts)
 
     return Source("made up", (Path("made-up"),), read)
 

@@ -124,7 +124,7 @@ def test_another_setting_beside_the_tokenizer_is_other_data(tmp_path: Path) -> N
     config = config_of(tmp_path, tokenizer_of(tmp_path / "model", None), bos="on")
     prepare(config)
     tokenizer_of(tmp_path / "model", None, bos_token="<|head|>")
-    with pytest.raises(DataError, match="out of date: changed since it was prepared: tokenizer"):
+    with pytest.raises(DataError, match="changed since then: tokenizer"):
         prepare(config)
 
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from engine.config import DataConfig, RunConfig
 from engine.config_checks import config_problems
 from engine.data import TokenShards, open_prepared, prepare, sequential_batches
-from engine.data.chat import learned_tokens, render_chat
-from engine.data.chat_template import ChatTemplate, find_template
-from engine.data.identity import config_facts, make_identity
+from engine.data.build import learned_tokens
+from engine.data.chat import ChatTemplate, find_template, render_chat
+from engine.data.prepare import config_facts, make_identity
 from engine.data.sampler import IGNORE_INDEX
 from engine.data.sources import open_source
 from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
@@ -57,7 +57,7 @@ def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) 
 
 def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
     chat = render_chat(template, messages, "here:1")
-    return [chat[first:after] for first, after in chat.learned]
+    return [chat.text[first:after] for first, after in chat.learned or ()]
 
 
 # --- against transformers ---------------------------------------------------------------------------------------------
@@ -73,12 +73,12 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     marks = {"return_assistant_tokens_mask": template in (CHATML_MARKED, LLAMA3_MARKED)}
     for messages in CONVERSATIONS:
         chat = render_chat(found, messages, "here:1")
-        assert chat == theirs.apply_chat_template(messages, tokenize=False)
-        [(ids, offsets)] = ours.encode_chats([chat])
+        assert chat.text == theirs.apply_chat_template(messages, tokenize=False)
+        [(ids, offsets)] = ours.encode_chats([chat.text])
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
         assert ids.tolist() == expected["input_ids"]
         if marks["return_assistant_tokens_mask"]:
-            mask = learned_tokens(offsets, chat.learned, len(chat))
+            mask = learned_tokens(offsets, chat.learned or (), len(chat.text))
             assert mask.tolist() == [*map(bool, expected["assistant_masks"])]
 
 
@@ -317,5 +317,5 @@ def test_a_changed_template_is_other_data(tmp_path: Path, monkeypatch: pytest.Mo
     assert prepare(config).path == first
     path.write_text(CHATML.replace("im_", "mi_"))
     assert prepare(config).path != first
-    with pytest.raises(DataError, match="changed since it was prepared: chat template"):
+    with pytest.raises(DataError, match="changed since then: chat template"):
         prepare(kept)

@@ -21,7 +21,6 @@ from engine.errors import DataError
 
 def write_documents(folder: Path, documents: list[list[str]], file_tokens: int = 1 << 20) -> list[int]:
     """Writes documents of several parts through the writer; returns the tokens that must be there."""
-    folder.mkdir(exist_ok=True)
     tokenizer = ByteTokenizer()
     writer = TokenSetWriter(folder, tokenizer, file_tokens=file_tokens)
     expected: list[int] = []
@@ -42,9 +41,9 @@ def write_documents(folder: Path, documents: list[list[str]], file_tokens: int =
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[str]], file_tokens: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("set")
+    folder = tmp_path_factory.mktemp("set") / "s"
     expected = write_documents(folder, documents, file_tokens)
-    shards = open_token_set(folder, verify=True)
+    shards = open_token_set(folder)
     assert shards.token_count == len(expected)
     assert len(shards.manifest.files) == -(-len(expected) // file_tokens)
     for start in range(0, len(expected), 3):
@@ -182,7 +181,7 @@ def test_offsets_in_npy_files_count_the_header(tmp_path: Path) -> None:
 
 
 def test_a_recorded_highest_id_is_checked_without_reading(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"max_token_id 100 .* is not below vocab_size 100"):
+    with pytest.raises(DataError, match="max_token_id 100 is not an id below vocab_size 100"):
         make_shards(tmp_path / "s", [1, 2], writer="burst", max_token_id=100)
 
 
@@ -191,16 +190,6 @@ def test_a_file_cut_short_is_named_with_both_sizes(tmp_path: Path) -> None:
     (folder / "t.bin").write_bytes((folder / "t.bin").read_bytes()[:-1])
     with pytest.raises(DataError, match=r"t\.bin has 19 bytes; its manifest says 10 entries of uint16 = 20 bytes"):
         open_token_set(folder)
-
-
-def test_a_changed_byte_is_found_by_verify_only(tmp_path: Path) -> None:
-    write_documents(tmp_path / "s", [["hello"]])
-    data = bytearray((tmp_path / "s" / "tokens-00000.bin").read_bytes())
-    data[0] ^= 1
-    (tmp_path / "s" / "tokens-00000.bin").write_bytes(data)
-    open_token_set(tmp_path / "s")
-    with pytest.raises(DataError, match=r"tokens-00000\.bin differs from its manifest \(sha256\)"):
-        open_token_set(tmp_path / "s", verify=True)
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents.bin", "token_bytes.bin"])
@@ -229,17 +218,20 @@ def test_impossible_document_starts_are_refused(tmp_path: Path, starts: list[int
     [
         ({"version": 2}, "version 2; expected 'burst-tokens' version 1"),
         ({"format": None}, "format None"),
-        ({"dtype": "float32"}, "dtype is 'float32'; legal: uint8, uint16"),
-        ({"vocab_size": 0}, "vocab_size is 0; expected a whole number > 0"),
-        ({"vocab_size": None}, "vocab_size is None"),
-        ({"token_count": 0, "files": [{"name": "t.bin", "token_count": 0}]}, "an empty shard is of no use"),
+        ({"dtype": "float32"}, "dtype: 'float32' is not a legal value; legal: uint8, uint16"),
+        ({"vocab_size": 0}, "vocab_size: got 0, expected 1 or more"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        (
+            {"token_count": 0, "files": [{"name": "t.bin", "token_count": 0}]},
+            r"files\[0\]\.token_count: got 0, expected 1 or more",
+        ),
         ({"token_count": 4}, "token_count is 4 but the files add up to 3"),
-        ({"files": []}, "files is missing or empty"),
+        ({"files": []}, "token_count is 3 but the files add up to 0"),
         ({"files": [{"name": "../t.bin", "token_count": 3}]}, r"files\[0\]\.name is '\.\./t\.bin'"),
-        ({"files": [{"name": "t.bin", "token_count": 3, "sha256": 5}]}, r"files\[0\]\.sha256 is 5"),
-        ({"eod_id": -1}, "eod_id is -1"),
-        ({"eod_id": 100}, "eod_id 100 is not below vocab_size 100"),
-        ({"tokenizer": 7}, "tokenizer is 7"),
+        ({"files": [{"name": "t.bin", "token_count": 3, "sha256": 5}]}, r"files\[0\]\.sha256: expected text or null"),
+        ({"eod_id": -1}, "eod_id: got -1, expected 0 or more"),
+        ({"eod_id": 100}, "eod_id 100 is not an id below vocab_size 100"),
+        ({"tokenizer": 7}, "tokenizer: expected text or null, got the number 7"),
         ({"documents_file": "/etc/passwd"}, "documents_file is '/etc/passwd'"),
     ],
 )
@@ -250,7 +242,7 @@ def test_wrong_manifests_say_what_is_wrong(tmp_path: Path, changes: dict[str, An
 
 def test_all_mistakes_of_a_manifest_are_listed(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        make_shards(tmp_path / "s", [1, 2, 3], dtype="uint16", vocab_size=-1, eod_id="x", files=None)
+        make_shards(tmp_path / "s", [1, 2, 3], dtype="uint16", vocab_size="y", eod_id="x", files=None)
     assert [key for key in ("vocab_size", "eod_id", "files") if key in str(caught.value)] == [
         "vocab_size",
         "eod_id",
@@ -258,7 +250,7 @@ def test_all_mistakes_of_a_manifest_are_listed(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "holds a JSON list")])
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "holds a JSON array")])
 def test_manifests_that_are_no_objects(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DataError, match=message):

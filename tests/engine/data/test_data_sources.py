@@ -12,13 +12,14 @@ import pytest
 
 from engine.config import DataConfig
 from engine.data import sources
-from engine.data.sources import PIECE_BYTES, find_stdlib_files, open_source, split_text
+from engine.data.sources import find_stdlib_files, open_source
+from engine.data.texts import PIECE_BYTES, split_text
 from engine.errors import DataError
 
 
 def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[str]:
     config = DataConfig(format=kind, paths=tuple(str(path) for path in paths), **settings)
-    return ["".join(texts) for _, texts in open_source(config).documents()]
+    return ["".join(part.text for part in parts) for _, parts in open_source(config).documents()]
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -49,7 +50,7 @@ def test_long_text_files_come_in_pieces_that_join_to_the_text(tmp_path: Path, un
     text = unit * (5 * PIECE_BYTES // (2 * len(unit.encode()))) + "tail"
     (tmp_path / "a.txt").write_bytes(text.encode())
     [(_, pieces)] = open_source(DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))).documents()
-    parts = list(pieces)
+    parts = [piece.text for piece in pieces]
     assert "".join(parts) == text
     assert len(parts) >= 2
     assert max(len(part.encode()) for part in parts) <= 2 * PIECE_BYTES
@@ -57,7 +58,7 @@ def test_long_text_files_come_in_pieces_that_join_to_the_text(tmp_path: Path, un
 
 def test_split_text_joins_to_the_text_and_cuts_after_line_breaks() -> None:
     text = ("a" * 1000 + "\n") * 3000
-    parts = list(split_text(text))
+    parts = [part.text for part in split_text(text)]
     assert "".join(parts) == text
     assert all(part.endswith("\n") for part in parts[:-1])
     assert max(map(len, parts)) <= PIECE_BYTES
@@ -179,7 +180,8 @@ def test_stdlib_files_leave_out_tests_packages_and_links(tmp_path: Path) -> None
 
 def test_stdlib_skips_files_that_are_not_utf8(tmp_path: Path) -> None:
     source = open_source(DataConfig(), stdlib_folder=make_stdlib(tmp_path))
-    assert ["".join(texts) for _, texts in source.documents()] == ["# json/decoder.py\n", "# os.py\n"]
+    texts = ["".join(part.text for part in parts) for _, parts in source.documents()]
+    assert texts == ["# json/decoder.py\n", "# os.py\n"]
 
 
 def test_python_without_sources_says_what_to_do(tmp_path: Path) -> None:

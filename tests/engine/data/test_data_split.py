@@ -9,7 +9,7 @@ from data_helpers import make_pieces, make_source, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.split import Piece, SplitRule, Surveyor, iter_pieces, make_rule
+from engine.data.split import Piece, SplitRule, Survey, iter_pieces, make_rule
 from engine.errors import DataError
 
 texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=30)
@@ -17,10 +17,10 @@ fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
 
 
 def rule_of(pieces: Sequence[Piece], fraction: float) -> SplitRule:
-    surveyor = Surveyor()
+    survey = Survey()
     for piece in pieces:
-        surveyor.add(piece)
-    return make_rule(surveyor.survey(), fraction)
+        survey.add(piece)
+    return make_rule(survey, fraction)
 
 
 def split(pieces: Sequence[Piece], fraction: float) -> dict[str, list[Piece]]:

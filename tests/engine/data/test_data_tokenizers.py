@@ -19,7 +19,6 @@ from engine.data.tokenizers import (
     BYTES_EOD_ID,
     ByteTokenizer,
     FileTokenizer,
-    load_saved_tokenizer,
     load_tokenizer_file,
     token_bytes,
     train_bpe,
@@ -93,7 +92,7 @@ def test_special_tokens_in_a_text_are_text() -> None:
 
 def test_saved_tokenizers_give_the_same_ids(tmp_path: Path) -> None:
     BPE.save(tmp_path)
-    again = load_saved_tokenizer("bpe", tmp_path)
+    again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
     assert again.name == "bpe"
     assert again.encode_many(CORPUS)[0].tolist() == BPE.encode(CORPUS[0]).tolist()
 
@@ -165,5 +164,5 @@ def test_unusable_tokenizer_files_are_named(tmp_path: Path, content: bytes, mess
 
 
 def test_a_missing_tokenizer_file_names_the_legal_values(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer=.*bytess: cannot read it.*Expected 'bytes', 'bpe' or"):
+    with pytest.raises(DataError, match=r"cannot read .*bytess: .*expected 'bytes', 'bpe' or"):
         load_tokenizer_file(tmp_path / "bytess")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.data.progress import Progress
+from engine.data.build import Progress
 from engine.errors import ConfigError
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder, open_tensorboard, progress_line
