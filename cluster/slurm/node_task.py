@@ -19,7 +19,6 @@ from pathlib import Path
 
 from cluster.access.hosts import is_host_name
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.env.files import write_private
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, node_spec
@@ -32,7 +31,7 @@ from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.supervise.node.daemon import run_foreground
 from cluster.supervise.node.sweep import sweep
 from engine.errors import BurstError
-from engine.run.records import read_json_object, replace_json
+from engine.run.records import read_json_object, replace_json, replace_text
 from engine.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"
@@ -98,7 +97,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: NodeOnSite) -> Nod
     for folder in node_folders(plan.config, site):
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     (run_path / "env").mkdir(mode=0o700, exist_ok=True)
-    write_private(run_path / node.env_file, builder.environment_text(node))
+    replace_text(run_path / node.env_file, builder.environment_text(node))
     write_granted(run, node, token)
     return node
 

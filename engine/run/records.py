@@ -44,11 +44,16 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def replace_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace `path` by `document`; a reader sees the old or the new text, never a part of one."""
+    """Replace `path` by `document`; see `replace_text`."""
+    replace_text(path, json_text(document))
+
+
+def replace_text(path: Path, text: str, errors: str = "strict") -> None:
+    """Replace `path` by `text` with mode 0600; a reader sees the old or the new text, never a part of one."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json_text(document))
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors=errors, newline="") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

@@ -13,14 +13,11 @@ from gpu_rehearsal import NODE, ask, bad, check, fixture_text, healthy, only, re
 from cluster.checks.finding import Verdict
 from cluster.checks.gpu import GROUP
 from cluster.parse.kernel_log import read_kernel_log
-from cluster.parse.topology import parse_topology
 from cluster.probe.section import NodeProbe, SectionState
-from cluster.testbed.hardware.fabric import fabric_files
 from cluster.testbed.hardware.gpus import (
     BOARDS,
     BUSY_PID,
     GPU_FAULTS,
-    fake_adapters,
     gpu_files,
     gpu_pci_path,
     is_gpu_fault,
@@ -266,18 +263,6 @@ def test_the_pci_tree_leads_to_each_gpu() -> None:
     folder = pci_folder(gpu_pci_path("a100x8", 5))
     assert files["root/sys/bus/pci/devices/0000:90:00.0"].link_to == f"../../../devices/{folder}"
     assert files[f"root/sys/devices/{folder}/vendor"].text == "0x10de\n"
-
-
-@pytest.mark.parametrize(("profile", "count"), [("h100x8", 13), ("a100x8", 4)])
-def test_the_matrix_of_topo_shows_the_adapters_of_the_node(profile: str, count: int) -> None:
-    adapters = fake_adapters(fabric_files(profile, 2))
-    text = gpu_files(profile, NODE, adapters=adapters)["bin/nvidia-smi"].text
-    matrix = parse_topology(text.partition("<<'TOPO'\n")[2].partition("\nTOPO\n")[0])
-    assert len(adapters) == len(matrix.adapters) == count
-
-
-def test_topo_in_the_probe_is_a_whole_matrix() -> None:
-    assert parse_topology(healthy().section("gpu.topo").output).adapters == tuple(f"mlx5_{rail}" for rail in range(8))
 
 
 @pytest.mark.parametrize(
