@@ -68,18 +68,12 @@ def record_answer() -> bytes:
     from testkit.fleet import FENCE
 
     from cluster.probe.script import build_script
-    from cluster.testbed.identity import hardware_files
+    from cluster.testbed.hardware.files import hardware_files
 
     script = build_script(GROUPS, FENCE.decode())
     with tempfile.TemporaryDirectory() as folder:
         for name, file in hardware_files("h100x8", "node0001", 1, ()).items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if file.link_to is not None:
-                path.symlink_to(file.link_to)
-            else:
-                path.write_text(file.text)
-                path.chmod(file.mode)
+            file.write(Path(folder, name))
         environment = os.environ | {"BURST_PROBE_ROOT": f"{folder}/root", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
         answer = subprocess.run(
             ["sh", "-s"], input=script, env=environment, capture_output=True, check=True, timeout=300

@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.access.hosts import Host
     from cluster.env.ask import FleetEnvironment
-    from engine.config import RunConfig
 
 LOG_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class EnvRequest:
-    """What was given on the command line about nodes."""
+    """What was given on the command line. node: which of the nodes; run: the run folder that logs go to."""
 
-    overrides: tuple[str, ...] = ()
-    config_dirs: tuple[Path, ...] = ()
-    hosts: str | None = None
-    hostfile: Path | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """What came of the nodes; source: where their names came from, in words."""
-
-    fleet: FleetEnvironment
-    source: str
+    overrides: Sequence[str] | None
+    config_dirs: Sequence[Path] | None
+    hosts: str | None
+    hostfile: Path | None
+    node: str | None
+    run: Path | None
 
 
-def ask(request: EnvRequest, *, node: str | None = None, run: Path | None = None, with_live: bool = False) -> Found:
-    """The environments of the nodes that are meant; of this machine when no node is named anywhere.
+def ask(request: EnvRequest, *, with_live: bool = False) -> tuple[FleetEnvironment, str]:
+    """(environments of the nodes that are meant, where their names came from); of this machine when none is named.
 
-    All nodes are asked even if `node` picks a few, because rails are compared across nodes.
+    All nodes are asked even if `request.node` picks a few, because rails are compared across nodes.
     """
     from burst_cli import render
+    from burst_cli.targets import select_targets
     from cluster.env.ask import ask_fleet
 
-    config, hosts, source = _targets(request)
+    targets = select_targets(
+        request.overrides or (),
+        request.config_dirs or (),
+        hosts=request.hosts,
+        hostfile=request.hostfile,
+        or_here=True,
+    )
+    hosts, node = targets.hosts, request.node
     if hosts:
         _chosen(node, [host.name for host in hosts])
-    log_dir = str(run.absolute() / "logs") if run is not None else None
-    console = render.stderr()
-    with console.status(
-        f"asking {len(hosts) or 'this'} {'node' if len(hosts) == 1 else 'nodes' if hosts else 'machine'}"
-    ):
-        fleet = ask_fleet(hosts, config.cluster, with_live=with_live, log_dir=log_dir)
-    return Found(_only(fleet, node), source)
+    log_dir = str(request.run.absolute() / "logs") if request.run is not None else None
+    what = f"{len(hosts)} node{'s'[: len(hosts) - 1]}" if hosts else "this machine"
+    with render.stderr().status(f"asking {what}"):
+        fleet = ask_fleet(hosts, targets.config.cluster, with_live=with_live, log_dir=log_dir)
+    chosen = _chosen(node, [*fleet.environments, *fleet.errors])
+
+    def keep(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: one for name, one in table.items() if name in chosen}
+
+    kept = replace(fleet, environments=keep(fleet.environments), live=keep(fleet.live), errors=keep(fleet.errors))
+    return kept, targets.source
 
 
 def read_log(path: Path) -> str:
@@ -62,31 +65,6 @@ def read_log(path: Path) -> str:
         raise ConfigError(f"--nccl-log {path}: no such file; NCCL writes one where NCCL_DEBUG_FILE says")
     with path.open("rb") as file:
         return file.read(LOG_BYTES).decode("utf-8", errors="replace")
-
-
-def _targets(request: EnvRequest) -> tuple[RunConfig, tuple[Host, ...], str]:
-    """(configuration, hosts, where their names came from)."""
-    from burst_cli.compose import compose
-    from burst_cli.targets import select_nodes
-    from cluster.access.nodes import slurm_nodes
-    from cluster.access.resolve import resolve_hosts
-
-    config = compose(request.overrides, request.config_dirs).config
-    named = request.hosts is not None or request.hostfile is not None or config.cluster.nodes is not None
-    if not named and slurm_nodes(os.environ) is None:
-        return config, (), "this machine"
-    nodes = select_nodes(config, hosts=request.hosts, hostfile=request.hostfile)
-    return config, tuple(resolve_hosts(nodes.names, config.cluster.ssh, request.overrides)), nodes.source
-
-
-def _only(fleet: FleetEnvironment, node: str | None) -> FleetEnvironment:
-    """The part of `fleet` that --node names."""
-    chosen = _chosen(node, [*fleet.environments, *fleet.errors])
-
-    def keep(table: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in table.items() if name in chosen}
-
-    return replace(fleet, environments=keep(fleet.environments), live=keep(fleet.live), errors=keep(fleet.errors))
 
 
 def _chosen(node: str | None, names: Sequence[str]) -> set[str]:

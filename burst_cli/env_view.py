@@ -18,6 +18,7 @@ from cluster.checks.finding import Finding, Verdict
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
     from cluster.env.facts import NodeEnvironment, Rail
+    from cluster.env.formats import Format
     from cluster.env.live import Difference
 
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.UNKNOWN: "magenta", Verdict.FAIL: "red"}
@@ -69,15 +70,6 @@ def check_report(fleet: FleetEnvironment, log: str | None) -> CheckReport:
     return CheckReport(differences=differences, errors=fleet.errors, ranks=ranks)
 
 
-def fleet_document(fleet: FleetEnvironment, source: str) -> dict[str, Any]:
-    """What `burst env show --json` prints."""
-    return {
-        "nodes": {node: environment.to_dict() for node, environment in fleet.environments.items()},
-        "errors": dict(fleet.errors),
-        "source": source,
-    }
-
-
 def fleet_view(fleet: FleetEnvironment, source: str) -> RenderableType:
     """Every class of equal nodes once: variables, adapters, rails, warnings."""
     parts: list[RenderableType] = []
@@ -101,9 +93,9 @@ def fold_environments(environments: Mapping[str, NodeEnvironment]) -> list[tuple
     return classes
 
 
-def print_text(fleet: FleetEnvironment, form: str) -> None:
+def print_text(fleet: FleetEnvironment, form: Format) -> None:
     """Write the environment of the one node that is meant to stdout. Raises ConfigError when there are several."""
-    from cluster.env.formats import Format, render_environment
+    from cluster.env.formats import render_environment
     from engine.errors import ConfigError
 
     if len(fleet.environments) > 1:
@@ -113,7 +105,7 @@ def print_text(fleet: FleetEnvironment, form: str) -> None:
             f"name one with --node, or write a file for each with `burst env write --format {form}`"
         )
     for environment in fleet.environments.values():
-        sys.stdout.write(render_environment(environment, Format(form)))
+        sys.stdout.write(render_environment(environment, form))
 
 
 def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> RenderableType:

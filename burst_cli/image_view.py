@@ -19,7 +19,7 @@ from cluster.access.nodes import fold_nodes
 if TYPE_CHECKING:
     from cluster.image.plan import ImagePlan, NodePlan
     from cluster.image.prune import Pruned
-    from cluster.image.push import NodeProgress, NodeResult, PushObserver
+    from cluster.image.push import NodeResult, PushObserver
     from cluster.image.status import ImageStatus
 
 _REFRESH_S = 0.2
@@ -44,7 +44,7 @@ class LivePushView:
         self._console, self._live = console, live
         self._next = 0.0
 
-    def progress(self, nodes: Sequence[NodeProgress]) -> None:
+    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
         """Redraw, at most five times a second."""
         if time.monotonic() < self._next:
             return
@@ -53,7 +53,7 @@ class LivePushView:
         shown = sorted(nodes, key=lambda node: node.phase in ("done", "failed", "up to date"))[:room]
         grid = Table.grid(padding=(0, 2))
         for node in shown:
-            grid.add_row(Text(node.node), *_bar(node))
+            grid.add_row(Text(node.node), *_bar(node, total_bytes))
         lines: list[RenderableType] = [grid]
         if len(shown) < len(nodes):
             lines.append(Text(f"and {len(nodes) - len(shown)} more", style="dim"))
@@ -73,7 +73,7 @@ class PlainPushView:
         self._phases: dict[str, str] = {}
         self._last = ""
 
-    def progress(self, nodes: Sequence[NodeProgress]) -> None:
+    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
         """Print what is new."""
         for node in nodes:
             if node.phase in ("done", "failed") and self._phases.get(node.node) != node.phase:
@@ -81,7 +81,7 @@ class PlainPushView:
                 self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PLAIN_INTERVAL_S
-            parts = [f"{node.node} {_plain_amount(node)}" for node in nodes if node.phase == "receiving"]
+            parts = [f"{node.node} {_plain_amount(node, total_bytes)}" for node in nodes if node.phase == "receiving"]
             line = "  ".join(parts)
             if line and line != self._last:
                 self._last = line
@@ -173,20 +173,21 @@ def prune_view(nodes: Sequence[Pruned], *, dry_run: bool) -> RenderableType:
     )
 
 
-def _bar(node: NodeProgress) -> tuple[RenderableType, Text, Text]:
+def _bar(node: NodeResult, total_bytes: int) -> tuple[RenderableType, Text, Text]:
     style = {"failed": "red", "done": "green", "up to date": "green"}.get(node.phase, "")
-    total = max(1, node.total_bytes)
-    done = total if node.phase in ("done", "up to date") else min(total, node.received_bytes)
-    return ProgressBar(total=total, completed=done, width=30), Text(_amount(node)), Text(node.phase, style=style)
+    total = max(1, total_bytes)
+    done = total if node.ok else min(total, node.received_bytes)
+    bar = ProgressBar(total=total, completed=done, width=30)
+    return bar, Text(_amount(node, total_bytes)), Text(node.phase, style=style)
 
 
-def _amount(node: NodeProgress) -> str:
-    return f"{binary_bytes(min(node.received_bytes, node.total_bytes))} of {binary_bytes(node.total_bytes)}"
+def _amount(node: NodeResult, total_bytes: int) -> str:
+    return f"{binary_bytes(min(node.received_bytes, total_bytes))} of {binary_bytes(total_bytes)}"
 
 
-def _plain_amount(node: NodeProgress) -> str:
+def _plain_amount(node: NodeResult, total_bytes: int) -> str:
     """Loading goes on in silence once everything is there."""
-    return "loading" if node.received_bytes >= node.total_bytes else _amount(node)
+    return "loading" if node.received_bytes >= total_bytes else _amount(node, total_bytes)
 
 
 def _note(node: str, text: str) -> Text:

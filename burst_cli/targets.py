@@ -38,16 +38,26 @@ class Targets:
 
 
 def select_targets(
-    overrides: Sequence[str], config_dirs: Sequence[Path], *, hosts: str | None, hostfile: Path | None
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    *,
+    hosts: str | None,
+    hostfile: Path | None,
+    or_here: bool = False,
 ) -> Targets:
     """The composed configuration and the nodes: of --hosts, --hostfile, cluster.nodes or Slurm, the first given.
 
-    Raises ConfigError (HostsError among them) when none is, or when a name or the way to it makes no sense.
+    or_here: where none is, this machine is meant, and there are no hosts. Raises ConfigError (HostsError among them)
+    when none is, or when a name or the way to it makes no sense.
     """
     from burst_cli.compose import compose
+    from cluster.access.nodes import slurm_nodes
     from cluster.access.resolve import resolve_hosts
 
     config = compose(overrides, config_dirs).config
+    named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
+    if or_here and all(one is None for one in named):
+        return Targets(config, (), "this machine")
     nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
     return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)
 

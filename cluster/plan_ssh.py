@@ -112,7 +112,7 @@ class _Builder:
         """The environment file: for a shell, or for `docker run`, which takes every line as it stands."""
         if node.container is None:
             return environment_file(node)
-        return render_environment(NodeEnvironment(node.name, node.environment), Format.DOTENV)
+        return render_environment(NodeEnvironment(node.name, node.environment), Format.dotenv)
 
     def _torchrun(self, rank: int, folder: str, log_dir: str) -> tuple[str, ...]:
         facts, first = self.fleet.nodes[rank], self.fleet.first

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from burst_cli.app import new_verb
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption
-
-if TYPE_CHECKING:
-    from burst_cli.env_request import EnvRequest
+from cluster.env.formats import Format
 
 app = new_verb(help="Show, write or check the NCCL environment of every node, with reasons.")
-
-
-class TextFormat(enum.StrEnum):
-    """How an environment is written; the names of `cluster.env.formats.Format`."""
-
-    sh = "sh"
-    dotenv = "dotenv"
 
 
 NodeOption = Annotated[
@@ -55,7 +45,7 @@ def show(
     node: NodeOption = None,
     run: RunOption = None,
     form: Annotated[
-        TextFormat | None,
+        Format | None,
         typer.Option(
             "--format", help="Print the environment of one node as text, without a table.", show_default=False
         ),
@@ -79,21 +69,21 @@ def show(
     configuration.
     """
     from burst_cli import env_view, render
-    from burst_cli.env_request import ask
+    from burst_cli.env_request import EnvRequest, ask
     from engine.errors import ConfigError
 
     if as_json and form is not None:
         raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
-    request = _request(overrides, config_dir, hosts, hostfile)
-    found = ask(request, node=node, run=run)
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
     if form is not None:
-        env_view.print_text(found.fleet, form.value)
+        env_view.print_text(fleet, form)
     elif as_json:
-        render.emit_json(env_view.fleet_document(found.fleet, found.source))
+        nodes = {name: environment.to_dict() for name, environment in fleet.environments.items()}
+        render.emit_json({"nodes": nodes, "errors": fleet.errors, "source": source})
     else:
-        render.stdout().print(env_view.fleet_view(found.fleet, found.source))
-    env_view.print_errors(found.fleet)
-    raise typer.Exit(1 if found.fleet.errors else 0)
+        render.stdout().print(env_view.fleet_view(fleet, source))
+    env_view.print_errors(fleet)
+    raise typer.Exit(1 if fleet.errors else 0)
 
 
 @app.command()
@@ -103,7 +93,7 @@ def write(
     hostfile: HostfileOption = None,
     node: NodeOption = None,
     run: RunOption = None,
-    form: Annotated[TextFormat, typer.Option("--format", help="How to write it.")] = TextFormat.dotenv,
+    form: Annotated[Format, typer.Option("--format", help="How to write it.")] = Format.dotenv,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if needed.")] = Path(
         "env"
     ),
@@ -123,20 +113,17 @@ def write(
     configuration.
     """
     from burst_cli import env_view, render
-    from burst_cli.env_request import ask
-    from cluster.env.files import write_environments
-    from cluster.env.formats import Format
+    from burst_cli.env_request import EnvRequest, ask
+    from cluster.env.formats import write_environments
 
-    request = _request(overrides, config_dir, hosts, hostfile)
-    found = ask(request, node=node, run=run)
-    files = write_environments(found.fleet.environments, out, Format(form.value))
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
+    files = write_environments(fleet.environments, out, form)
     if as_json:
-        errors = dict(found.fleet.errors)
-        render.emit_json({"format": form.value, "files": files, "errors": errors, "source": found.source})
+        render.emit_json({"format": form.value, "files": files, "errors": fleet.errors, "source": source})
     else:
-        render.stdout().print(env_view.files_view(files, found.fleet))
-    env_view.print_errors(found.fleet)
-    raise typer.Exit(1 if found.fleet.errors else 0)
+        render.stdout().print(env_view.files_view(files, fleet))
+    env_view.print_errors(fleet)
+    raise typer.Exit(1 if fleet.errors else 0)
 
 
 @app.command()
@@ -169,23 +156,14 @@ def check(
     3 something could not be looked at.
     """
     from burst_cli import env_view, render
-    from burst_cli.env_request import ask, read_log
+    from burst_cli.env_request import EnvRequest, ask, read_log
 
-    request = _request(overrides, config_dir, hosts, hostfile)
     log = read_log(nccl_log) if nccl_log is not None else None
-    found = ask(request, node=node, run=run, with_live=log is None)
-    report = env_view.check_report(found.fleet, log)
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run), with_live=log is None)
+    report = env_view.check_report(fleet, log)
     if as_json:
-        render.emit_json(report.to_dict() | {"source": found.source})
+        render.emit_json(report.to_dict() | {"source": source})
     else:
         render.stdout().print(env_view.report_view(report))
-        env_view.print_errors(found.fleet)
+        env_view.print_errors(fleet)
     raise typer.Exit(report.exit_code)
-
-
-def _request(
-    overrides: list[str] | None, config_dir: list[Path] | None, hosts: str | None, hostfile: Path | None
-) -> EnvRequest:
-    from burst_cli.env_request import EnvRequest
-
-    return EnvRequest(tuple(overrides or ()), tuple(config_dir or ()), hosts, hostfile)

@@ -28,62 +28,28 @@ class FleetEnvironment:
     errors: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    facts: NodeEnvironmentFacts
-    live: tuple[LiveSource, ...]
-
-
 def ask_fleet(
-    hosts: Sequence[Host],
-    config: ClusterConfig,
-    *,
-    with_live: bool = False,
-    log_dir: str | None = None,
+    hosts: Sequence[Host], config: ClusterConfig, *, with_live: bool = False, log_dir: str | None = None
 ) -> FleetEnvironment:
     """The environments of `hosts`, asked at the same time, planned together; of this machine when there are none."""
-    question = _Question(config, with_live)
-    answers: dict[str, _Answer] = {}
-    errors: dict[str, str] = {}
-    if not hosts:
-        answer = question.ask_this_machine()
-        answers[answer.facts.node] = answer
-    else:
-        with SshPool() as pool:  # nodes behind the same jump host share one login there
-            outcomes = fan_out(hosts, lambda host: question.ask(host, pool), width=config.ssh.fan_out)
-        for name, outcome in outcomes.items():
-            if outcome.value is not None:
-                answers[name] = outcome.value
-            else:
-                errors[name] = str(outcome.error)
-    planned = plan_fleet((answer.facts for answer in answers.values()), config, log_dir=log_dir)
-    return FleetEnvironment(planned, {name: answer.live for name, answer in answers.items()}, errors)
+    groups = (*FACT_GROUPS, LIVE_GROUP) if with_live else FACT_GROUPS
+    settings = {"BURST_PROBE_SECTIONS": " ".join((*FACT_SECTIONS, *(LIVE_SECTIONS if with_live else ())))}
 
+    def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
+        facts = read_facts(probe, config, host.reached_by if host is not None else ())
+        return facts, read_live(probe) if with_live else ()
 
-@dataclass(frozen=True)
-class _Question:
-    """What every node is asked."""
-
-    config: ClusterConfig
-    with_live: bool
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return (*FACT_GROUPS, LIVE_GROUP) if self.with_live else FACT_GROUPS
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """The sections to answer; the others are left out."""
-        sections = (*FACT_SECTIONS, *LIVE_SECTIONS) if self.with_live else FACT_SECTIONS
-        return {"BURST_PROBE_SECTIONS": " ".join(sections)}
-
-    def ask(self, host: Host, pool: SshPool) -> _Answer:
+    def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
         with pool.connect(host) as connection:
-            probe = probe_node(connection, self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings)
-        return self._read(probe, host.reached_by)
+            return read(probe_node(connection, groups, timeout_s=PROBE_TIMEOUT_S, settings=settings), host)
 
-    def ask_this_machine(self) -> _Answer:
-        return self._read(probe_local(self.groups, timeout_s=PROBE_TIMEOUT_S, settings=self.settings))
-
-    def _read(self, probe: NodeProbe, reached_by: Sequence[str] = ()) -> _Answer:
-        return _Answer(read_facts(probe, self.config, reached_by), read_live(probe) if self.with_live else ())
+    errors: dict[str, str] = {}
+    if hosts:
+        with SshPool() as pool:  # nodes behind the same jump host share one login there
+            outcomes = fan_out(hosts, ask, width=config.ssh.fan_out)
+        answers = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
+        errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
+    else:
+        answers = [read(probe_local(groups, timeout_s=PROBE_TIMEOUT_S, settings=settings))]
+    planned = plan_fleet((facts for facts, _ in answers), config, log_dir=log_dir)
+    return FleetEnvironment(planned, {facts.node: live for facts, live in answers}, errors)

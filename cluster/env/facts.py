@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
-from cluster.parse.topology import GpuTopology
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,20 @@ class DriverFacts:
 class NodeEnvironmentFacts:
     """One node, as far as its environment depends on it.
 
-    topology: None when nvidia-smi shows none. routes: None when they could not be read. lower_interfaces: what lies
-    below a bond, bridge or VLAN: `bond0` -> (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any;
-    interface_reason: why it, or none. nccl_version: of the node's Python, such as (2, 27, 5). cores: CPUs of a login.
-    notes: what could not be read, in words.
+    routes: None when they could not be read. lower_interfaces: what lies below a bond, bridge or VLAN: `bond0` ->
+    (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any; interface_reason: why it, or none. cores:
+    CPUs of a login. notes: what could not be read, in words.
     """
 
     node: str
     ports: tuple[HcaPort, ...] = ()
     interfaces: tuple[NetInterface, ...] = ()
     gpus: tuple[GpuAddress, ...] = ()
-    topology: GpuTopology | None = None
     interface: NetInterface | None = None
     interface_reason: str = ""
     routes: tuple[Route, ...] | None = None
     storage: tuple[StorageRoute, ...] = ()
     lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    nccl_version: tuple[int, ...] | None = None
     cores: int | None = None
     driver: DriverFacts = DriverFacts()
     notes: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from cluster.parse.fabric import GpuAddress, NetInterface
 from cluster.parse.gpus import parse_gpu_addresses
 from cluster.parse.infiniband import Adapters, parse_adapters, parse_gpudirect
 from cluster.parse.interfaces import explain_interface, read_interfaces
-from cluster.parse.topology import GpuTopology, TopologyError, parse_topology
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
@@ -22,10 +21,9 @@ from engine.config_cluster import ClusterConfig
 FACT_GROUPS = ("ib", "net", "gpu", "env")
 # What is read below, of all that these groups can tell: the rest takes seconds and says nothing about an environment.
 FACT_SECTIONS = (
-    *("ib.ports", "ib.gpudirect", "net.links", "net.route", "net.sysfs", "gpu.lspci", "gpu.smi", "gpu.topo"),
-    *("env.cores", "env.routes", "env.storage", "env.lower", "env.nccl"),
+    *("ib.ports", "ib.gpudirect", "net.links", "net.route", "net.sysfs", "gpu.lspci", "gpu.smi"),
+    *("env.cores", "env.routes", "env.storage", "env.lower"),
 )
-_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?")
 _DEVICE = re.compile(r"\bdev (\S+)")
 _GATEWAY = re.compile(r"\bvia (\S+)")
 _ROUTE_KINDS = frozenset({"local", "broadcast", "multicast", "anycast"})
@@ -54,13 +52,11 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
         ports=adapters.ports,
         interfaces=interfaces,
         gpus=_gpus(probe, adapters, notes),
-        topology=_topology(probe.section("gpu.topo"), notes),
         interface=choice.interface,
         interface_reason=choice.reason,
         routes=_routes(probe.section("env.routes")),
         storage=_storage(probe.section("env.storage"), notes),
         lower_interfaces=_lower(probe.section("env.lower"), interfaces),
-        nccl_version=None if config.container.runtime == "docker" else _nccl_version(probe.section("env.nccl")),
         cores=_cores(probe.section("env.cores")),
         driver=_driver(probe.section("ib.gpudirect")),
         notes=tuple(notes),
@@ -77,19 +73,6 @@ def _gpus(probe: NodeProbe, adapters: Adapters, notes: list[str]) -> tuple[GpuAd
     )
     ordered = sorted(adapters.gpu_paths, key=lambda path: path[-1:])
     return tuple(GpuAddress(index, path) for index, path in enumerate(ordered))
-
-
-def _topology(section: Section, notes: list[str]) -> GpuTopology | None:
-    if section.tool_missing:
-        return None
-    if not section.ok:
-        notes.append(f"PCI paths alone decide on rails: {section.trouble()}")
-        return None
-    try:
-        return parse_topology(section.output)
-    except TopologyError as error:
-        notes.append(f"PCI paths alone decide on rails: {error}")
-        return None
 
 
 def _routes(section: Section) -> tuple[Route, ...] | None:
@@ -124,14 +107,6 @@ def _lower(section: Section, interfaces: tuple[NetInterface, ...]) -> Mapping[st
         if interface.master:
             below[interface.master].add(interface.name)
     return {upper: tuple(sorted(names)) for upper, names in below.items()}
-
-
-def _nccl_version(section: Section) -> tuple[int, ...] | None:
-    for (text,) in _fields(section, "nccl", 1):
-        found = _VERSION.match(text)
-        if found is not None:
-            return tuple(int(part) for part in found.groups() if part is not None)
-    return None
 
 
 def _cores(section: Section) -> int | None:

@@ -1,8 +1,9 @@
 """`plan_environment`: facts of a node in, its environment out. Pure: the same facts give the same environment.
 
 Few variables are set, because each one takes a decision away from NCCL. Never set: NCCL_IGNORE_NET_MISMATCH, which
-turns a wrong network into a slow or hanging one, and CUDA_DEVICE_MAX_CONNECTIONS, which belongs to the training
-strategy: one connection suits overlap of tensor and context parallelism and slows FSDP2 (`make gpu` measures 1, 8, 32).
+turns a wrong network into a slow or hanging one; NCCL_IB_GID_INDEX, which NCCL has found itself since 2.21, port by
+port; CUDA_DEVICE_MAX_CONNECTIONS, which belongs to the training strategy: one connection suits overlap of tensor and
+context parallelism and slows FSDP2 (`make gpu` measures 1, 8, 32).
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from cluster.parse.infiniband import roce_gid_index
 from engine.config_cluster import ClusterConfig
 
 FLIGHT_RECORDER_ENTRIES = 2000
-# From here on NCCL finds the GID index of RoCE v2 itself, port by port, which is better than one number for all.
-_NCCL_FINDS_GID = (2, 21)
 _Choice = EnvironmentVariable | LeftOut
 
 
@@ -33,7 +32,7 @@ def plan_environment(
     """
     decisions, warnings = choose_hcas(facts, config)
     kept = [decision.port for decision in decisions if decision.kept]
-    rails, disagreements = map_rails(facts.gpus, kept, facts.topology)
+    rails = map_rails(facts.gpus, kept)
     ordered = rail_order(rails, kept)
     position = {port.name: number for number, port in enumerate(ordered)}
     hcas = tuple(sorted(decisions, key=lambda decision: position.get(decision.port.name, len(position))))
@@ -48,7 +47,7 @@ def plan_environment(
         hcas=hcas,
         rails=rails,
         interface=facts.interface.name if facts.interface is not None else None,
-        warnings=(*facts.notes, *warnings, *disagreements, *_network_warnings(facts, config, ordered)),
+        warnings=(*facts.notes, *warnings, *_network_warnings(facts, config, ordered)),
     )
 
 
@@ -78,7 +77,7 @@ def _choices(
         return [*choices, LeftOut("NCCL_*", f"{why}: ranks talk by gloo")]
     choices += [communicator_order(), *_hca_choices(hcas, ordered)]
     if ordered:
-        choices += [_gid_choice(facts, ordered), _cross_nic_choice(facts, ordered)]
+        choices.append(_cross_nic_choice(facts, ordered))
     return choices
 
 
@@ -119,24 +118,6 @@ def _hca_choices(hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]) -> lis
             "NCCL_IB_HCA", f"={names}", f"{count}; `=`: these names exactly (without it mlx5_1 also takes mlx5_10)"
         ),
     ]
-
-
-def _gid_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> _Choice:
-    name = "NCCL_IB_GID_INDEX"
-    if ordered[0].link_layer == INFINIBAND:
-        return LeftOut(name, "InfiniBand needs none")
-    version = facts.nccl_version
-    if version is None:
-        return LeftOut(name, "NCCL's version is not known; since 2.21 it finds the index itself")
-    told = ".".join(str(part) for part in version)
-    if version >= _NCCL_FINDS_GID:
-        return LeftOut(name, f"NCCL {told} finds the index of RoCE v2 itself")
-    indices = {roce_gid_index(port) for port in ordered}
-    index = next(iter(indices)) if len(indices) == 1 else None
-    if index is None:
-        each = ", ".join(f"{port.name}: {_or_none(roce_gid_index(port))}" for port in ordered)
-        return LeftOut(name, f"NCCL {told} needs it, but no one index suits all ports ({each}); use NCCL 2.21 or newer")
-    return EnvironmentVariable(name, str(index), f"NCCL {told} on RoCE: RoCE v2 over IPv4 has this index on every port")
 
 
 def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> _Choice:
@@ -233,7 +214,3 @@ def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordere
         for port in ordered:
             if roce_gid_index(port) is None:
                 yield f"{port.name} has no GID of RoCE v2 over IPv4: give {port.netdev or 'it'} an address"
-
-
-def _or_none(value: int | None) -> str:
-    return "none" if value is None else str(value)

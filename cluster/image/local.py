@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 from cluster.errors import ClusterError
 from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.node.identity import image_identity, layers_of
-from cluster.image.status import is_unknown
+from cluster.image.status import read_inspected
 from cluster.remote_text import one_line
 from engine.errors import ConfigError
 
@@ -49,12 +48,10 @@ def _inspect(command: tuple[str, ...], name: str) -> dict[str, Any] | None:
         raise ClusterError(f"{where}: did not answer in time") from error
     except OSError as error:
         raise ClusterError(f"{where}: cannot run {command[0]}: {error.strerror}") from error
-    if done.returncode:
-        said = one_line(done.stderr)
-        if is_unknown(said):
-            return None
-        raise ClusterError(f"{where}: {said or f'ended with {done.returncode}'}")
-    return dict(json.loads(done.stdout)[0])
+    try:
+        return read_inspected(done.returncode, done.stdout, done.stderr)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
 
 
 class LocalImage:

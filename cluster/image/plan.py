@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.image.archive import Packing
@@ -33,22 +33,12 @@ class PushOptions:
 
 
 @dataclass(frozen=True)
-class NodeSurvey:
-    """What one node has. identity: of the image under its name there; same: an image of it that is this one.
-
-    engine: what its `version` says; problem: why it cannot get the image at all.
-    """
-
-    node: str
-    identity: str | None = None
-    same: str | None = None
-    engine: str = ""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class NodePlan:
-    """What happens on one node. feeders: nodes to ask for layers, one after the other; last of all the launcher."""
+    """What happens on one node. feeders: nodes to ask for layers, one after the other; last of all the launcher.
+
+    same: an image there that is this one and lacks its name; engine: what its `version` says; problem: why it cannot
+    get the image at all.
+    """
 
     node: str
     route: Route
@@ -85,17 +75,16 @@ class ImagePlan:
         return asdict(self)
 
 
-def build_nodes(surveys: Sequence[NodeSurvey], identity: str, route: str) -> tuple[NodePlan, ...]:
-    """The plan of every node, in the order of `surveys`."""
-    lacking = [survey.node for survey in surveys if not _settled(survey, identity)]
-    is_chain = route == "chain" or (route == "auto" and len(lacking) > DIRECT_NODES)
+def choose_feeders(nodes: Sequence[NodePlan], route: str) -> tuple[NodePlan, ...]:
+    """`nodes`, of which those on the way DIRECT may now be fed by others of these."""
+    lacking = [node.node for node in nodes if node.route is Route.DIRECT]
+    if route == "direct" or (route == "auto" and len(lacking) <= DIRECT_NODES):
+        return tuple(nodes)
     found = []
-    for survey in surveys:
-        place = lacking.index(survey.node) if survey.node in lacking else 0
-        feeders = tuple(reversed(lacking[max(0, place - _SPARE_FEEDERS) : place])) if is_chain else ()
-        same = survey.same if survey.identity != identity else None
-        way = _settled(survey, identity) or (Route.CHAIN if feeders else Route.DIRECT)
-        found.append(NodePlan(survey.node, way, feeders, same, survey.engine, survey.problem))
+    for node in nodes:
+        place = lacking.index(node.node) if node.route is Route.DIRECT else 0
+        feeders = tuple(reversed(lacking[max(0, place - _SPARE_FEEDERS) : place]))
+        found.append(replace(node, route=Route.CHAIN, feeders=feeders) if feeders else node)
     return tuple(found)
 
 
@@ -108,12 +97,6 @@ def choose_packing(nodes: Sequence[NodePlan]) -> Packing:
 def is_podman(engine: str) -> bool:
     """Whether an engine that says this of itself needs to be told that a loopback registry has no TLS."""
     return "podman" in engine.lower()
-
-
-def _settled(survey: NodeSurvey, identity: str) -> Route | None:
-    if survey.problem:
-        return Route.REFUSED
-    return Route.NONE if survey.identity == identity or survey.same is not None else None
 
 
 def _version(engine: str) -> int:

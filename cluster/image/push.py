@@ -19,10 +19,9 @@ from cluster.image.node.registry import Limiter
 from cluster.image.plan import (
     ImagePlan,
     NodePlan,
-    NodeSurvey,
     PushOptions,
     Route,
-    build_nodes,
+    choose_feeders,
     choose_packing,
     is_podman,
 )
@@ -49,26 +48,23 @@ class NodeResult:
     error: str = ""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def phase(self) -> str:
+        """How far it is, in a word."""
+        if self.error or not self.ok:
+            return "failed" if self.error else "receiving"
+        return "up to date" if self.route == Route.NONE.value else "done"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
 
 
-@dataclass
-class NodeProgress:
-    """How far a node is, for whoever shows it."""
-
-    node: str
-    phase: str
-    received_bytes: int = 0
-    total_bytes: int = 0
-
-
 class PushObserver(Protocol):
     """Whoever shows a push to a person; called from a thread of its own."""
 
-    def progress(self, nodes: Sequence[NodeProgress]) -> None:
-        """Called several times a second."""
+    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
+        """Called several times a second. total_bytes: of a node that has nothing of the image."""
 
     def note(self, node: str, text: str) -> None:
         """Something went another way than planned."""
@@ -113,11 +109,11 @@ class Push:
     def plan(self, options: PushOptions, *, width: int = 64) -> ImagePlan:
         """Ask every node what it has."""
         outcomes = fan_out(self._hosts, self._survey, width=width).values()
-        surveys = [
-            outcome.value or NodeSurvey(outcome.host.name, problem=one_line(str(outcome.error), 400))
+        found = [
+            outcome.value or NodePlan(outcome.host.name, Route.REFUSED, problem=one_line(str(outcome.error), 400))
             for outcome in outcomes
         ]
-        nodes = build_nodes(surveys, self._image.identity, options.route)
+        nodes = choose_feeders(found, options.route)
         pulling = [node for node in nodes if node.route in (Route.DIRECT, Route.CHAIN)]
         return ImagePlan(
             self._image.name,
@@ -145,17 +141,18 @@ class Push:
                 self._fail(name, str(outcome.error))
         return tuple(self.results[node.node] for node in plan.nodes)
 
-    def _survey(self, host: Host) -> NodeSurvey:
+    def _survey(self, host: Host) -> NodePlan:
         connection = self._connections[host.name] = self._connect(host)
         there = read_node_image(connection, self._engine, self._image.name)
         if there.problem:
-            return NodeSurvey(host.name, problem=f"its container engine: {there.problem}")
+            return NodePlan(host.name, Route.REFUSED, problem=f"its container engine: {there.problem}")
         if there.identity == self._image.identity:
-            return NodeSurvey(host.name, there.identity)
+            return NodePlan(host.name, Route.NONE)
         other = read_node_image(connection, self._engine, self._image.image_id)
-        same = self._image.image_id if other.identity == self._image.identity else None
+        if other.identity == self._image.identity:
+            return NodePlan(host.name, Route.NONE, same=self._image.image_id)
         version = one_line(connection.run([*self._engine, "version"]).stdout, 2000)
-        return NodeSurvey(host.name, there.identity, same, version)
+        return NodePlan(host.name, Route.DIRECT, engine=version)
 
     def _open_feeds(self, plan: ImagePlan, packed: PackedImage) -> None:
         """A port here for every node that pulls, a relay there, and each relay's way to those before it."""
@@ -251,7 +248,7 @@ class Push:
                     if (name, text) not in noted:
                         noted.add((name, text))
                         observer.note(name, text)
-            observer.progress([_progress(self.results[node.node], node, total) for node in plan.nodes])
+            observer.progress(list(self.results.values()), total)
 
         def watch() -> None:
             while not over.wait(_TICK_S):
@@ -270,8 +267,3 @@ class Push:
 def _first_result(node: NodePlan, identity: str) -> NodeResult:
     known = identity if node.is_up_to_date else None
     return NodeResult(node.node, node.is_up_to_date, node.route.value, identity=known, error=node.problem)
-
-
-def _progress(result: NodeResult, node: NodePlan, total: int) -> NodeProgress:
-    phase = "up to date" if node.is_up_to_date else "failed" if result.error else "done" if result.ok else "receiving"
-    return NodeProgress(result.node, phase, result.received_bytes, total)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.access.connection import Connection
+from cluster.errors import ClusterError
 from cluster.image.node.identity import image_identity
 from cluster.remote_text import one_line
 
@@ -62,23 +63,31 @@ class ImageStatus:
 def read_node_image(connection: Connection, engine: Sequence[str], image: str) -> NodeImage:
     """What `connection`'s node holds under the name `image`. Raises SshError."""
     node = connection.host.name
-    result = connection.run([*engine, "image", "inspect", "--", image], timeout_s=_TIMEOUT_S)
-    if result.exit_code != 0:
-        said = one_line(result.stderr)
-        if is_unknown(said):
-            return NodeImage(node)
-        return NodeImage(node, problem=said or f"{engine[0]} ended with {result.exit_code}")
+    done = connection.run([*engine, "image", "inspect", "--", image], timeout_s=_TIMEOUT_S)
     try:
-        found = json.loads(result.stdout)[0]
-        identity = image_identity(found)
-        return NodeImage(node, identity, one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
-        return NodeImage(node, problem="its engine answered something that makes no sense")
+        found = read_inspected(done.exit_code, done.stdout, done.stderr)
+    except ClusterError as error:
+        return NodeImage(node, problem=str(error))
+    if found is None:
+        return NodeImage(node)
+    return NodeImage(
+        node, image_identity(found), one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40)
+    )
 
 
-def is_unknown(said: str) -> bool:
-    """Whether an engine said that it has no such image: Docker's words, and Podman's."""
-    return "no such image" in said.lower() or "image not known" in said.lower()
+def read_inspected(exit_code: int | None, stdout: bytes, stderr: bytes) -> dict[str, Any] | None:
+    """What `image inspect` says of one image; None when the engine has no such. Raises ClusterError."""
+    said = one_line(stderr)
+    if exit_code != 0:
+        if "no such image" in said.lower() or "image not known" in said.lower():  # Docker's words, and Podman's
+            return None
+        raise ClusterError(said or f"ended with {exit_code}")
+    try:
+        found: dict[str, Any] = json.loads(stdout)[0]
+        image_identity(found), found["Id"]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ClusterError("its engine answered something that makes no sense") from error
+    return found
 
 
 def build_status(image: str, found: Sequence[NodeImage], local: str | None) -> ImageStatus:

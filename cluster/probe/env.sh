@@ -40,20 +40,3 @@ for link in "$root"/sys/class/net/*/lower_*; do
     printf 'lower\t%s\t%s\n' "${upper##*/}" "${link##*/lower_}"
 done
 END
-
-section env.nccl 20 <<'END'
-python3 - 2>/dev/null <<'PYTHON' && exit 0
-from importlib.metadata import distributions
-for found in distributions():
-    if (found.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu"):
-        print("nccl\t" + found.version)
-        raise SystemExit
-raise SystemExit(1)
-PYTHON
-for file in /usr/lib/*/libnccl.so.2.*.* /usr/lib64/libnccl.so.2.*.* /usr/local/lib/libnccl.so.2.*.*; do
-    [ -e "$file" ] || continue
-    printf 'nccl\t%s\n' "${file##*/libnccl.so.}"
-    exit 0
-done
-exit 0
-END

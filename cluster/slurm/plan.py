@@ -150,7 +150,7 @@ class NodeBuilder:
         """The environment file: for a shell, or for `docker run`, which takes every line as it stands."""
         if node.container is None:
             return environment_file(node)
-        return render_environment(NodeEnvironment(node.name, node.environment), Format.DOTENV)
+        return render_environment(NodeEnvironment(node.name, node.environment), Format.dotenv)
 
     def _torchrun(self, rank: int, num_nodes: int, site: NodeOnSite, meeting: Rendezvous) -> tuple[str, ...]:
         log_dir = str(RunFolder(self.run_path).log_dir(site.name))

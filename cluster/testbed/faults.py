@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cluster.testbed.build import Testbed
 from cluster.testbed.folder import Fault, TestbedError, locked
-from cluster.testbed.identity import hardware_files, lay_hardware
+from cluster.testbed.hardware.files import hardware_files
+from cluster.testbed.hardware.lay import lay_hardware
 from cluster.testbed.machine import run_command, try_command
 from cluster.testbed.node import Node, make_key
 from cluster.testbed.spec import parse_rate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from cluster.image import rate
 from engine.errors import ConfigError
 
 DEFAULT_NAME = "testbed"
@@ -12,7 +13,6 @@ MAX_NODES = 64
 MAX_RAILS = 8
 MANAGEMENT = "eth0"  # the interface that SSH uses; rails are rail0, rail1, ...
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
 _UNIT_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -80,10 +80,9 @@ def is_testbed_name(text: str) -> bool:
 
 def parse_rate(text: str) -> int:
     """Bits per second of `200mbit`, `1.5gbit` or `64kbit`; ConfigError for anything else and for less than 8 kbit/s."""
-    found = _RATE.fullmatch(text.strip().lower())
-    bits = round(float(found[1]) * _UNIT_BITS[found[2]]) if found else 0
+    bits = round(8 * rate.parse_rate(text, "rate"))
     if not 8_000 <= bits <= 10**12:
-        raise ConfigError(f"rate {text!r}: expected such as 200mbit, 1.5gbit or 64kbit, at least 8kbit")
+        raise ConfigError(f"rate {text!r}: expected 8kbit to 1000gbit")
     return bits
 
 

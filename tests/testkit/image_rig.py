@@ -26,7 +26,7 @@ import pytest
 from cluster.access.ssh import connect
 from cluster.image.local import LocalImage
 from cluster.image.plan import ImagePlan, PushOptions
-from cluster.image.push import STALL_S, Connect, NodeProgress, NodeResult, Push
+from cluster.image.push import STALL_S, Connect, NodeResult, Push
 from cluster.image.relays import PushSecrets
 from cluster.testbed.build import Testbed
 
@@ -175,7 +175,7 @@ class Watcher:
     def __init__(self, node: str = "", after_bytes: int = 0, act: Callable[[], None] | None = None) -> None:
         self._node, self._after_bytes, self._act = node, after_bytes, act
 
-    def progress(self, nodes: Sequence[NodeProgress]) -> None:
+    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
         here = next((node.received_bytes for node in nodes if node.node == self._node), 0)
         if self._act is not None and here >= self._after_bytes:
             act, self._act = self._act, None

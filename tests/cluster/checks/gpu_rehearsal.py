@@ -14,7 +14,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
 from cluster.probe.script import build_script, new_fence, read_sections
 from cluster.probe.section import NodeProbe, Section, SectionState
-from cluster.testbed.hardware.gpus import gpu_files
+from cluster.testbed.hardware.files import hardware_files
 from engine.config_cluster import ClusterConfig, ExpectedHardware
 
 NODE = "node1"
@@ -22,7 +22,7 @@ NODE = "node1"
 
 def write_files(folder: Path, profile: str, faults: tuple[str, ...] = (), node: str = NODE) -> None:
     """The files of a node's GPUs below `folder`."""
-    for name, file in gpu_files(profile, node, faults).items():
+    for name, file in hardware_files(profile, node, 1, faults).items():
         file.write(folder / name)
 
 

@@ -21,11 +21,10 @@ from cluster.parse.interfaces import choose_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.script import build_script, new_fence, read_sections
 from cluster.probe.section import NodeProbe, SectionState
-from cluster.testbed.hardware.fabric import FAULTS, compute_adapters, fabric_files
-from cluster.testbed.hardware.files import FakeFile
-from cluster.testbed.hardware.gpus import gpu_files
+from cluster.testbed.hardware.faults import FAULTS
+from cluster.testbed.hardware.files import FakeFile, hardware_files
+from cluster.testbed.hardware.profiles import compute_adapters
 from engine.config_cluster import ClusterConfig, ExpectedHardware
-from engine.errors import ConfigError
 
 SHELLS = ("dash", "busybox")
 TOOLS = ("awk", "cat", "grep", "ip", "sed", "sleep", "tail", "timeout", "true", "uname")
@@ -56,9 +55,7 @@ def plant(folder: Path, files: Mapping[str, FakeFile]) -> Path:
 
 
 def node_files(profile: str, node: int, *faults: str) -> dict[str, FakeFile]:
-    """Adapters of a node, and its GPUs as far as they are on the PCI bus."""
-    gpus = {name: file for name, file in gpu_files(profile, f"n{node}", ()).items() if name.startswith("root/sys/")}
-    return {**gpus, **fabric_files(profile, node, faults)}
+    return hardware_files(profile, f"n{node}", node, faults)
 
 
 def tools_of(folder: Path, shell: str) -> str:
@@ -132,8 +129,9 @@ def test_a_fault_is_found_and_nothing_else(answers: dict[str, NodeProbe], fault:
     assert check(probe) == wanted
 
 
-def test_every_fault_is_tested():
-    assert {fault.partition(":")[0] for fault in FAULT_FINDINGS} == set(FAULTS)
+def test_every_fault_of_adapters_is_tested():
+    named = {name for name, fault in FAULTS.items() if fault.about == "DEV"}
+    assert {fault.partition(":")[0] for fault in FAULT_FINDINGS} == named | {"roce", "no_peermem"}
 
 
 def test_roce_ports_have_the_gid_index_of_ipv4(answers: dict[str, NodeProbe]):
@@ -163,21 +161,8 @@ def _shape(port: HcaPort) -> tuple[object, ...]:
     return port.name, port.is_active, port.pci_path, port.netdev, dict(port.gids), port.pcie_width, port.is_bond
 
 
-@pytest.mark.parametrize(
-    "fault", ["nonsense", "port_down:mlx5_99", "port_down:rail8", "gpu_lost:0", "port_down", "roce:1"]
-)
-def test_a_fault_that_makes_no_sense_is_refused(fault: str):
-    with pytest.raises(ConfigError, match="there are"):
-        fabric_files("h100x8", 1, [fault])
-
-
-def test_an_unknown_profile_is_refused():
-    with pytest.raises(ConfigError, match="h100x8"):
-        fabric_files("b200x8", 1)
-
-
 def test_a_node_without_adapters_is_skipped(tmp_path: Path):
-    probe = ask(plant(tmp_path, fabric_files("none", 1)))
+    probe = ask(plant(tmp_path, {}))
     (finding,) = GROUP.check(probe, ClusterConfig())
     assert (finding.severity, finding.observed) == (Verdict.SKIP, "no adapter for training")
 

@@ -9,13 +9,13 @@ from cluster.parse.gpus import parse_gpu_addresses, read_pci_devices
 from cluster.parse.gpus_links import read_fabric_manager, read_nvlinks, read_p2p
 from cluster.parse.kernel_log import XID_CLASSES, XidClass, read_kernel_log, recovery_class
 from cluster.probe.section import Section
-from cluster.testbed.hardware.gpus import gpu_pci_path
+from cluster.testbed.hardware.profiles import MODELS
 
 
 def test_pci_devices_hold_gpus_and_switches() -> None:
     devices = read_pci_devices(healthy("a100x8").section("gpu.lspci"))
     assert devices is not None
-    assert (len(devices.gpus), len(devices.nvswitches), devices.total) == (8, 6, 14)
+    assert (len(devices.gpus), len(devices.nvswitches), devices.total) == (8, 6, 18)
     assert devices.gpus[0].address == "0000:07:00.0"
     assert devices.gpus[0].width_max == 16
 
@@ -46,7 +46,7 @@ def test_a_device_that_no_longer_answers_has_no_width() -> None:
 def test_gpu_addresses_lead_from_the_root_port_to_the_gpu(profile: str) -> None:
     addresses = parse_gpu_addresses(healthy(profile))
     assert [gpu.index for gpu in addresses] == list(range(8))
-    assert [gpu.pci_path for gpu in addresses] == [gpu_pci_path(profile, index) for index in range(8)]
+    assert [gpu.pci_path for gpu in addresses] == [MODELS[profile].gpu_path(index) for index in range(8)]
     assert [gpu.numa_node for gpu in addresses] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 

@@ -11,16 +11,14 @@ from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS
 from cluster.env.live import LIVE_SECTIONS
 from cluster.probe.run import probe_local
 from cluster.probe.section import NodeProbe
-from cluster.testbed.hardware.fabric import fabric_files
-from cluster.testbed.hardware.gpus import gpu_files
+from cluster.testbed.hardware.files import hardware_files
 
 
 def furnish(
     folder: Path, monkeypatch: pytest.MonkeyPatch, profile: str, *, node: int = 3, faults: tuple[str, ...] = ()
 ) -> Path:
     """Make this machine look like node `node` of `profile` to a probe; the tree that stands before /sys and /etc."""
-    files = gpu_files(profile, f"node{node}") | fabric_files(profile, node, faults)
-    for name, file in files.items():
+    for name, file in hardware_files(profile, f"node{node}", node, faults).items():
         file.write(folder / name)
     (folder / "home").mkdir()
     (folder / "root" / "etc").mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,4 @@
-"""Recorded machines of fixtures: NAME.yaml says what sysfs and ip show and what must come out, NAME.topo.txt is the
-output of `nvidia-smi topo -m` there."""
+"""Recorded machines of fixtures: NAME.yaml says what sysfs and ip show and what must come out."""
 
 from __future__ import annotations
 
@@ -11,16 +10,11 @@ import yaml
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, Route, StorageRoute
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
-from cluster.parse.topology import parse_topology
 from engine.config_cluster import ClusterConfig
 
 FOLDER = Path(__file__).parent / "fixtures"
 MACHINES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 SISTERS = ("sister1", "sister2", "sister3", "sister4")
-
-
-def topology_text(name: str) -> str:
-    return (FOLDER / f"{name}.topo.txt").read_text(encoding="utf-8")
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -39,13 +33,11 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
             GpuAddress(index, tuple(entry["path"].split("/")), entry["numa"])
             for index, entry in enumerate(given["gpus"])
         ),
-        "topology": parse_topology(topology_text(name)),
         "interface": next(one for one in interfaces if one.name == given["interface"]),
         "interface_reason": "the default route leaves here",
         "routes": tuple(Route(**entry) for entry in given["routes"]) if "routes" in given else None,
         "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
         "lower_interfaces": {upper: tuple(names) for upper, names in given.get("lower", {}).items()},
-        "nccl_version": tuple(given["nccl"]) if "nccl" in given else None,
         "cores": given["cores"],
     }
     return NodeEnvironmentFacts(**facts | changes)

@@ -1,9 +1,11 @@
-"""What is written is what comes out again: by a real shell and by the real Docker client."""
+"""What is written is what comes out again, by a real shell and the real Docker client; files are private and whole."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.formats import DOTENV_LINE_BYTES, Format, UnsayableError, render_environment
+from cluster.env.formats import Format, render_environment, write_environments
+from cluster.errors import ClusterError
 
 HOSTILE = (
     "",
@@ -56,7 +59,7 @@ def by_shell(text: str, names: list[str]) -> list[str]:
 @example([*HOSTILE, *SPLIT])
 def test_sh_round_trips_through_a_real_shell(values: list[str]) -> None:
     names = [f"V{index}" for index in range(len(values))]
-    assert by_shell(render_environment(environment(*values), Format.SH), names) == values
+    assert by_shell(render_environment(environment(*values), Format.sh), names) == values
 
 
 def docker_reads(line: bytes) -> str:
@@ -67,8 +70,8 @@ def docker_reads(line: bytes) -> str:
 @given(VALUES)
 def test_dotenv_says_a_value_as_docker_reads_it_or_refuses(value: str) -> None:
     try:
-        text = render_environment(environment(value), Format.DOTENV)
-    except UnsayableError:
+        text = render_environment(environment(value), Format.dotenv)
+    except ClusterError:
         assert "\n" in value or "\r" in value
         return
     lines = [line for line in text.encode().split(b"\n") if line and not line.startswith(b"#")]
@@ -77,20 +80,14 @@ def test_dotenv_says_a_value_as_docker_reads_it_or_refuses(value: str) -> None:
 
 @pytest.mark.parametrize("value", SPLIT)
 def test_dotenv_refuses_line_ends_and_says_what_can_say_them(value: str) -> None:
-    with pytest.raises(UnsayableError, match=r"--format dotenv cannot say V0=.*--format sh"):
-        render_environment(environment(value), Format.DOTENV)
-
-
-def test_dotenv_refuses_lines_that_docker_does_not_read() -> None:
-    render_environment(environment("x" * (DOTENV_LINE_BYTES - 3)), Format.DOTENV)
-    with pytest.raises(UnsayableError, match="60 KiB"):
-        render_environment(environment("x" * DOTENV_LINE_BYTES), Format.DOTENV)
+    with pytest.raises(ClusterError, match=r"--format dotenv cannot say V0=.*--format sh"):
+        render_environment(environment(value), Format.dotenv)
 
 
 @pytest.mark.parametrize("form", list(Format))
 @pytest.mark.parametrize("value", ["a\0b", "\udcff"])
 def test_no_format_says_nul_or_broken_unicode(form: Format, value: str) -> None:
-    with pytest.raises(UnsayableError, match="NUL characters and broken Unicode"):
+    with pytest.raises(ClusterError, match="NUL characters and broken Unicode"):
         render_environment(environment(value), form)
 
 
@@ -98,7 +95,7 @@ def test_no_format_says_nul_or_broken_unicode(form: Format, value: str) -> None:
 @pytest.mark.parametrize("name", ["", "1A", "A B", "A\nB", "A=B", "$(id)", "Ä"])
 def test_names_that_no_shell_knows_are_refused(form: Format, name: str) -> None:
     odd = NodeEnvironment("node1", (EnvironmentVariable(name, "x", "why"),))
-    with pytest.raises(UnsayableError, match="is no name of a variable"):
+    with pytest.raises(ClusterError, match="is no name of a variable"):
         render_environment(odd, form)
 
 
@@ -109,8 +106,58 @@ def test_a_hostile_reason_or_node_stays_within_its_comment(form: Format) -> None
     assert not [line for line in lines if line.strip().startswith(("EVIL", "export EVIL"))]
 
 
-def test_an_environment_without_variables_is_still_whole() -> None:
-    assert by_shell(render_environment(environment(), Format.SH), []) == []
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [(Format.sh, "n1.sh"), (Format.dotenv, "n1.env")],
+)
+def test_each_node_gets_a_file_of_its_own_for_its_owner_only(tmp_path: Path, form: Format, name: str) -> None:
+    files = write_environments({"n1": environment("x"), "n2": environment("x")}, tmp_path / "a" / "env", form)
+    assert files["n1"] == tmp_path / "a" / "env" / name
+    assert len(list(files["n1"].parent.iterdir())) == 2
+    assert {mode(path) for path in files.values()} == {0o600}
+    assert mode(tmp_path / "a" / "env") == 0o700
+
+
+def test_a_lenient_umask_opens_nothing(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files = write_environments({"n1": environment("x")}, tmp_path / "env", Format.dotenv)
+    finally:
+        os.umask(before)
+    assert mode(files["n1"]) == 0o600
+    assert mode(tmp_path / "env") == 0o700
+
+
+def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    write_environments({"n1": environment("x")}, tmp_path, Format.dotenv)
+    assert mode(tmp_path) == 0o755
+
+
+def test_a_value_that_cannot_be_said_leaves_no_file_at_all(tmp_path: Path) -> None:
+    environments = {"n1": environment("x"), "n2": environment("a\nb")}
+    with pytest.raises(ClusterError):
+        write_environments(environments, tmp_path / "env", Format.dotenv)
+    assert not (tmp_path / "env").exists()
+
+
+@pytest.mark.parametrize("node", ["../n1", "-n1", "a/b", "", "a b", "a\nb"])
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, node: str) -> None:
+    with pytest.raises(ClusterError, match="cannot be the name of a file"):
+        write_environments({node: environment("x")}, tmp_path / "env", Format.sh)
+    assert not (tmp_path / "env").exists()
+
+
+def test_writing_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "n1.env").symlink_to(tmp_path / "precious")
+    write_environments({"n1": environment("x")}, tmp_path, Format.dotenv)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "n1.env").is_symlink()
 
 
 class _Engine(BaseHTTPRequestHandler):
@@ -162,7 +209,7 @@ def docker_engine(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 # Where CI is set, a skip fails the session.
 @pytest.mark.skipif(shutil.which("docker") is None, reason="needs the Docker client (package docker.io)")
 def test_dotenv_round_trips_through_the_docker_client(tmp_path: Path) -> None:
-    (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.DOTENV), encoding="utf-8")
+    (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.dotenv), encoding="utf-8")
     with docker_engine(tmp_path) as (host, bodies):
         command = ["docker", "-H", host, "create", "--env-file", str(tmp_path / "node1.env"), "image"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from env_hardware import furnish, probe
-from env_topologies import kept, topology_text
+from env_topologies import kept
 
 from cluster.env.gather import read_facts
 from cluster.env.plan import plan_environment
 from cluster.errors import ClusterError
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ClusterConfig, ContainerConfig
+from engine.config_cluster import ClusterConfig
 
 CONFIG = ClusterConfig()
 
@@ -67,16 +67,10 @@ def test_two_gpus_share_the_adapter_of_their_switch(tmp_path: Path, monkeypatch:
     assert len(set(shared)) == 4
 
 
-def test_roce_with_an_old_nccl_gets_its_gid_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    furnish(tmp_path, monkeypatch, "h100x8", faults=("roce",))
-    old = with_sections(probe(), section("env.nccl", "nccl\t2.18.3"))
-    assert plan_environment(read_facts(old, CONFIG), CONFIG).value("NCCL_IB_GID_INDEX") == "3"
-
-
 def test_a_machine_without_hardware_talks_by_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path, monkeypatch, "none")
     facts = read_facts(probe(), CONFIG)
-    assert (facts.ports, facts.gpus, facts.topology) == ((), (), None)
+    assert (facts.ports, facts.gpus) == ((), ())
 
 
 @pytest.mark.parametrize("name", ["ib.ports", "net.links", "net.route"])
@@ -109,44 +103,6 @@ def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> No
     (h100 / "sys/class/net/bond7/lower_eth8").symlink_to("../eth8")
     facts = read_facts(asked_again(answer, "env"), CONFIG)
     assert facts.carriers("bond7") == {"bond7", "eth8"}
-
-
-@pytest.mark.parametrize(
-    ("output", "version"),
-    [("nccl\t2.27.5", (2, 27, 5)), ("nccl\t2.20", (2, 20)), ("", None), ("nccl\tnew", None), ("nccl\t2.27.5\tx", None)],
-)
-def test_the_version_of_nccl_is_known_or_unknown(
-    answer: NodeProbe, output: str, version: tuple[int, ...] | None
-) -> None:
-    told = with_sections(answer, section("env.nccl", output))
-    assert read_facts(told, CONFIG).nccl_version == version
-
-
-def test_in_a_container_the_nccl_of_the_node_says_nothing(answer: NodeProbe) -> None:
-    told = with_sections(answer, section("env.nccl", "nccl\t2.18.3"))
-    config = ClusterConfig(container=ContainerConfig(runtime="docker", image="a:b"))
-    assert read_facts(told, config).nccl_version is None
-
-
-def test_a_damaged_matrix_leaves_pci_paths_and_a_note(answer: NodeProbe) -> None:
-    cut = topology_text("h100_12nics")[:900]
-    facts = read_facts(with_sections(answer, section("gpu.topo", cut)), CONFIG)
-    assert facts.topology is None
-    assert "PCI paths alone decide" in facts.notes[0]
-    assert len(plan_environment(facts, CONFIG).rails) == 8
-
-
-def test_a_matrix_of_ansi_underlines_is_read_through_the_probe(answer: NodeProbe, h100: Path) -> None:
-    """The tool that draws it is replaced by one that prints a recorded matrix."""
-    tool = h100.parent / "bin" / "nvidia-smi"
-    tool.rename(tool.with_name("nvidia-smi.real"))
-    matrix = h100.parent / "matrix"
-    matrix.write_text(topology_text("h20_8nics"))
-    tool.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && exec cat {matrix}\nexec {tool}.real "$@"\n')
-    tool.chmod(0o755)
-    topology = read_facts(asked_again(answer, "gpu"), CONFIG).topology
-    assert topology is not None
-    assert topology.adapters == tuple(f"mlx5_{index}" for index in range(8))
 
 
 def test_unknown_ways_to_storage_are_a_note(answer: NodeProbe) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from env_topologies import SISTERS, machine, port, topology_text
+from env_topologies import SISTERS, machine, port
 
 from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_fleet
 from cluster.env.rails import map_rails, rail_order
 from cluster.parse.fabric import GpuAddress, HcaPort
-from cluster.parse.topology import parse_topology
 from engine.config_cluster import ClusterConfig
 
 
@@ -17,9 +16,8 @@ def gpu(index: int, path: str = "", numa: int | None = None) -> GpuAddress:
     return GpuAddress(index, tuple(path.split("/")) if path else (), numa)
 
 
-def devices(gpus: list[GpuAddress], ports: list[HcaPort], topology: str | None = None) -> list[str]:
-    rails, _ = map_rails(gpus, ports, parse_topology(topology) if topology else None)
-    return [rail.port.device for rail in rails]
+def devices(gpus: list[GpuAddress], ports: list[HcaPort]) -> list[str]:
+    return [rail.port.device for rail in map_rails(gpus, ports)]
 
 
 def test_a_longer_common_path_beats_a_lower_number() -> None:
@@ -46,47 +44,9 @@ def test_gpus_that_are_near_none_take_turns() -> None:
     assert devices([gpu(index) for index in range(4)], [port("mlx5_0"), port("mlx5_1")]) == ["mlx5_0", "mlx5_1"] * 2
 
 
-def test_no_ports_make_no_rails() -> None:
-    assert map_rails([gpu(0, "r/a")], [], None) == ((), ())
-
-
-MATRIX = (
-    "\tGPU0\tmlx5_0\tmlx5_1\tCPU Affinity\nGPU0\t X \tNODE\tPIX\t0-7\nmlx5_0\tNODE\t X \tNODE\nmlx5_1\tPIX\tNODE\t X \n"
-)
-
-
-def test_where_topo_disagrees_with_pci_paths_a_warning_names_both() -> None:
-    ports = [port("mlx5_0", path="r/s/a"), port("mlx5_1", path="q/b")]
-    rails, warnings = map_rails([gpu(0, "r/s/g")], ports, parse_topology(MATRIX))
-    assert rails[0].port.device == "mlx5_0"
-    assert warnings == (
-        "GPU 0: PCI paths say mlx5_0:1, nvidia-smi topo -m calls mlx5_1:1 nearer (PIX, against NODE); "
-        "the PCI path decides",
-    )
-
-
-def test_where_paths_tell_nothing_apart_topo_decides() -> None:
-    ports = [port("mlx5_0", path="0000:10:1/a"), port("mlx5_1", path="0000:20:1/b")]
-    rails, warnings = map_rails([gpu(0, "0000:30:1/g")], ports, parse_topology(MATRIX))
-    assert (rails[0].port.device, warnings) == ("mlx5_1", ())
-    assert rails[0].found_by == "nvidia-smi topo -m: PIX, below the same PCIe bridge"
-
-
-def test_an_adapter_that_topo_does_not_show_is_a_warning() -> None:
-    _, warnings = map_rails([gpu(0, "r/g")], [port("mlx5_7", path="r/a")], parse_topology(MATRIX))
-    assert "does not show mlx5_7 beside GPU 0" in warnings[0]
-
-
-def test_dropped_ports_are_no_rails_even_when_topo_calls_them_nearest() -> None:
-    topology = parse_topology(topology_text("h100_12nics"))
-    only = [port("mlx5_9")]
-    rails, _ = map_rails([gpu(0)], only, topology)
-    assert rails[0].port.device == "mlx5_9"
-
-
 def test_ports_are_ordered_by_the_first_gpu_they_serve_and_idle_ones_last() -> None:
     ports = [port("mlx5_0", path="r2/b"), port("mlx5_1", path="r1/a"), port("mlx5_2", path="r9/z")]
-    rails, _ = map_rails([gpu(0, "r1/x"), gpu(1, "r2/y")], ports, None)
+    rails = map_rails([gpu(0, "r1/x"), gpu(1, "r2/y")], ports)
     assert [one.device for one in rail_order(rails, ports)] == ["mlx5_1", "mlx5_0", "mlx5_2"]
 
 
@@ -128,7 +88,7 @@ def test_rails_shared_by_other_numbers_of_gpus_are_told() -> None:
     names = ("h20_8nics", "sister1", "sister3")
     crowded = machine("sister3")
     moved = tuple(type(one)(one.index, crowded.gpus[0].pci_path, 0) for one in crowded.gpus)
-    facts = [machine(name) for name in names[:2]] + [machine("sister3", gpus=moved, topology=None)]
+    facts = [machine(name) for name in names[:2]] + [machine("sister3", gpus=moved)]
     warnings = plan_fleet(facts, ClusterConfig())["sister3"].warnings
     assert any("shared by 8 GPUs; on most nodes 400 Gbit/s" in one for one in warnings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,11 @@ from env_topologies import MACHINES, interface, machine, node, port
 from cluster.env.facts import DriverFacts, NodeEnvironment, Route
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress
-from engine.config_cluster import ClusterConfig, ContainerConfig
+from engine.config_cluster import ClusterConfig
 
 
-def roce(index: int, *, gid: int = 3, network: int | None = None) -> dict[str, object]:
-    address = f"10.{network if network is not None else index}.0.1"
-    return {"link_layer": "Ethernet", "netdev": f"eth{index + 1}", "roce_v2": {gid: address}}
+def roce(index: int) -> dict[str, object]:
+    return {"link_layer": "Ethernet", "netdev": f"eth{index + 1}", "roce_v2": {3: f"10.{index}.0.1"}}
 
 
 def rails(*networks: str) -> tuple[object, ...]:
@@ -25,17 +23,6 @@ def rails(*networks: str) -> tuple[object, ...]:
 
 def left_out(environment: NodeEnvironment, name: str) -> str:
     return next(one.reason for one in environment.left_out if one.name == name)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_lists_match_exactly_and_name_ports(name: str) -> None:
-    environment = plan_environment(machine(name), ClusterConfig())
-    sockets, devices = environment.value("NCCL_SOCKET_IFNAME"), environment.value("NCCL_IB_HCA")
-    assert sockets == f"={environment.value('GLOO_SOCKET_IFNAME')}"
-    if devices is None:
-        assert environment.value("NCCL_IB_DISABLE") == "1"
-    else:
-        assert re.fullmatch(r"=mlx5_\d+:1(,mlx5_\d+:1)*", devices)
 
 
 def test_a_name_that_begins_like_another_does_not_bring_it_in() -> None:
@@ -56,7 +43,7 @@ def _nccl_takes(value: str, port_name: str) -> bool:
 def test_what_belongs_elsewhere_is_never_set(name: str) -> None:
     environment = plan_environment(machine(name), ClusterConfig(), log_dir="/run/logs")
     names = {one.name for one in environment.variables}
-    assert names.isdisjoint({"NCCL_IGNORE_NET_MISMATCH", "CUDA_DEVICE_MAX_CONNECTIONS"})
+    assert names.isdisjoint({"NCCL_IGNORE_NET_MISMATCH", "NCCL_IB_GID_INDEX", "CUDA_DEVICE_MAX_CONNECTIONS"})
     assert len(names) <= 12
 
 
@@ -65,21 +52,6 @@ def test_communicators_of_a_rank_run_in_one_order_wherever_nccl_carries_them() -
     assert node().value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     on_cpu = plan_environment(machine(next(iter(MACHINES))), ClusterConfig(backend="gloo"))
     assert on_cpu.value("NCCL_LAUNCH_ORDER_IMPLICIT") is None
-
-
-def test_gid_index_is_set_for_old_nccl_on_roce_only() -> None:
-    old = {"nccl_version": (2, 20, 5)}
-    assert node(port("mlx5_0", **roce(0)), **old).value("NCCL_IB_GID_INDEX") == "3"
-    assert node(port("mlx5_0", **roce(0, gid=5)), **old).value("NCCL_IB_GID_INDEX") == "5"
-    assert node(port("mlx5_0"), **old).value("NCCL_IB_GID_INDEX") is None
-    for version in ((2, 21, 5), (2, 27, 5), None):
-        assert node(port("mlx5_0", **roce(0)), nccl_version=version).value("NCCL_IB_GID_INDEX") is None
-
-
-def test_no_gid_index_is_better_than_one_that_suits_half_of_the_ports() -> None:
-    environment = node(port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1, gid=5)), nccl_version=(2, 18))
-    assert environment.value("NCCL_IB_GID_INDEX") is None
-    assert "mlx5_0:1: 3, mlx5_1:1: 5" in left_out(environment, "NCCL_IB_GID_INDEX")
 
 
 def test_roce_without_an_ipv4_address_is_a_warning() -> None:
@@ -158,8 +130,3 @@ def test_no_way_into_gpu_memory_is_a_warning_only_when_certain() -> None:
     assert not warned(DriverFacts(peer_memory=True, dma_buf=False))
     assert not warned(DriverFacts(peer_memory=False, dma_buf=True))
     assert not warned(DriverFacts())
-
-
-def test_the_container_setting_changes_nothing_in_the_plan_itself() -> None:
-    docker = ClusterConfig(container=ContainerConfig(runtime="docker", image="a:b"))
-    assert node(port("mlx5_0"), config=docker) == node(port("mlx5_0"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,9 +18,9 @@ from burst_cli.image_view import (
     results_view,
     status_view,
 )
-from cluster.image.plan import ImagePlan, NodeSurvey, PushOptions, build_nodes
+from cluster.image.plan import ImagePlan, NodePlan, PushOptions, Route, choose_feeders
 from cluster.image.prune import Pruned
-from cluster.image.push import NodeProgress, NodeResult
+from cluster.image.push import NodeResult
 from cluster.image.status import NodeImage, build_status
 
 HOSTILE = "[red]x[/red] \x1b[2J"
@@ -76,13 +75,14 @@ def test_help_of_every_verb_says_what_it_does(verb, capsys):
     assert f"burst image {verb}" in capsys.readouterr().out
 
 
-def plan_of(*surveys: NodeSurvey) -> ImagePlan:
-    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", PushOptions(), build_nodes(surveys, IDENTITY, "auto"))
+def plan_of(*nodes: NodePlan) -> ImagePlan:
+    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", PushOptions(), choose_feeders(nodes, "auto"))
 
 
 def test_a_plan_folds_equal_nodes_and_shows_the_chain():
-    surveys = [EMPTY[name] for name in "abc"] + [NodeSurvey(f"dead{k}", problem="dead") for k in (1, 2)]
-    text = shown(plan_view(plan_of(*surveys, NodeSurvey("has", IDENTITY), NodeSurvey("e", same="sha256:x"))))
+    nodes = [EMPTY[name] for name in "abc"] + [NodePlan(f"dead{k}", Route.REFUSED, problem="dead") for k in (1, 2)]
+    nodes += [NodePlan("has", Route.NONE), NodePlan("e", Route.NONE, same="sha256:x")]
+    text = shown(plan_view(plan_of(*nodes)))
 
     assert "chain: launcher → a → b → c" in text
     assert [" ".join(line.split()) for line in text.splitlines()[2:-2]] == [
@@ -138,11 +138,11 @@ def test_status_marks_what_differs_and_what_is_missing():
 
 def test_lines_are_printed_where_there_is_no_terminal():
     stream = io.StringIO()
-    nodes = [NodeProgress("node1", "done", MIB, MIB), NodeProgress("node2", "failed")]
+    nodes = [NodeResult("node1", True, "direct", MIB), NodeResult("node2", False, "chain", error="dead")]
     with open_push_view(Console(file=stream, width=100)) as view:
         assert isinstance(view, PlainPushView)
-        view.progress(nodes)
-        view.progress(nodes)
+        view.progress(nodes, MIB)
+        view.progress(nodes, MIB)
         view.note("node2", "is lost")
 
     assert stream.getvalue().splitlines() == ["node1: done", "node2: failed", "note: node2: is lost"]
@@ -151,10 +151,10 @@ def test_lines_are_printed_where_there_is_no_terminal():
 def test_a_terminal_shows_a_bar_per_node_that_fits_its_height():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, height=8)
-    nodes = [NodeProgress(f"node{k}", "done", MIB, MIB) for k in range(20)]
-    nodes.append(replace(nodes[0], node="slow", phase="receiving", received_bytes=MIB // 2))
+    nodes = [NodeResult(f"node{k}", True, "chain", MIB) for k in range(20)]
+    nodes.append(NodeResult("slow", False, "chain", MIB // 2))
     with open_push_view(console) as view:
-        view.progress(nodes)
+        view.progress(nodes, MIB)
 
     assert "slow" in stream.getvalue()
     assert "512 KiB of 1 MiB" in stream.getvalue()

@@ -181,7 +181,8 @@ def test_what_one_node_lacks_or_loses_stops_no_other(case, rig):
     if not case.midway:
         case.act(rig, victim)
     with SshPool(keepalive_s=0.5) as pool:
-        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect, stall_s=1.5)
+        limit = SLOW if case.midway else None
+        pushed = rig.push(rig.image_here, observer=watcher, limit=limit, connect=pool.connect, stall_s=1.5)
     result = pushed.nodes[victim]
 
     assert pushed.failed == ({victim} if case.error else set()), pushed.nodes

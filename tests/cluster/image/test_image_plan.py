@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.errors import ClusterError
 from cluster.image.node.identity import image_identity
-from cluster.image.plan import NodeSurvey, Route, build_nodes, choose_packing, is_podman
+from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing, is_podman
 from cluster.image.rate import parse_rate
-from cluster.image.status import NodeImage, build_status, is_unknown
+from cluster.image.status import NodeImage, build_status, read_inspected
 from engine.errors import ConfigError
 
 MIB = 1 << 20
 IDENTITY = "1d" * 32
-EMPTY = {name: NodeSurvey(name) for name in "abcdef"}
+EMPTY = {name: NodePlan(name, Route.DIRECT) for name in "abcdef"}
 
 
-def routes(*surveys: NodeSurvey, route: str = "auto") -> list[tuple[str, str, str]]:
-    return [(node.node, node.route.value, "".join(node.feeders)) for node in build_nodes(surveys, IDENTITY, route)]
+def routes(*nodes: NodePlan, route: str = "auto") -> list[tuple[str, str, str]]:
+    return [(node.node, node.route.value, "".join(node.feeders)) for node in choose_feeders(nodes, route)]
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,10 @@ def test_two_nodes_are_fed_from_here_and_three_feed_each_other(names, route, exp
 
 
 def test_nodes_that_have_the_image_or_cannot_get_it_are_no_part_of_the_chain():
-    has, other = NodeSurvey("a", IDENTITY), NodeSurvey("d", "another")
-    named, dead = NodeSurvey("b", "another", same="sha256:x"), NodeSurvey("c", problem="dead")
+    has, named = NodePlan("a", Route.NONE), NodePlan("b", Route.NONE, same="sha256:x")
+    dead = NodePlan("c", Route.REFUSED, problem="dead")
 
-    assert routes(has, named, dead, other, EMPTY["e"], EMPTY["f"]) == [
+    assert routes(has, named, dead, EMPTY["d"], EMPTY["e"], EMPTY["f"]) == [
         ("a", "none", ""),
         ("b", "none", ""),
         ("c", "refused", ""),
@@ -49,9 +50,7 @@ def test_nodes_that_have_the_image_or_cannot_get_it_are_no_part_of_the_chain():
         ("e", "chain", "d"),
         ("f", "chain", "ed"),
     ]
-    nodes = build_nodes([has, named], IDENTITY, "auto")
-    assert [(node.is_up_to_date, node.same) for node in nodes] == [(True, None), (False, "sha256:x")]
-    assert nodes[0].route is Route.NONE
+    assert [node.is_up_to_date for node in (has, named)] == [True, False]
 
 
 DOCKER = (
@@ -70,22 +69,29 @@ PODMAN = "Client: Podman Engine Version: 4.9.3 API Version: 4.9.3"
     ],
 )
 def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
-    surveys = [NodeSurvey(f"n{k}", engine=engine) for k, engine in enumerate(engines)]
+    nodes = [NodePlan(f"n{k}", Route.DIRECT, engine=engine) for k, engine in enumerate(engines)]
 
-    assert choose_packing(build_nodes(surveys, IDENTITY, "auto")) == packing
+    assert choose_packing(nodes) == packing
+
+
+@pytest.mark.parametrize("said", ["Error: No such image: app:1", "Error: inspecting object: app:1: image not known"])
+def test_an_engine_without_the_image_has_none(said):
+    assert read_inspected(1, b"", said.encode()) is None
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("code", "out", "said", "words"),
     [
-        ("Error: No such image: app:1", True),
-        ("Error response from daemon: no such image: app:1", True),
-        ("Error: inspecting object: app:1: image not known", True),
-        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock", False),
+        (1, b"", b"Cannot connect to the Docker daemon", "Cannot connect"),
+        (137, b"", b"", "ended with 137"),
+        (0, b"[]", b"", "makes no sense"),
+        (0, b'[{"Id": 1, "RootFS": 7}]', b"", "makes no sense"),
+        (0, b"[" * 100_000, b"", "makes no sense"),
     ],
 )
-def test_an_engine_without_the_image_is_told_from_one_that_does_not_answer(said, expected):
-    assert is_unknown(said) is expected
+def test_an_engine_that_does_not_answer_is_no_engine_without_the_image(code, out, said, words):
+    with pytest.raises(ClusterError, match=words):
+        read_inspected(code, out, said)
 
 
 def test_podman_is_known_by_what_it_says_of_itself():
