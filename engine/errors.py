@@ -35,7 +35,7 @@ class DataError(BurstError):
 
 
 class PlanError(BurstError):
-    """An attention plan violates one of the rules in `engine.attention.validate`."""
+    """An attention plan breaks a rule of `engine.attention.plan`."""
 
 
 class RunError(BurstError):

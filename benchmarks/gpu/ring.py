@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.context import AttentionGroup, build_context
-from engine.attention.executor import Execution, lockstep
+from engine.attention.executor import Execution
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import attention_layers
 from engine.attention.layout import Layout
 from engine.attention.presets import resolve_attention
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.topology import Topology
-from engine.attention.transport import Hub, Parcel, SilentTransport, Transport
+from engine.attention.transport import Parcel, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
 from engine.simulate.costs import visible_pairs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from testkit.hub import Hub, lockstep
 
 
 class NoiseTransport(SilentTransport):

@@ -15,7 +15,6 @@ from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.attention.plan import Kind, Slot, Tile, TokenBytes
-from engine.attention.transport import poison
 from engine.row_blocks import ends
 
 # What a message of each kind carries, in this order.
@@ -72,24 +71,20 @@ class TensorArithmetic:
     end.
     """
 
-    def __init__(
-        self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, poisoned: bool = False
-    ) -> None:
+    def __init__(self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None) -> None:
         self.shape = shape
         self.kernel = kernel
         self._lease = lease
-        self._poisoned = poisoned
         self._late: _KvGradients | None = None
 
     def allocate(self, slot: Slot) -> Fields:
-        """Uninitialised buffers of a slot (poisoned on request); host slots in pinned memory for a GPU."""
+        """Uninitialised buffers of a slot; host slots in pinned memory for a GPU."""
         place = compute_place(self.shape.device, slot.where)
         # Inputs and outputs outlive the run, and so the lease.
         empty = allocate_tensor if self._lease is None or slot.pin is not None else self._lease.empty
-        fields = {
+        return {
             name: empty((slot.rows, *tail), dtype, place) for name, (tail, dtype) in self._field_shapes(slot).items()
         }
-        return {name: poison(tensor) for name, tensor in fields.items()} if self._poisoned else fields
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv. In parts of the heads if large.

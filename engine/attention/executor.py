@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.attention.plan import LocalOp, RankPlan, Slot, Tile, Transfer, View
-from engine.attention.transport import Hub, Parcel, Transport
+from engine.attention.transport import Parcel, Transport
 
 CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
@@ -138,18 +138,3 @@ class Execution:
         if view not in self._wires:
             self._wires[view] = self._arithmetic.wire_fields(*self._operand(view))
         return self._wires[view]
-
-
-def lockstep(executions: Sequence[Execution], hub: Hub) -> None:
-    """Run the executions of all ranks of a group in one process, step by step, over `hub`."""
-    running = [(execution.step_indexes, execution.steps()) for execution in executions]
-    for step in sorted(frozenset().union(*(indexes for indexes, _ in running))):
-        active = [steps for indexes, steps in running if step in indexes]
-        for steps in active:
-            next(steps)
-        for steps in active:
-            next(steps)
-        hub.deliver()
-        for steps in active:
-            next(steps)
-    hub.finish()

@@ -24,19 +24,24 @@ from engine.attention.planners.ring import (
     query_kind,
 )
 from engine.attention.presets import AttentionMethod
-from engine.attention.recompute import RecomputePlan
 
 
 @dataclass(frozen=True)
 class PlanPair:
     """Forward and backward plans of the same method, mask and layout.
 
-    `recompute`: between the two, the forward pass again for the queries whose results were not kept, if asked for.
+    recompute   between the two, the forward pass again for queries whose results were not kept, if asked for. Pins as
+                in forward, but `acc` has the first `recomputed_rows` of a rank's ring block only, and `saved` (after a
+                head exchange, or in chunks) is given with what was kept in all other rows: the plan writes the first
+                rows, and after an exchange sends out of all rows home
+
+    Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see travel.
+    Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped layout, causal, c = 1/2).
     """
 
     forward: AttentionPlan
     backward: AttentionPlan
-    recompute: RecomputePlan | None = None
+    recompute: AttentionPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -118,12 +123,15 @@ def plan_method(
     else:
         restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
         again = _plan_forward(method, restricted, blocks, only, asking)
-    rows = {planned: asking[blocks.grid.place(planned)[0]] for planned in again.ranks}
-    return replace(plans, recompute=RecomputePlan("forward", again.size, again.ranks, rows))
+    return replace(plans, recompute=again)
 
 
 def recomputed_rows(blocks: Blocks, recompute_before: int, rank: int) -> int:
-    """How many first rows of the ring block that `rank` works on are computed again."""
+    """How many first rows of the ring block that `rank` works on are computed again: rows ascend in position.
+
+    cut=8, zigzag on 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15     rank 1: 4 5 6 7 | 8 9 10 11
+    again                                0 1 2 3                           4 5 6 7
+    """
     return blocks.ring.rows_before(blocks.grid.place(rank)[0], recompute_before)
 
 

@@ -257,12 +257,6 @@ class AttentionPlan:
     size: int
     ranks: Mapping[int, RankPlan] = field(default_factory=dict)
 
-    def validate(self) -> None:
-        """Raise PlanError naming every rule that the plan breaks (see `engine.attention.validate`)."""
-        from engine.attention.validate import check_plan
-
-        check_plan(self)
-
     def bytes_by_link(self, token_bytes: TokenBytes, topology: Topology) -> dict[int, LinkBytes]:
         """Bytes that each planned rank sends in one run of the plan, by kind of link."""
         result = {}

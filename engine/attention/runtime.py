@@ -51,7 +51,6 @@ class AttentionRuntime:
     kernel: TileKernel
     transport: Transport
     wire_gradient_dtype: torch.dtype = torch.float32
-    poisoned: bool = False  # fill buffers with NaN first (tests)
     pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
     recompute: RankPlan | None = None  # forward again, for queries whose results were not kept
     recomputed_rows: int = 0  # first rows of the ring block that it computes
@@ -83,7 +82,7 @@ class AttentionRuntime:
         """Arithmetic for q [T, H, D], all heads, and so many kv heads, on `device` (None: where q lies)."""
         wire = torch.float64 if q.dtype == torch.float64 else self.wire_gradient_dtype
         shape = AttentionShape(q.shape[1], num_kv_heads, q.shape[2], q.dtype, device or q.device, wire)
-        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease(), poisoned=self.poisoned)
+        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease())
 
     def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
         """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""

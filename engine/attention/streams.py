@@ -6,7 +6,7 @@
 At `post` the compute stream records R: every local op and tile that wrote what is sent, and every one that read what
 will be overwritten, lies before it. Each channel stream used waits for R, runs all transfers of the channel and step
 as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a slot may be
-written, sent, received into and read by the plan's rules alone (`engine.attention.validate`), and a store followed by
+written, sent, received into and read by the plan's rules alone (`engine.attention.plan`), and a store followed by
 a load of the same host rows is ordered because the plan waits for the store first and R of the load comes after.
 
 What torch adds below: ProcessGroupNCCL runs a batch of sends and receives of a group on a stream of its own, which

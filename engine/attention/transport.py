@@ -1,4 +1,4 @@
-"""Moving rows between ranks: one small protocol, a torch.distributed transport and an in-process hub for proofs.
+"""Moving rows between ranks: one small protocol, and its torch.distributed transport.
 
 A transport moves whole tensors and knows nothing of attention. Rules that every caller keeps (see
 `engine.attention.plan`): both ends post at the same step in the same order, both wait at the same later-or-equal step,
@@ -8,7 +8,6 @@ and nothing touches the tensors in between.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.topology import Topology
-from engine.errors import PlanError
 from engine.waits import WaitClock
 
 
@@ -283,15 +281,6 @@ def _nccl_options(timeout: timedelta, message_sms: int | None) -> Any:
     return options
 
 
-@dataclass
-class _Message:
-    source: tuple[Tensor, ...] | None = None
-    target: tuple[Tensor, ...] | None = None
-    ends: int = 2
-    waits: int = 0
-    delivered: bool = False
-
-
 class SilentTransport:
     """Moves nothing, so values are wrong: for the time without messages, and for memory."""
 
@@ -300,118 +289,3 @@ class SilentTransport:
 
     def wait(self, messages: Sequence[int]) -> None:
         """Nothing is waited for."""
-
-
-class Hub:
-    """All ranks of a group inside one process, for executors stepped in lockstep
-    (`engine.attention.executor.lockstep`).
-
-    `late=True` copies bytes when both ends wait, from the sender's live buffer, and poisons the receive buffer at
-    post: a reader that comes too early, or a writer that reuses a buffer in flight, is found. `late=False` copies as
-    soon as both ends have posted: a reader that relies on old contents is found. Sound plans give the same result
-    under both.
-    """
-
-    def __init__(self, size: int, topology: Topology | None = None, *, late: bool) -> None:
-        self.late = late
-        self.topology = topology or Topology(1, size)
-        self.sent = {rank: LinkBytes() for rank in range(size)}
-        self._messages: dict[int, _Message] = {}
-        self._size = size
-
-    def transport(self, rank: int) -> HubTransport:
-        """The end of one rank."""
-        return HubTransport(self, rank)
-
-    def finish(self) -> None:
-        """Raise PlanError when a message was left undelivered."""
-        left = [number for number, message in self._messages.items() if not message.delivered]
-        if left:
-            raise PlanError(f"messages {left} were posted or waited for by one end only")
-
-    def deliver(self) -> None:
-        """Copy the bytes of messages for which both ends wait (late) and check that every waiter was served."""
-        for number, message in self._messages.items():
-            if message.delivered or message.waits == 0:
-                continue
-            if message.waits < message.ends:
-                raise PlanError(f"message {number}: one end waits at a step at which the other does not")
-            self._copy(number, message)
-
-    def posted(self, rank: int, parcel: Parcel) -> None:
-        """Register one end."""
-        message = self._messages.setdefault(parcel.message, _Message())
-        if parcel.op == "send":
-            self._register_send(rank, parcel, message)
-        elif parcel.op == "recv":
-            self._register_target(parcel.message, parcel.tensors, message)
-        else:
-            self._register_copy(rank, parcel, message)
-        if not self.late and message.source is not None and message.target is not None:
-            self._copy(parcel.message, message)
-
-    def waited(self, number: int) -> None:
-        """Register that one end waits for a message."""
-        if number not in self._messages:
-            raise PlanError(f"message {number} is waited for before it is posted")
-        self._messages[number].waits += 1
-
-    def _register_send(self, rank: int, parcel: Parcel, message: _Message) -> None:
-        if message.source is not None:
-            raise PlanError(f"message {parcel.message} is sent twice")
-        message.source = parcel.tensors
-        size = parcel.num_bytes
-        same = self.topology.same_node(rank, parcel.peer)
-        sent = self.sent[rank]
-        intra, inter = sent.intra_bytes + size * same, sent.inter_bytes + size * (not same)
-        self.sent[rank] = replace(sent, intra_bytes=intra, inter_bytes=inter)
-
-    def _register_target(self, number: int, tensors: tuple[Tensor, ...], message: _Message) -> None:
-        if message.target is not None:
-            raise PlanError(f"message {number} is received twice")
-        message.target = tensors
-        for tensor in tensors:
-            poison(tensor)
-
-    def _register_copy(self, rank: int, parcel: Parcel, message: _Message) -> None:
-        if message.source is not None:
-            raise PlanError(f"message {parcel.message} is copied twice")
-        message.source, message.ends = parcel.tensors, 1
-        self._register_target(parcel.message, parcel.into, message)
-        sent = self.sent[rank]
-        self.sent[rank] = replace(sent, host_bytes=sent.host_bytes + parcel.num_bytes)
-
-    def _copy(self, number: int, message: _Message) -> None:
-        if message.delivered:
-            return
-        if message.source is None or message.target is None:
-            raise PlanError(f"message {number} has one end only")
-        for source, target in zip(message.source, message.target, strict=True):
-            if source.shape != target.shape or source.dtype != target.dtype:
-                raise PlanError(f"message {number}: {source.shape} {source.dtype} into {target.shape} {target.dtype}")
-            target.copy_(source)
-        message.delivered = True
-
-
-class HubTransport:
-    """One rank's end of a Hub."""
-
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub = hub
-        self._rank = rank
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Register the parcels with the hub."""
-        for parcel in parcels:
-            self._hub.posted(self._rank, parcel)
-
-    def wait(self, messages: Sequence[int]) -> None:
-        """Register the waits; bytes arrive when the lockstep driver calls `Hub.deliver`."""
-        for message in messages:
-            self._hub.waited(message)
-
-
-def poison(tensor: Tensor) -> Tensor:
-    """Fill with bytes 0xFF (NaN in floats, -1 in integers), so that reading what nobody wrote shows."""
-    tensor.view(torch.uint8).fill_(0xFF)
-    return tensor

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine.attention.executor import Fields, Operand
 from engine.attention.plan import HOST_CHANNELS, Channel, Slot, Tile
-from engine.attention.transport import Parcel, poison
+from engine.attention.transport import Parcel
+from testkit.hub import poison
 
 StreamName = tuple[int, str | None]
 Clock = dict[StreamName, int]

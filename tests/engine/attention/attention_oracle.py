@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from testkit.hub import Hub, lockstep, poison
 from torch import Tensor
 
-from engine.attention.executor import Execution, lockstep
+from engine.attention.arithmetic import TensorArithmetic
+from engine.attention.executor import Execution, Fields
 from engine.attention.grid import Grid
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layout import Layout, LayoutName, build_layout
 from engine.attention.mask import Mask, Visibility
-from engine.attention.methods import Blocks, PlanPair
-from engine.attention.plan import HeadPart, LinkBytes
+from engine.attention.methods import Blocks, PlanPair, recomputed_rows
+from engine.attention.plan import AttentionPlan, HeadPart, LinkBytes, Slot
 from engine.attention.planners.ring import Ring, plan_backward, plan_forward
-from engine.attention.recompute import RecomputePlan
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.topology import Topology
-from engine.attention.transport import Hub, poison
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -91,6 +91,7 @@ class Group:
     late: bool = True
     topology: Topology | None = None
     wire: torch.dtype = torch.float32
+    before: int | None = None  # where the queries end that the recompute pass attends again
 
     def run(self, inputs: Inputs) -> GroupResult:
         home = self.blocks.home
@@ -121,17 +122,21 @@ class Group:
         return GroupResult(values, forward_hub.sent, backward_hub.sent)
 
     def _run_again(
-        self, plan: RecomputePlan, local: list[tuple[Tensor, Tensor, Tensor]], saved: list[SavedAttention]
+        self, plan: AttentionPlan, local: list[tuple[Tensor, Tensor, Tensor]], saved: list[SavedAttention]
     ) -> list[tuple[Tensor, SavedAttention]]:
         """As `collect` of the forward pass, after a recompute pass that was given nothing but the kept rows."""
         hub = Hub(self.blocks.home.size, late=self.late)
         again = []
+        rows = [recomputed_rows(self.blocks, self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):
-            pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}, "saved": _forgotten(saved[rank], plan, rank)}
+            pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}, "saved": _forgotten(saved[rank], rows[rank])}
             arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
             again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), pinned))
         lockstep(again, hub)
-        return [_results(plan, rank, again[rank], local[rank], saved[rank]) for rank in range(len(local))]
+        return [
+            _results(plan.ranks[rank].pins, rows[rank], again[rank], local[rank], saved[rank])
+            for rank in range(len(local))
+        ]
 
     def _lse(self, parts: list[Tensor], inputs: Inputs) -> Tensor:
         """lse [N, H]: every rank has the rows of its ring member and its part of the heads."""
@@ -143,39 +148,51 @@ class Group:
         return whole
 
     def _runtime(self, rank: int, hub: Hub) -> AttentionRuntime:
-        return AttentionRuntime(
+        return PoisonedRuntime(
             self.plans.forward.ranks[rank],
             self.plans.backward.ranks[rank],
             self.kernel,
             hub.transport(rank),
             self.wire,
-            poisoned=True,
         )
 
 
-def _forgotten(saved: SavedAttention, plan: RecomputePlan, rank: int) -> dict[str, Tensor]:
+class PoisonedArithmetic(TensorArithmetic):
+    """Its buffers begin with NaN, so that reading what nobody wrote shows."""
+
+    def allocate(self, slot: Slot) -> Fields:
+        return {name: poison(tensor) for name, tensor in super().allocate(slot).items()}
+
+
+class PoisonedRuntime(AttentionRuntime):
+    """Whose arithmetic is poisoned."""
+
+    def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
+        return PoisonedArithmetic(super().arithmetic(q, num_kv_heads, device).shape, self.kernel)
+
+
+def _forgotten(saved: SavedAttention, rows: int) -> dict[str, Tensor]:
     """out and lse without the rows that will be computed again."""
     kept = {"out": saved.out.clone(), "lse": saved.lse.clone()}
     for tensor in kept.values():
-        poison(tensor[: plan.recomputed_rows[rank]])
+        poison(tensor[:rows])
     return kept
 
 
 def _results(
-    plan: RecomputePlan, rank: int, again: Execution, qkv: tuple[Tensor, Tensor, Tensor], before: SavedAttention
+    pins: frozenset[str], rows: int, again: Execution, qkv: tuple[Tensor, Tensor, Tensor], before: SavedAttention
 ) -> tuple[Tensor, SavedAttention]:
     """(out, what backward starts from) of the recompute pass."""
-    pins = plan.ranks[rank].pins
     query = again.pinned("ring_q")["q"] if "ring_q" in pins else qkv[0]
     kv = {"k": qkv[1], "v": qkv[2]}
     for name in ("ring_kv", "kv_last"):
         kv = again.pinned(name) if name in pins else kv
-    results = _forgotten(before, plan, rank)
+    results = _forgotten(before, rows)
     if "saved" in pins:
         results = again.pinned("saved")
     else:
         for name in ("out", "lse"):
-            results[name][: plan.recomputed_rows[rank]] = again.pinned("acc")[name]
+            results[name][:rows] = again.pinned("acc")[name]
     out = again.pinned("out")["out"] if "out" in pins else results["out"]
     return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
 

@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from testkit.hub import Hub, lockstep, poison
 from torch import Tensor
 
-from engine.attention.executor import Execution, Fields, Operand, lockstep
+from engine.attention.executor import Execution, Fields, Operand
 from engine.attention.mask import Mask
-from engine.attention.methods import Blocks, PlanPair
+from engine.attention.methods import Blocks, PlanPair, recomputed_rows
 from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
-from engine.attention.recompute import RecomputePlan
-from engine.attention.transport import Hub, poison
-from engine.attention.validate import INPUT_PINS
 from engine.errors import PlanError
 
 PAYLOAD: dict[Kind, tuple[str, ...]] = {
@@ -31,6 +29,7 @@ PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.DOUT: ("dout",),
 }
 KV_SUMS = frozenset({Kind.DKV, Kind.DKV_WIRE, Kind.DKV_CAST})
+INPUT_PINS = frozenset({"q", "kv", "qx", "dout"})  # filled by the caller
 UNOWNED = -2  # initialised, nothing added yet; poisoned rows read as -1
 
 
@@ -179,34 +178,36 @@ class _Expected:
         return positions[: self.asking[rank]] if self.asking is not None and slot.kind == Kind.ACC else positions
 
 
-def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool) -> None:
+def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, before: int | None = None) -> None:
     """Run the plans of a method on records and raise PlanError unless every rank's counts equal the mask.
 
-    Backward starts from what forward left, or the recompute pass.
+    Backward starts from what forward left, or the recompute pass, in which queries at positions `before` one ask.
     """
     expected = _Expected(dense_mask(mask, blocks.home.seq_len), blocks)
     given = _given(plans.forward, blocks)
     left = _run_on_records(plans.forward, blocks, given, late=late)
     _check_counts(plans.forward, expected, left, given)
     if plans.recompute is not None:
-        left = _prove_recompute(plans.recompute, expected, left, late=late)
+        asking = {rank: recomputed_rows(blocks, before or 0, rank) for rank in plans.recompute.ranks}
+        left = _prove_recompute(plans.recompute, replace(expected, asking=asking), left, late=late)
     given = [own | saved for own, saved in zip(_given(plans.backward, blocks), left, strict=True)]
     _check_counts(plans.backward, expected, _run_on_records(plans.backward, blocks, given, late=late), given)
 
 
-def _prove_recompute(plan: RecomputePlan, expected: _Expected, forward: Records, *, late: bool) -> Records:
+def _prove_recompute(plan: AttentionPlan, expected: _Expected, forward: Records, *, late: bool) -> Records:
     """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
     given = _given(plan, expected.blocks)
     for rank, records in enumerate(forward):
         if "saved" in records:
-            kept_from = plan.recomputed_rows[rank]
+            assert expected.asking is not None
+            kept_from = expected.asking[rank]
             kept = {name: poison(tensor.clone()) for name, tensor in records["saved"].items()}
             for name, tensor in kept.items():
                 tensor[kept_from:] = records["saved"][name][kept_from:]
             given[rank]["saved"] = kept
     left = _run_on_records(plan, expected.blocks, given, late=late)
     # `saved` is compared too, of which only a part was given.
-    _check_counts(plan, replace(expected, asking=plan.recomputed_rows), left, [{}] * plan.size)
+    _check_counts(plan, expected, left, [{}] * plan.size)
     for rank, (records, again) in enumerate(zip(forward, left, strict=True)):
         for pin in ("ring_q", "ring_kv", "kv_last"):
             if pin in records and any(not torch.equal(x, again[pin][name]) for name, x in records[pin].items()):

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 import torch
 from attention_oracle import Group, dense_visibility, errors, oracle, random_inputs
 from counting import band_mask, prove_pair
+from plan_rules import check_rules
 
 from engine.attention.kernels.base import BandSpec, TileKernel
 from engine.attention.kernels.cuda import window_of
@@ -29,21 +30,22 @@ def check_plans(
     kernel: TileKernel | None = None,
     late: bool = True,
     topology: Topology | None = None,
+    before: int | None = None,
 ) -> None:
     """The plans of all ranks: proven by counting, with dense attention's numbers and the planned bytes.
 
     Counted over a hub that delivers late if `late`, computed over the other kind: each finds what the other cannot.
     """
     for plan in filter(None, (plans.forward, plans.recompute, plans.backward)):
-        plan.validate()
+        check_rules(plan)
         for rank_plan in plan.ranks.values():
             check_places(rank_plan)
-    prove_pair(plans, mask, blocks, late=late)
+    prove_pair(plans, mask, blocks, late=late, before=before)
     visible = dense_visibility(mask, blocks.home.seq_len)
-    check_tiles(plans, blocks, visible)
+    check_tiles(plans, blocks, visible, before)
     inputs = random_inputs(blocks.home.seq_len, *heads, HEAD_DIM)
     topology = topology or Topology(1, blocks.home.size)
-    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64)
+    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64, before)
     result = group.run(inputs)
     found = errors(result.values, oracle(inputs, visible))
     assert all(error < EXACT for error in found.values()), found
@@ -60,13 +62,10 @@ def check_places(plan: RankPlan) -> None:
     assert {plan.slots[view.slot].where for view in views if view} <= {"device"}
 
 
-def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor) -> None:
+def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor, before: int | None) -> None:
     """No pair is computed that nobody asked for, and every tile is one that stock kernels take."""
     asked = {"forward": visible, "backward": visible}
     if plans.recompute is not None:
-        before = sum(
-            plans.recompute.recomputed_rows[rank] for rank in blocks.grid.ring(0)
-        )  # the rows that ask are the first ones of the sequence
         asked["recompute"] = visible[:before]
     for name, pairs in asked.items():
         tiles = list(chain.from_iterable(rank.tiles() for rank in getattr(plans, name).ranks.values()))

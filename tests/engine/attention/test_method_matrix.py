@@ -135,6 +135,7 @@ def test_every_method_equals_dense_attention(number: int) -> None:
         kernel=KERNELS[case["kernel"]],
         late=number % 2 == 0,
         topology=topology,
+        before=layer.recompute_before,
     )
     assert config.attention.mask in WINDOWED or not windows(plans)
     opened = {*channels_of(method), *HOST_CHANNELS}

@@ -15,12 +15,10 @@ from engine.attention.layers import attention_layers
 from engine.attention.layout import build_layout
 from engine.attention.mask import Mask, Visibility
 from engine.attention.methods import Blocks, PlanPair, divide_sequence, plan_method, recomputed_rows
-from engine.attention.plan import AttentionPlan, View
+from engine.attention.plan import AttentionPlan
 from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
-from engine.attention.recompute import RecomputePlan
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, CheckpointKind, LayoutName, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.errors import PlanError
 
 ROWS = 48
 DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]
@@ -122,34 +120,6 @@ def test_chunks_that_are_only_exchanged_pass_through_few_buffers(preset: str, sh
             plans = case.plans(cut)
             assert plans.recompute is not None
             assert device_rows(plans.recompute) <= 2 * device_rows(plans.forward)
-
-
-# ---- faults are found ------------------------------------------------------------------------------------------------
-
-
-def edited(plan: RecomputePlan, rank: int, **changes: object) -> RecomputePlan:
-    return replace(plan, ranks={**plan.ranks, rank: replace(plan.ranks[rank], **changes)})  # type: ignore[arg-type]
-
-
-def again_of(preset: str) -> tuple[Case, PlanPair, RecomputePlan]:
-    case = case_of(preset, (1, 2), Mask(ROWS))
-    plans = case.plans(ROWS // 2)
-    assert plans.recompute is not None
-    return case, plans, plans.recompute
-
-
-def test_a_plan_that_overwrites_kept_rows_is_refused() -> None:
-    _, _, again = again_of("ulysses")
-    plan = again.ranks[0]
-    saved = plan.pinned("saved")
-    step = next(i for i, s in enumerate(plan.steps) if any(op.dst.slot == saved for op in s.pre))
-    pre = plan.steps[step].pre
-    late = [
-        replace(op, dst=View(saved, op.dst.start + 1, op.dst.stop + 1)) if op.dst.slot == saved else op for op in pre
-    ]
-    steps = [*plan.steps[:step], replace(plan.steps[step], pre=tuple(late)), *plan.steps[step + 1 :]]
-    with pytest.raises(PlanError, match="V9 step"):
-        edited(again, 0, steps=tuple(steps)).validate()
 
 
 # ---- from a configuration --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from attention_oracle import causal, gather, oracle, random_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.hub import poison
 from testkit.stream_machine import DeadlockError, DeferredArithmetic, Machine, MachineStreams, Network
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from engine.attention.planners.ring import Ring, plan_backward, plan_forward
 from engine.attention.presets import AttentionMethod
 from engine.attention.streams import StreamTransport
 from engine.attention.topology import Topology
-from engine.attention.transport import Meter, Parcel, poison
+from engine.attention.transport import Meter, Parcel
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
@@ -37,12 +38,12 @@ class PooledArithmetic(TensorArithmetic):
     """Buffers that are no input or output come from a pool, as one lease."""
 
     def __init__(self, pool: BufferPool) -> None:
-        super().__init__(SHAPE, ReferenceKernel(), poisoned=True)
+        super().__init__(SHAPE, ReferenceKernel())
         self.lease = pool.lease()
 
     def allocate(self, slot: Slot) -> Fields:
         if slot.pin is not None:
-            return super().allocate(slot)
+            return {name: poison(tensor) for name, tensor in super().allocate(slot).items()}
         place = compute_place(SHAPE.device, slot.where)
         shapes = {name: ((slot.rows, *tail), dtype) for name, (tail, dtype) in self._field_shapes(slot).items()}
         return {name: poison(self.lease.empty(*given, place)) for name, given in shapes.items()}
