@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import RunConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, GuardConfig, RopeScalingConfig, RunConfig
 from engine.config_checks import check_config, config_problems, known_cp_size
 from engine.config_cluster import ContainerConfig, SshConfig
-from engine.config_guard import GuardConfig
-from engine.config_rope import RopeScalingConfig
 from engine.errors import ConfigError
 
 
@@ -181,14 +178,14 @@ def test_all_broken_rules_are_told_at_once() -> None:
         data={"format": "text"},
         cluster=RANKS4,
     )
-    keys = [problem.keys[0] for problem in config_problems(broken)]
+    keys = [problem.text.partition(":")[0].partition(" ")[0] for problem in config_problems(broken)]
     assert keys == [
         "optimizer.beta1",
         "model.head_dim",
         "optimizer.warmup_steps",
         "train.profile",
-        "data.format",
-        "attention.preset",
+        "data.paths",
+        "attention=single",
     ]
 
 
