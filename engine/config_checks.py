@@ -7,7 +7,6 @@ one rank per GPU, found at launch); rules that need it are then skipped, and app
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from engine.config_data import data_rules, weight_rules
 from engine.config_machines import machine_problems
 from engine.config_schema import Problem, range_problems, walk_fields
 from engine.errors import ConfigError
+from engine.parallel.degrees import divisors, known_cp_size, place_ranks, tensor_parallel_problems
 from engine.tiling import tile_tokens_of
 
 _EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -61,7 +61,7 @@ def _model(config: RunConfig) -> Iterator[str]:
     if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
         yield (
             f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
-            f"{_divisors(model.num_heads)}"
+            f"{divisors(model.num_heads)}"
         )
     if model.head_dim % 2:
         yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
@@ -183,79 +183,24 @@ def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _degrees(config: RunConfig) -> Iterator[str | Problem]:
-    """Degrees multiply to the number of ranks; nodes divide it."""
-    world_size, parallel = config.cluster.world_size, config.parallel
-    nodes = config.cluster.topology_groups
-    sizes = {"dp_replicate_size": parallel.dp_replicate_size, "dp_shard_size": parallel.dp_shard_size}
-    sizes |= {} if parallel.cp_size is None else {"cp_size": parallel.cp_size}
-    sizes |= {} if parallel.tp_size == 1 else {"tp_size": parallel.tp_size}
-    if world_size is None or min(nodes, *sizes.values()) < 1:
+def _degrees(config: RunConfig) -> Iterator[Problem]:
+    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
+    world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
+    sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
+    if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
         return
-    if world_size % nodes:
-        yield (
-            f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; "
-            f"choose a divisor of {_ranks_text(config)}"
-        )
-    keys = (*(f"parallel.{name}_size" for name in ("cp", "tp", "dp_shard", "dp_replicate")), "cluster.ranks_per_node")
-    fixed = math.prod(sizes.values())
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {fixed}"
-    if parallel.cp_size is None and world_size % fixed:
-        yield Problem(
-            keys,
-            f"parallel: {product} does not divide the {world_size} ranks of {_ranks_text(config)}; "
-            "choose degrees that do",
-        )
-    elif parallel.cp_size is not None and fixed != world_size:
-        yield Problem(
-            keys,
-            f"parallel: {product}, but {_ranks_text(config)}; {_ranks_advice(config, fixed)}"
-            "leave parallel.cp_size=null, or change a degree",
-        )
-
-
-def _ranks_text(config: RunConfig) -> str:
-    """How many ranks there are, as the settings have it."""
-    cluster = config.cluster
-    nodes = f" on {cluster.num_nodes} nodes" if (cluster.num_nodes or 1) > 1 else ""
-    return f"cluster.ranks_per_node={cluster.ranks_per_node}{nodes}"
-
-
-def _ranks_advice(config: RunConfig, world_size: int) -> str:
-    """The setting that gives `world_size` ranks, if there is one."""
-    nodes = config.cluster.num_nodes or 1
-    return "" if world_size % nodes else f"set cluster.ranks_per_node={world_size // nodes}, "
+    try:
+        place_ranks(parallel, world_size, nodes)
+    except ConfigError as error:
+        keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
+        for text in error.problems:
+            yield Problem(keys, text)
 
 
 def _tensor_parallel(config: RunConfig) -> Iterator[str]:
-    """Every matrix can be sliced, and its slices lie in one node."""
-    tp_size = config.parallel.tp_size
-    if tp_size < 1:
-        return
-    yield from tensor_parallel_problems(config.model, tp_size)
-    ranks, nodes = config.cluster.world_size, config.cluster.topology_groups
-    if ranks is None or nodes < 1 or ranks % nodes or ranks // nodes % tp_size == 0:
-        return
-    yield (
-        f"parallel.tp_size: got {tp_size}, which does not divide the {ranks // nodes} ranks of a node, and tensor "
-        f"parallelism stays inside a node; legal values: {_divisors(ranks // nodes)}"
-    )
-
-
-def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
-    """One sentence per size of the model that `tp_size` ranks cannot slice evenly."""
-    sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")}
-    legal = _divisors(math.gcd(*sizes.values()))
-    return [
-        f"parallel.tp_size: got {tp_size}, which does not divide model.{name}={size}; legal values for this model: "
-        f"{legal}" + (f" (or pad to model.vocab_size={-(-size // tp_size) * tp_size})" if name == "vocab_size" else "")
-        for name, size in sizes.items()
-        if size % tp_size
-    ]
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+    """Every matrix can be sliced."""
+    if config.parallel.tp_size > 0:
+        yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
 
 
 def _masks(config: RunConfig) -> Iterator[str]:
@@ -302,7 +247,7 @@ _METHOD_SETTINGS = (
 
 def _attention(config: RunConfig) -> Iterator[Problem]:
     """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
-    cp_size = known_cp_size(config)
+    cp_size = known_cp_size(config.parallel, config.cluster.world_size)
     attention = config.attention
     sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
     if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
@@ -317,16 +262,6 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
             yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
 
 
-def known_cp_size(config: RunConfig) -> int | None:
-    """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
-    parallel, world_size = config.parallel, config.cluster.world_size
-    others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-    if world_size is None or others < 1:
-        return parallel.cp_size
-    cp_size = world_size // others if parallel.cp_size is None else parallel.cp_size
-    return cp_size if cp_size * others == world_size else None
-
-
 def _has_legal_heads(model: ModelConfig) -> bool:
     return model.num_kv_heads > 0 and model.num_heads > 0 and model.num_heads % model.num_kv_heads == 0
 
@@ -334,12 +269,11 @@ def _has_legal_heads(model: ModelConfig) -> bool:
 def _topology(config: RunConfig, cp_size: int) -> Topology:
     """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
     world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
-    if world_size is None or world_size < 1 or nodes < 1 or world_size % nodes:
+    try:
+        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        return degrees.cp_topology(topology)
+    except ConfigError:  # of which another rule speaks
         return Topology(1, cp_size)
-    tp_size = config.parallel.tp_size
-    if tp_size < 1 or world_size // nodes % tp_size:
-        return Topology(1, cp_size)
-    return Topology(nodes, world_size // nodes // tp_size).group(cp_size)  # every tp_size-th rank of a node
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
