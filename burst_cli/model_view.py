@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from engine.config import ModelConfig
-from engine.config_reader import to_plain
+from engine.config_schema import to_plain
 from engine.errors import ConfigError
 from engine.pretrained.names import weight_files
 from engine.pretrained.shape import Pretrained, read_pretrained

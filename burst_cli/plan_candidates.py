@@ -15,7 +15,6 @@ from engine.attention.presets import resolve_attention
 from engine.attention.preview import AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import RunConfig
-from engine.config_checks import known_cp_size
 from engine.errors import ConfigError
 from engine.flops import Flops
 from engine.memory.auto import settle_run
@@ -23,6 +22,7 @@ from engine.memory.capacity import Capacity, capacity_of
 from engine.memory.fit import sequence_topology
 from engine.memory.kept import policy_cost
 from engine.memory.recompute import planned_flops
+from engine.parallel.degrees import known_cp_size
 from engine.simulate.machine import Machine
 from engine.step_time import StepTime, predict_step
 
@@ -201,7 +201,7 @@ def plan_each(
 
 def world_topology(config: RunConfig) -> Topology:
     """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
-    cp_size, cluster = known_cp_size(config), config.cluster
+    cp_size, cluster = known_cp_size(config.parallel, config.cluster.world_size), config.cluster
     if cp_size is None:
         raise ConfigError(
             "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "

@@ -6,430 +6,231 @@ one rank per GPU, found at launch); rules that need it are then skipped, and app
 
 from __future__ import annotations
 
-import glob
 import importlib.util
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
-from engine.config import DataConfig, ModelConfig, RunConfig
-from engine.config_data import data_problems
-from engine.config_machines import machine_problems, runs_elsewhere
-from engine.config_reader import range_problems
-from engine.config_schema import Problem
-from engine.config_state import start_problems, state_problems
+from engine.config import ModelConfig, RunConfig
+from engine.config_data import data_rules, weight_rules
+from engine.config_machines import machine_problems
+from engine.config_schema import Problem, range_problems, walk_fields
 from engine.errors import ConfigError
+from engine.parallel.degrees import divisors, known_cp_size, place_ranks, tensor_parallel_problems
 from engine.tiling import tile_tokens_of
 
-BYTE_VOCABULARY = 256
 _EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
+_SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 
 
 def check_config(config: RunConfig) -> None:
     """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule."""
-    problems = [*config_problems(config), *start_problems(config)]
-    if problems:
-        raise ConfigError([problem.text for problem in problems])
+    if texts := [*(problem.text for problem in config_problems(config)), *_start(config)]:
+        raise ConfigError(texts)
 
 
 def config_problems(config: RunConfig) -> list[Problem]:
-    """One problem per broken rule; rules that read a number which is itself out of range are silent."""
+    """One problem per broken rule; rules that read a number which is itself out of range are silent.
+
+    A rule yields a sentence, and the settings that it names are those that the problem concerns; or the problem itself,
+    where it concerns more.
+    """
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
-    rules = (
-        _name,
-        _model,
-        _rope,
-        _vocabulary,
-        _optimizer,
-        _train,
-        _data_format,
-        _prompts,
-        _mixture,
-        data_problems,
-        _data_files,
-    )
-    for rule in (*rules, state_problems, _memory, machine_problems, _degrees, _tensor_parallel, _masks, _attention):
-        problems += [problem for problem in rule(config) if out_of_range.isdisjoint(problem.keys)]
+    for rule in _RULES:
+        found = (one if isinstance(one, Problem) else _named_in(one) for one in rule(config))
+        problems += [problem for problem in found if out_of_range.isdisjoint(problem.keys)]
     return problems
 
 
-def _name(config: RunConfig) -> Iterator[Problem]:
+def _named_in(text: str) -> Problem:
+    words = re.findall(r"\w+(?:\.\w+)*", text)
+    return Problem(tuple(dict.fromkeys(word for word in words if word in _SETTINGS)), text)
+
+
+def _name(config: RunConfig) -> Iterator[str]:
     if not _EXP_NAME.fullmatch(config.exp):
-        yield Problem(
-            ("exp",),
-            f"exp: {config.exp!r} cannot name the folder of a run; use letters, digits, '.', '_' and '-', at most 100",
-        )
+        yield f"exp: {config.exp!r} cannot name the folder of a run; use letters, digits, '.', '_' and '-', at most 100"
 
 
-def _model(config: RunConfig) -> Iterator[Problem]:
+def _model(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
-        legal = ", ".join(str(count) for count in range(1, model.num_heads + 1) if model.num_heads % count == 0)
-        yield Problem(
-            ("model.num_heads", "model.num_kv_heads"),
+        yield (
             f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
-            f"{legal}",
+            f"{divisors(model.num_heads)}"
         )
     if model.head_dim % 2:
-        yield Problem(
-            ("model.head_dim",),
-            f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels",
-        )
+        yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
 
 
-def _rope(config: RunConfig) -> Iterator[Problem]:
-    scaling, key = config.model.rope_scaling, "model.rope_scaling"
+def _rope(config: RunConfig) -> Iterator[str]:
+    scaling = config.model.rope_scaling
     if scaling.kind in ("yarn", "llama3") and scaling.original_seq_len is None:
-        yield Problem(
-            (f"{key}.original_seq_len", f"{key}.kind"),
-            f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on",
-        )
+        yield f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on"
     if scaling.kind == "none" and scaling.factor != 1.0:
-        yield Problem(
-            (f"{key}.factor", f"{key}.kind"),
+        yield (
             f"model.rope_scaling.factor: got {scaling.factor}, but kind=none stretches nothing; set "
-            "model.rope_scaling.kind to linear, ntk, yarn or llama3",
+            "model.rope_scaling.kind to linear, ntk, yarn or llama3"
         )
     if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Problem(
-            (f"{key}.low_freq_factor", f"{key}.high_freq_factor"),
+        yield (
             f"model.rope_scaling.low_freq_factor: got {scaling.low_freq_factor}, expected less than high_freq_factor="
-            f"{scaling.high_freq_factor}",
+            f"{scaling.high_freq_factor}"
         )
     if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
-        yield Problem(
-            (f"{key}.beta_slow", f"{key}.beta_fast"),
-            f"model.rope_scaling.beta_slow: got {scaling.beta_slow}, expected less than beta_fast={scaling.beta_fast}",
-        )
+        yield f"model.rope_scaling.beta_slow: got {scaling.beta_slow}, expected less than beta_fast={scaling.beta_fast}"
 
 
-def _vocabulary(config: RunConfig) -> Iterator[Problem]:
-    """The model has a row for every id that the tokenizer can give; of a tokenizer.json only the file is known here."""
-    rows = config.model.vocab_size
-    needs = {"bytes": BYTE_VOCABULARY, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
-    if needs is not None and config.data.format != "shards" and rows < needs:
-        smaller = " or a smaller data.bpe_vocab_size" if config.data.tokenizer == "bpe" else ""
-        yield Problem(
-            ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"),
-            f"model.vocab_size: got {rows}, but data.tokenizer={config.data.tokenizer} gives {needs} different tokens; "
-            f"set model.vocab_size={needs} or more{smaller}",
-        )
-
-
-def _optimizer(config: RunConfig) -> Iterator[Problem]:
+def _optimizer(config: RunConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps > steps:
-        yield Problem(
-            ("optimizer.warmup_steps", "train.steps"),
+        yield (
             f"optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at most train.steps={steps}; "
-            "set both, such as optimizer.warmup_steps=0",
+            "set both, such as optimizer.warmup_steps=0"
         )
     if optimizer.decay_steps is None:
         return
     if optimizer.schedule != "wsd":
-        yield Problem(
-            ("optimizer.decay_steps", "optimizer.schedule"),
+        yield (
             f"optimizer.decay_steps: only optimizer.schedule=wsd has a final decay, not {optimizer.schedule}; "
-            "leave it null or choose wsd",
+            "leave it null or choose wsd"
         )
     elif optimizer.warmup_steps + optimizer.decay_steps > steps:
-        yield Problem(
-            ("optimizer.decay_steps", "optimizer.warmup_steps", "train.steps"),
+        yield (
             f"optimizer.decay_steps: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} steps exceed "
-            f"train.steps={steps}; shorten one or train longer",
+            f"train.steps={steps}; shorten one or train longer"
         )
 
 
-def _train(config: RunConfig) -> Iterator[Problem]:
+def _train(config: RunConfig) -> Iterator[str]:
     train = config.train
     if train.warmup_metric_steps >= train.steps:
-        yield Problem(
-            ("train.warmup_metric_steps", "train.steps"),
+        yield (
             f"train.warmup_metric_steps: got {train.warmup_metric_steps}, which leaves no step of train.steps="
-            f"{train.steps} for the medians; expected less than {train.steps}",
+            f"{train.steps} for the medians; expected less than {train.steps}"
         )
     if train.profile is None:
         return
     found = _STEP_RANGE.fullmatch(train.profile)
     if found is None or not 1 <= int(found[1]) < int(found[2]) <= train.steps + 1:
-        yield Problem(
-            ("train.profile", "train.steps"),
+        yield (
             f"train.profile: got {train.profile!r}, expected START:STOP with 1 <= START < STOP <= "
-            f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7",
+            f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7"
         )
 
 
-def _memory(config: RunConfig) -> Iterator[Problem]:
+def _memory(config: RunConfig) -> Iterator[str]:
     """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
     memory = config.memory
     if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
-        yield Problem(
-            ("memory.activation_checkpoint", "memory.checkpoint_layers"),
+        yield (
             "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
-            "them; set memory.checkpoint_layers=[], or another activation_checkpoint",
+            "them; set memory.checkpoint_layers=[], or another activation_checkpoint"
         )
     if memory.host_layers is not None and memory.activation_store != "host":
-        yield Problem(
-            ("memory.host_layers", "memory.activation_store"),
+        yield (
             f"memory.host_layers={memory.host_layers} says how many layers keep in host memory what backward needs, "
-            "which memory.activation_store=host asks for; set that, or memory.host_layers=null",
+            "which memory.activation_store=host asks for; set that, or memory.host_layers=null"
         )
     if memory.optimizer_in_backward:
         yield from update_in_backward_problems(config)
     if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
-        yield Problem(
-            ("memory.moments_dtype",),
+        yield (
             "memory.moments_dtype=int8 needs torchao, which is not installed; run: pip install 'burst-train[int8]', "
-            "or set memory.moments_dtype=float32",
+            "or set memory.moments_dtype=float32"
         )
 
 
-def update_in_backward_problems(config: RunConfig) -> list[Problem]:
-    """Why weights cannot be updated inside backward under this configuration; empty: they can."""
+def _start(config: RunConfig) -> Iterator[str]:
+    """What stands against starting a run, but not against looking at its plan or preparing its data."""
+    model = config.model
+    if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
+        yield (
+            f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "
+            "weights; set model.init_from=FOLDER of a Hugging Face model (`burst model FOLDER` shows its settings), or "
+            "model.require_init_from=false to train from scratch"
+        )
+
+
+def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
+    """Why weights cannot be updated inside backward under this configuration; nothing: they can."""
     clip, micro_steps = config.optimizer.max_grad_norm, config.train.grad_accum_steps
     replicas = config.parallel.dp_replicate_size
-    problems = []
+    given = "memory.optimizer_in_backward=true"
     if clip is not None:
-        problems.append(
-            Problem(
-                ("memory.optimizer_in_backward", "optimizer.max_grad_norm"),
-                "memory.optimizer_in_backward=true updates layers before the norm of all gradients is known, but "
-                f"optimizer.max_grad_norm={clip:g}; set optimizer.max_grad_norm=null",
-            )
+        yield (
+            f"{given} updates layers before the norm of all gradients is known, but "
+            f"optimizer.max_grad_norm={clip:g}; set optimizer.max_grad_norm=null"
         )
     if micro_steps > 1:
-        problems.append(
-            Problem(
-                ("memory.optimizer_in_backward", "train.grad_accum_steps"),
-                "memory.optimizer_in_backward=true updates a layer after its first backward pass, but "
-                f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1",
-            )
+        yield (
+            f"{given} updates a layer after its first backward pass, but "
+            f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1"
         )
     if config.train.guard.may_drop:
-        problems.append(
-            Problem(
-                ("memory.optimizer_in_backward", "train.guard"),
-                "memory.optimizer_in_backward=true has updated the weights before a step can be judged, but "
-                "train.guard may drop steps; set train.guard.on_nonfinite=stop and train.guard.spike_deviations=null",
-            )
+        yield (
+            f"{given} has updated the weights before a step can be judged, but "
+            "train.guard may drop steps; set train.guard.on_nonfinite=stop and train.guard.spike_deviations=null"
         )
     if replicas > 1:
-        problems.append(
-            Problem(
-                ("memory.optimizer_in_backward", "parallel.dp_replicate_size"),
-                "memory.optimizer_in_backward=true saves nothing here: FSDP2 keeps all reduced gradients until the end "
-                f"of backward, but parallel.dp_replicate_size={replicas}; set parallel.dp_replicate_size=1",
-            )
+        yield (
+            f"{given} saves nothing here: FSDP2 keeps all reduced gradients until the end "
+            f"of backward, but parallel.dp_replicate_size={replicas}; set parallel.dp_replicate_size=1"
         )
-    return problems
-
-
-def _data_format(config: RunConfig) -> Iterator[Problem]:
-    data = config.data
-    if data.format == "stdlib" and data.paths:
-        yield Problem(
-            ("data.format", "data.paths"),
-            f"data.paths: data.format=stdlib reads no files, but {list(data.paths)} was given; choose what they hold: "
-            "data=text, data=jsonl, data=parquet or data=shards",
-        )
-    if data.format != "stdlib" and not data.paths:
-        yield Problem(
-            ("data.format", "data.paths"),
-            f"data.paths: data.format={data.format} reads files, but none was given; add data.paths=[FILE,FOLDER,GLOB]",
-        )
-
-
-def _prompts(config: RunConfig) -> Iterator[Problem]:
-    if config.data.prompt_field is not None and config.data.format != "jsonl":
-        yield Problem(
-            ("data.prompt_field", "data.format"),
-            f"data.prompt_field names a key of JSON lines, but data.format={config.data.format}; set data=jsonl or "
-            "data.prompt_field=null",
-        )
-
-
-def _mixture(config: RunConfig) -> Iterator[Problem]:
-    paths, weights = config.data.mix_paths, config.data.mix_weights
-    if len(weights) != (len(paths) + 1 if paths else 0) or any(weight <= 0 for weight in weights):
-        yield Problem(
-            ("data.mix_paths", "data.mix_weights"),
-            f"data.mix_weights: got {list(weights)}, expected one positive number for data.paths and one for each of "
-            f"the {len(paths)} data.mix_paths",
-        )
-
-
-def _data_files(config: RunConfig) -> Iterator[Problem]:
-    """What this machine's disk tells; of other machines' files a launch asks them."""
-    if runs_elsewhere(config.cluster):
-        return
-    for index, entry in enumerate(config.data.paths):
-        if not _names_something(entry):
-            yield Problem(
-                (f"data.paths[{index}]",),
-                f"data.paths: no such file or folder: {entry!r} (looked from {Path.cwd()}); give paths that exist",
-            )
-    for index, entry in enumerate(config.data.mix_paths):
-        if not Path(entry).expanduser().is_dir():
-            yield Problem(
-                (f"data.mix_paths[{index}]",),
-                f"data.mix_paths: no such folder: {entry!r} (looked from {Path.cwd()}); give folders that "
-                "`burst data prepare` made",
-            )
-    yield from _tokenizer_file(config.data)
-    prepared = config.data.prepared_dir
-    if prepared is not None and Path(prepared).expanduser().is_file():
-        yield Problem(
-            ("data.prepared_dir",), f"data.prepared_dir: {prepared!r} is a file; give a folder, which need not exist"
-        )
-
-
-def _names_something(entry: str) -> bool:
-    """Whether a file, a folder or a glob with at least one match has this name."""
-    path = Path(entry).expanduser()
-    if not entry or path.exists() or not any(character in entry for character in "*?["):
-        return bool(entry) and path.exists()
-    return bool(glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-
-
-def _tokenizer_file(data: DataConfig) -> Iterator[Problem]:
-    if data.tokenizer in ("bytes", "bpe") or Path(data.tokenizer).expanduser().is_file():
-        return
-    yield Problem(
-        ("data.tokenizer",),
-        f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists "
-        f"(looked from {Path.cwd()})",
-    )
 
 
 def _degrees(config: RunConfig) -> Iterator[Problem]:
-    """Degrees multiply to the number of ranks; nodes divide it."""
-    world_size, parallel = config.cluster.world_size, config.parallel
-    nodes = config.cluster.topology_groups
-    sizes = {"dp_replicate_size": parallel.dp_replicate_size, "dp_shard_size": parallel.dp_shard_size}
-    sizes |= {} if parallel.cp_size is None else {"cp_size": parallel.cp_size}
-    sizes |= {} if parallel.tp_size == 1 else {"tp_size": parallel.tp_size}
-    if world_size is None or min(nodes, *sizes.values()) < 1:
+    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
+    world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
+    sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
+    if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
         return
-    if world_size % nodes:
-        yield Problem(
-            ("cluster.topology_nodes", "cluster.ranks_per_node"),
-            f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; "
-            f"choose a divisor of {_ranks_text(config)}",
-        )
-    keys = (*(f"parallel.{name}_size" for name in ("cp", "tp", "dp_shard", "dp_replicate")), "cluster.ranks_per_node")
-    fixed = math.prod(sizes.values())
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {fixed}"
-    if parallel.cp_size is None and world_size % fixed:
-        yield Problem(
-            keys,
-            f"parallel: {product} does not divide the {world_size} ranks of {_ranks_text(config)}; "
-            "choose degrees that do",
-        )
-    elif parallel.cp_size is not None and fixed != world_size:
-        yield Problem(
-            keys,
-            f"parallel: {product}, but {_ranks_text(config)}; {_ranks_advice(config, fixed)}"
-            "leave parallel.cp_size=null, or change a degree",
-        )
+    try:
+        place_ranks(parallel, world_size, nodes)
+    except ConfigError as error:
+        keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
+        for text in error.problems:
+            yield Problem(keys, text)
 
 
-def _ranks_text(config: RunConfig) -> str:
-    """How many ranks there are, as the settings have it."""
-    cluster = config.cluster
-    nodes = f" on {cluster.num_nodes} nodes" if (cluster.num_nodes or 1) > 1 else ""
-    return f"cluster.ranks_per_node={cluster.ranks_per_node}{nodes}"
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    """Every matrix can be sliced."""
+    if config.parallel.tp_size > 0:
+        yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
 
 
-def _ranks_advice(config: RunConfig, world_size: int) -> str:
-    """The setting that gives `world_size` ranks, if there is one."""
-    nodes = config.cluster.num_nodes or 1
-    return "" if world_size % nodes else f"set cluster.ranks_per_node={world_size // nodes}, "
-
-
-def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
-    """Every matrix can be sliced, and its slices lie in one node."""
-    tp_size = config.parallel.tp_size
-    if tp_size < 1:
-        return
-    model_keys = ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
-    for text in tensor_parallel_problems(config.model, tp_size):
-        yield Problem(("parallel.tp_size", *(f"model.{name}" for name in model_keys)), text)
-    ranks, nodes = config.cluster.world_size, config.cluster.topology_groups
-    if ranks is None or nodes < 1 or ranks % nodes or ranks // nodes % tp_size == 0:
-        return
-    yield Problem(
-        ("parallel.tp_size", "cluster.topology_nodes", "cluster.ranks_per_node"),
-        f"parallel.tp_size: got {tp_size}, which does not divide the {ranks // nodes} ranks of a node, and tensor "
-        f"parallelism stays inside a node; legal values: {_divisors(ranks // nodes)}",
-    )
-
-
-def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
-    """One sentence per size of the model that `tp_size` ranks cannot slice evenly."""
-    sizes = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "vocab_size": model.vocab_size,
-    }
-    legal = _divisors(math.gcd(*sizes.values()))
-    return [
-        f"parallel.tp_size: got {tp_size}, which does not divide model.{name}={size}; legal values for this model: "
-        f"{legal}" + (f" (or pad to model.vocab_size={-(-size // tp_size) * tp_size})" if name == "vocab_size" else "")
-        for name, size in sizes.items()
-        if size % tp_size
-    ]
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
-def _masks(config: RunConfig) -> Iterator[Problem]:
+def _masks(config: RunConfig) -> Iterator[str]:
     """Masks have what they need, and documents are told apart where the data can say them."""
     attention = config.attention
     kinds = {attention.mask, *attention.mask_layers}
     if attention.window_tokens is None and kinds & {"window", "sink_window"}:
-        yield Problem(
-            ("attention.window_tokens", "attention.mask", "attention.mask_layers"),
+        yield (
             "attention.window_tokens: null, but a windowed mask is asked for; give the number of keys that a token "
-            "sees, such as attention.window_tokens=4096",
+            "sees, such as attention.window_tokens=4096"
         )
     if attention.blocks_file is None and "blocks" in kinds:
-        yield Problem(
-            ("attention.blocks_file", "attention.mask", "attention.mask_layers"),
-            "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one",
-        )
+        yield "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one"
     if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
-        yield Problem(
-            ("attention.blocks_file",),
-            f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})",
-        )
+        yield f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})"
     if attention.documents and config.train.micro_batch_size > 1:
-        yield Problem(
-            ("attention.documents", "train.micro_batch_size"),
+        yield (
             f"attention.documents=true needs train.micro_batch_size=1, got {config.train.micro_batch_size}: the "
-            "sequences of a micro-batch share one plan; use train.grad_accum_steps instead",
+            "sequences of a micro-batch share one plan; use train.grad_accum_steps instead"
         )
     if attention.layout in ("per_document", "balanced") and config.parallel.tp_size > 1:
-        yield Problem(
-            ("attention.layout", "parallel.tp_size"),
+        yield (
             f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks "
-            "cannot divide; choose another layout or set parallel.tp_size=1",
+            "cannot divide; choose another layout or set parallel.tp_size=1"
         )
     if attention.layout == "per_document" and not attention.documents:
-        yield Problem(
-            ("attention.layout", "attention.documents"),
-            "attention.layout=per_document divides every document over the ranks; set attention.documents=true",
-        )
+        yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
 
 
-METHOD_SETTINGS = (
+_METHOD_SETTINGS = (
     "layout",
     "head_parallel_size",
     "ring_inner_size",
@@ -446,7 +247,7 @@ METHOD_SETTINGS = (
 
 def _attention(config: RunConfig) -> Iterator[Problem]:
     """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
-    cp_size = known_cp_size(config)
+    cp_size = known_cp_size(config.parallel, config.cluster.world_size)
     attention = config.attention
     sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
     if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
@@ -456,19 +257,9 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     try:
         tile_tokens_of(config, resolve_attention(config, _topology(config, cp_size)))
     except ConfigError as error:
-        keys = tuple(f"attention.{name}" for name in ("preset", *METHOD_SETTINGS))
+        keys = tuple(f"attention.{name}" for name in ("preset", *_METHOD_SETTINGS))
         for text in error.problems:
             yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
-
-
-def known_cp_size(config: RunConfig) -> int | None:
-    """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
-    parallel, world_size = config.parallel, config.cluster.world_size
-    others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-    if world_size is None or others < 1:
-        return parallel.cp_size
-    cp_size = world_size // others if parallel.cp_size is None else parallel.cp_size
-    return cp_size if cp_size * others == world_size else None
 
 
 def _has_legal_heads(model: ModelConfig) -> bool:
@@ -478,9 +269,25 @@ def _has_legal_heads(model: ModelConfig) -> bool:
 def _topology(config: RunConfig, cp_size: int) -> Topology:
     """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
     world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
-    if world_size is None or world_size < 1 or nodes < 1 or world_size % nodes:
+    try:
+        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        return degrees.cp_topology(topology)
+    except ConfigError:  # of which another rule speaks
         return Topology(1, cp_size)
-    tp_size = config.parallel.tp_size
-    if tp_size < 1 or world_size // nodes % tp_size:
-        return Topology(1, cp_size)
-    return Topology(nodes, world_size // nodes // tp_size).group(cp_size)  # every tp_size-th rank of a node
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
+    _name,
+    _model,
+    _rope,
+    _optimizer,
+    _train,
+    data_rules,
+    weight_rules,
+    _memory,
+    machine_problems,
+    _degrees,
+    _tensor_parallel,
+    _masks,
+    _attention,
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from engine.config_guard import GuardConfig, Reaction
+from engine.config import GuardConfig, Reaction
 from engine.errors import RunError
 
 ENOUGH_LOSSES = 8  # fewer tell nothing about a spike

@@ -173,7 +173,7 @@ class Trainer:
 
     def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
         """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
-        self._status.step, self._status.phase = step + 1, "load batch"
+        self._status.step, self._status.micro_step, self._status.phase = step + 1, 0, "load batch"
         with self._profiler.step(step + 1):
             self._meter.start()
             batches = self._batches.take(step)

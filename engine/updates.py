@@ -56,8 +56,8 @@ def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: to
     Raises ConfigError where updates in backward cannot do what else is asked for.
     """
     in_backward, max_grad_norm = config.memory.optimizer_in_backward, config.optimizer.max_grad_norm
-    if in_backward and (problems := update_in_backward_problems(config)):
-        raise ConfigError([problem.text for problem in problems])
+    if in_backward and (problems := list(update_in_backward_problems(config))):
+        raise ConfigError(problems)
     after = UpdateAfterBackward(model, optimizer, max_grad_norm)
     if config.memory.optimizer_store == "host":
         on_gpu = mesh.device.type == "cuda"

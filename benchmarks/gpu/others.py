@@ -1,7 +1,4 @@
-"""Parts that the engine's own benchmarks measure: elementwise kernels, and host offload.
-
-Either module may be missing from a checkout: then its row says so. They choose sizes by the device, tiny ones on a CPU.
-"""
+"""Elementwise kernels and the host link, whose benchmarks choose sizes by the device: tiny ones on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 
 @dataclass(frozen=True)
 class Other:
-    """A module of the engine and its function: device -> rows, those that failed with an `error`."""
+    """A module and its function: device -> rows, those that failed with an `error`."""
 
     name: str
     title: str
@@ -26,8 +23,8 @@ class Other:
 
 
 OTHERS = (
-    Other("elementwise", "Elementwise kernels", "engine.bench.elementwise", "bench_elementwise", 1.5, 18.0),
-    Other("offload", "Host offload", "engine.bench.offload", "bench_offload", 2.5, 18.0),
+    Other("elementwise", "Elementwise kernels", "benchmarks.gpu.elementwise", "bench_elementwise", 1.5, 18.0),
+    Other("offload", "Host offload", "benchmarks.gpu.offload", "bench_offload", 2.5, 18.0),
 )
 
 
@@ -47,14 +44,8 @@ def _part(other: Other, *, small: bool) -> Part:
 
 
 def measure(device: torch.device, module: str, function: str) -> list[Row]:
-    """What the engine's benchmark gives, or one row that it is not available."""
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        return [{"status": "not available", "error": f"no module {module}"}]
-    return [flat(row) for row in getattr(found, function)(device)]
+    """What the benchmark gives."""
+    return [flat(row) for row in getattr(importlib.import_module(module), function)(device)]
 
 
 def flat(row: Row) -> Row:

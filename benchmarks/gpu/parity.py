@@ -37,7 +37,7 @@ from engine.config import (
 )
 from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
-from engine.config_reader import read_dataclass, to_plain
+from engine.config_schema import read_dataclass, to_plain
 from engine.data import Batch
 from engine.errors import RunError
 from engine.loss.options import IGNORE_INDEX

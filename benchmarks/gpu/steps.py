@@ -25,7 +25,7 @@ from engine.bench.measure import synchronize
 from engine.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
 from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
-from engine.config_reader import to_plain
+from engine.config_schema import to_plain
 from engine.data import Batch
 from engine.errors import ConfigError
 from engine.flops import attention_pairs, count_parameters, step_flops

@@ -10,7 +10,7 @@ from engine.bench.spec import CELL_FILE, RankSetup, Rounds, read_attention, spli
 from engine.config import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
-from engine.config_reader import read_dataclass, to_plain
+from engine.config_schema import read_dataclass, to_plain
 from engine.errors import ConfigError
 from engine.flops import attention_pairs, count_parameters, forward_flops
 from engine.memory.policy import layer_policies

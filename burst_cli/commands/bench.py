@@ -258,7 +258,7 @@ def _words(text: str, option: str) -> list[str]:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    from engine.config_reader import tokens_of
+    from engine.config_schema import tokens_of
 
     words = [str(tokens_of(word)) for word in _words(text, option)]
     if not all(word.isdecimal() and int(word) > 0 for word in words):

@@ -15,7 +15,7 @@ from engine.attention.presets import PRESETS, AttentionMethod, legal_degrees, lo
 from engine.attention.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, RunConfig
-from engine.config_reader import to_plain
+from engine.config_schema import to_plain
 from engine.devices import DEFAULT_DEVICE, find_device
 from engine.errors import ConfigError
 from engine.simulate.machine import Machine, find_machine

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -68,15 +68,11 @@ def attention_layers(
     attention, seq_len = config.attention, config.train.seq_len
     kinds = attention.mask_layers or (attention.mask,)
     masks = {kind: build_mask(kind, seq_len, mask_options(attention, kind), documents) for kind in set(kinds)}
-    circulates = attention.circulates_layers or (method.backward_circulates,)
     policies = checkpoint_kinds(config.memory)
-    methods = {choice: replace(method, backward_circulates=choice) for choice in set(circulates)}
     cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
     return tuple(
-        LayerAttention(
-            masks[kinds[i % len(kinds)]], methods[circulates[i % len(circulates)]], cuts[policies[i % len(policies)]]
-        )
-        for i in range(math.lcm(len(kinds), len(circulates), len(policies)))
+        LayerAttention(masks[kinds[i % len(kinds)]], method, cuts[policies[i % len(policies)]])
+        for i in range(math.lcm(len(kinds), len(policies)))
     )
 
 

@@ -36,7 +36,7 @@ from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
 from engine.attention.runtime import run_attention
 from engine.attention.topology import Topology
 from engine.config import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_reader import range_problems, read_dataclass
+from engine.config_schema import range_problems, read_dataclass
 from engine.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)

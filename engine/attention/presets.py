@@ -359,7 +359,7 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
     layout = attention.layout or preset.layout
     transport = attention.kv_transport or preset.kv_transport
     order = attention.backward_order or preset.backward_order
-    circulating = {attention.backward_circulates or preset.backward_circulates, *attention.circulates_layers}
+    circulates = attention.backward_circulates or preset.backward_circulates
     if layout == "chunk_cyclic" and not chunked:
         problems.append("attention.layout=chunk_cyclic orders tokens by chunks; set attention.chunk_tokens")
     for name, value in (("chunk_store", attention.chunk_store), ("prefetch_chunks", attention.prefetch_chunks)):
@@ -367,13 +367,13 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
             problems.append(f"attention.{name}={value} speaks of chunks; set attention.chunk_tokens, or leave it null")
     if chunked:
         problems += _chunk_problems(attention, transport, order)
-    if "q" in circulating and transport == "all_gather":
+    if circulates == "q" and transport == "all_gather":
         problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
     if order == "reversed" and transport == "all_gather":
         problems.append("attention.backward_order=reversed turns a ring around; kv_transport=all_gather has none")
     if order == "reversed" and attention.tail_steps:
         problems.append("attention.tail_steps hides a hop that backward_order=reversed does not have; leave it null")
-    if order == "reversed" and circulating & {"q", "auto"}:
+    if order == "reversed" and circulates in ("q", "auto"):
         problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
     return problems
 
@@ -384,7 +384,7 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
         "kv_transport=all_gather": transport == "all_gather",
         "backward_order=reversed": order == "reversed",
         "tail_steps": bool(attention.tail_steps),
-        "backward_circulates=q": attention.backward_circulates == "q" or "q" in attention.circulates_layers,
+        "backward_circulates=q": attention.backward_circulates == "q",
     }
     return [
         f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it "

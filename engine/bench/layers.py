@@ -14,7 +14,7 @@ from engine.attention.plan import LinkBytes, RankPlan
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import SilentTransport, Transport
 from engine.bench.spec import AttentionCell, HeadShape
-from engine.config_reader import to_plain
+from engine.config_schema import to_plain
 from engine.parallel.mesh import Mesh, build_mesh
 
 

@@ -17,7 +17,7 @@ from engine.attention.presets import PRESETS
 from engine.config import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
-from engine.config_reader import read_dataclass, to_plain
+from engine.config_schema import read_dataclass, to_plain
 from engine.errors import ConfigError
 
 CELL_FILE = "cell.json"

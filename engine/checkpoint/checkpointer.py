@@ -46,7 +46,7 @@ from engine.checkpoint.fetch import Disk, Fetch
 from engine.checkpoint.manifest import CheckpointError, FileFacts, Manifest
 from engine.checkpoint.state import Restorable
 from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig
 from engine.run.records import utc_now
 
 _ID_BYTES = 8

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
-from engine.config import load_config
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, load_config
 from engine.errors import ConfigError
 from engine.run.records import replace_json
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.topology import Topology
 from engine.config import RunConfig
-from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate, estimate_memory
+from engine.parallel.degrees import tensor_parallel_problems
 
 MOST_RANKS = 1024  # advice speaks of no more
 _NODE_RANKS = 8

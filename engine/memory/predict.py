@@ -44,7 +44,8 @@ from engine.memory.worst_rank import worst_ranks
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
 from engine.optim import build_optimizer
-from engine.parallel.mesh import Degrees, Mesh, parameter_meshes, resolve_degrees
+from engine.parallel.degrees import Degrees, resolve_degrees
+from engine.parallel.mesh import Mesh, parameter_meshes
 from engine.row_blocks import Rehearsal, rehearse
 from engine.train_step import RankBatch, TrainStep, rank_batch
 
@@ -124,9 +125,7 @@ class _Scene:
         self._topology = topology
         self._kind = kind
         self._degrees = resolve_degrees(config.parallel, topology.size)
-        cp_topology = Topology(topology.nodes, topology.local_ranks // self._degrees.tp_size).group(
-            self._degrees.cp_size
-        )
+        cp_topology = self._degrees.cp_topology(topology)
         choice = settle_auto(config, cp_topology, machine_of(config, "cpu" if kind == "cpu" else None))
         self._config: RunConfig = choice.config
         self._method: AttentionMethod = resolve_attention(choice.config, cp_topology)

@@ -18,7 +18,6 @@ from torch import nn
 from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig
-from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
 from engine.memory.host_limit import activation_limit
 from engine.memory.kept import layers_on_host
@@ -28,6 +27,7 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.parallel.degrees import tensor_parallel_problems
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model

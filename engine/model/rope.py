@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.config_rope import RopeScalingConfig
+from engine.config import RopeScalingConfig
 from engine.fused_kernels.dispatch import uses_triton
 from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
 

@@ -1,18 +1,7 @@
-"""The one object that owns the meshes: degrees checked against the world size, every axis named with its purpose.
-
-world_size=8, dp_replicate_size=1, dp_shard_size=2, cp_size=2, tp_size=2
-dp_shard 0: ranks 0 1 2 3 share sequence 0        dp_shard 1: ranks 4 5 6 7 share sequence 1
-cp groups:  0 2 | 1 3 | 4 6 | 5 7                 tp groups:  0 1 | 2 3 | 4 5 | 6 7
-
-dp_replicate   whole copies of the sharded model (HSDP); gradients are all-reduced between them
-dp_shard       different sequences; parameters are sharded over dp_shard x cp together
-cp             parts of the same sequence; its ranks are as near to one another as tp lets them be
-tp             slices of every matrix, and parts of a cp rank's rows between layers; innermost, always inside a node
-"""
+"""The one object that owns the meshes of a run, and what a process must know to become one of its ranks."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,39 +16,12 @@ from engine.attention.topology import Topology
 from engine.config import ParallelConfig
 from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
+from engine.parallel.degrees import Degrees, place_ranks
 from engine.parallel.shard import RowPart
 
 # Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
 START_TIMEOUT = timedelta(minutes=60)
 STEP_TIMEOUT_S = 600.0  # in training: no rank is so far ahead of another
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Size of every axis; their product is the world size."""
-
-    dp_replicate_size: int
-    dp_shard_size: int
-    cp_size: int
-    tp_size: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.dp_replicate_size * self.dp_shard_size * self.cp_size * self.tp_size
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Consecutive ranks that work on the same sequence: cp x tp."""
-        return self.cp_size * self.tp_size
-
-    def cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every context-parallel group as global ranks, in order of their first rank: every tp_size-th rank."""
-        return tuple(
-            tuple(range(first + tp_rank, first + self.sequence_ranks, self.tp_size))
-            for first in range(0, self.world_size, self.sequence_ranks)
-            for tp_rank in range(self.tp_size)
-        )
 
 
 @dataclass(frozen=True)
@@ -120,9 +82,8 @@ class Mesh:
 
     @property
     def cp_topology(self) -> Topology:
-        """Where the ranks of this rank's cp group lie: of a node's ranks every tp_size-th belongs to it."""
-        nodes, local_ranks = self.topology.nodes, self.topology.local_ranks
-        return Topology(nodes, local_ranks // self.tp_size).group(self.cp_size)
+        """Where the ranks of this rank's cp group lie."""
+        return self.degrees.cp_topology(self.topology)
 
     @property
     def cp_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -138,54 +99,6 @@ class Mesh:
     def dp_rank(self) -> int:
         """Which of the `dp_size` groups this rank belongs to."""
         return self.rank // self.degrees.sequence_ranks
-
-
-def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
-    """The size of every axis for `world_size` ranks; `cp_size` null takes the ranks that the other axes leave.
-
-    Raises ConfigError with every problem.
-    """
-    sizes = {
-        "dp_replicate_size": parallel.dp_replicate_size,
-        "dp_shard_size": parallel.dp_shard_size,
-        "cp_size": parallel.cp_size,
-        "tp_size": parallel.tp_size,
-    }
-    given = {name: size for name, size in sizes.items() if size is not None}
-    problems = [f"parallel.{name}: got {size}; a degree must be at least 1" for name, size in given.items() if size < 1]
-    if problems:
-        raise ConfigError(problems)
-    fixed = math.prod(given.values())
-    product = " x ".join(f"{name} {size}" for name, size in given.items()) + f" = {fixed}"
-    if parallel.cp_size is None and world_size % fixed:
-        raise ConfigError(
-            f"parallel: {product} does not divide {world_size} ranks; choose degrees that divide {world_size}, "
-            "or change the number of ranks"
-        )
-    if parallel.cp_size is not None and fixed != world_size:
-        raise ConfigError(
-            f"parallel: {product}, but {world_size} ranks were started; start {fixed} ranks or leave "
-            "parallel.cp_size=null"
-        )
-    return Degrees(**{**given, "cp_size": parallel.cp_size or world_size // fixed})
-
-
-def resolve_topology(cluster: ClusterConfig, world_size: int, local_world_size: int) -> Topology:
-    """Nodes x local ranks: as given by cluster.topology_nodes, else as the processes lie.
-
-    `local_world_size` must be equal on all nodes; 0 says that it is not, and every rank is then its own node.
-    """
-    nodes = cluster.topology_nodes
-    if nodes is None:
-        if local_world_size < 1 or world_size % local_world_size:
-            return Topology(world_size, 1)
-        return Topology(world_size // local_world_size, local_world_size)
-    if nodes < 1 or world_size % nodes:
-        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"cluster.topology_nodes: got {nodes}, which does not divide {world_size} ranks; legal values: {legal}"
-        )
-    return Topology(nodes, world_size // nodes)
 
 
 def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
@@ -274,34 +187,12 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
     """The mesh of this run on the started process group; called by all ranks. Raises ConfigError with all problems."""
     placement = read_placement()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    problems: list[str] = []
-    try:
-        degrees = resolve_degrees(parallel, world_size)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    try:
-        topology = resolve_topology(cluster, world_size, _common_local_world_size(placement))
-    except ConfigError as error:
-        problems.extend(error.problems)
-    if problems:
-        raise ConfigError(problems)
-    _check_tp_fits_a_node(degrees, topology)
+    degrees, topology = place_ranks(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))
     device = choose_device(cluster, placement)
     sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size, degrees.tp_size)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
     fsdp_mesh, tp_mesh = parameter_meshes(degrees, device)
     return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh, tp_mesh)
-
-
-def _check_tp_fits_a_node(degrees: Degrees, topology: Topology) -> None:
-    """Raises ConfigError where a tensor-parallel group would span nodes: it talks four times per layer and pass."""
-    if topology.local_ranks % degrees.tp_size == 0:
-        return
-    legal = ", ".join(str(n) for n in range(1, topology.local_ranks + 1) if topology.local_ranks % n == 0)
-    raise ConfigError(
-        f"parallel.tp_size: got {degrees.tp_size}, which does not divide the {topology.local_ranks} ranks of a node, "
-        f"and tensor parallelism stays inside a node; legal values: {legal}"
-    )
 
 
 def parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -315,8 +206,10 @@ def parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh
     return root[tuple(axes)], root["tp"]
 
 
-def _common_local_world_size(placement: Placement) -> int:
-    """Ranks per node if it is the same on every node, else 0; every rank gets the same answer."""
-    sizes: list[int | None] = [None] * dist.get_world_size()
+def _count_nodes(placement: Placement) -> int:
+    """Nodes of equally many ranks, else every rank is its own; every rank gets the same answer."""
+    world_size = dist.get_world_size()
+    sizes: list[int | None] = [None] * world_size
     dist.all_gather_object(sizes, placement.local_world_size)
-    return placement.local_world_size if len(set(sizes)) == 1 else 0
+    same = len(set(sizes)) == 1 and world_size % placement.local_world_size == 0
+    return world_size // placement.local_world_size if same else world_size

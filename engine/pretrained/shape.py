@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from engine.config import ModelConfig
-from engine.config_rope import RopeScalingConfig
+from engine.config import ModelConfig, RopeScalingConfig
 from engine.errors import ConfigError
 
 CONFIG_FILE = "config.json"

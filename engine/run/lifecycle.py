@@ -59,7 +59,7 @@ def _record_end(run: RunFolder, status: RankStatus, rank: int, error: BaseExcept
     if isinstance(error, KeyboardInterrupt):
         state, exit_code, failure = "cancelled", 130, None
     else:
-        status.release_reserve()
+        status.reserve = None  # given back, to say what went wrong
         facts = describe_error(error)
         state, exit_code = ("oom" if facts["kind"] == "oom" else "failed"), facts["exit_code"]
         kept = {key: facts[key] for key in ("kind", "type", "message", "exit_code", "memory")}

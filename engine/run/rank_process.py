@@ -11,101 +11,16 @@ import gc
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 
 from engine.errors import BurstError
-from engine.memory.oom import RESERVE_BYTES
 from engine.run.flight import BUFFER_ENTRIES, BUFFER_VARIABLE
 from engine.run.process import die_with_parent, redirect_output
-from engine.run.rank_report import Progress, RankPlace, RankReport
+from engine.run.rank_report import RankPlace, RankStatus
 from engine.runs import RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder, node_name
-from engine.waits import WaitClock
 
 __all__ = ["RANK_LOGS_VARIABLE", "RUN_ID_VARIABLE", "RankStatus", "leave", "run_rank"]
-
-
-class RankStatus:
-    """Where a rank is; the trainer keeps it current so that an error, or somebody outside, can say where it was.
-
-    phase: import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load batch,
-    count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these.
-    `waits` knows for whom the rank waits.
-    `reserve` is address space (untouched, so no memory) for saying what went wrong after memory ran out.
-    """
-
-    def __init__(self, step: int | None = None, phase: str | None = None) -> None:
-        self.waits = WaitClock()
-        self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
-        self._progress = Progress(step, phase)
-        self._report: RankReport | None = None
-
-    @property
-    def step(self) -> int | None:
-        """The optimizer step that runs, from 1."""
-        return self._progress.step
-
-    @step.setter
-    def step(self, value: int | None) -> None:
-        self._progress.step, self._progress.micro_step = value, 0
-        self._changed()
-
-    @property
-    def micro_step(self) -> int:
-        """The micro-step of it that runs, from 0."""
-        return self._progress.micro_step
-
-    @micro_step.setter
-    def micro_step(self, value: int) -> None:
-        self._progress.micro_step = value
-
-    @property
-    def phase(self) -> str | None:
-        """What the rank does."""
-        return self._progress.phase
-
-    @phase.setter
-    def phase(self, value: str | None) -> None:
-        self._progress.phase = value
-        self._progress.phase_since_ns = time.time_ns()
-        self._changed()
-
-    @property
-    def advances(self) -> int:
-        """How often a phase said that it goes on."""
-        return self._progress.advances
-
-    def advance(self) -> None:
-        """The phase goes on: whoever watches shall not take a long one for a hang."""
-        self._progress.advances += 1
-        self._changed()
-
-    def step_done(self, step_time_s: float) -> None:
-        """A step has ended, after so long on the slowest rank."""
-        self._progress.steps_done += 1
-        self._progress.step_time_s = step_time_s
-        self._changed()
-
-    def report_to(self, place: RankPlace) -> None:
-        """From now on the files of `place` say where the rank is."""
-        self._report = RankReport(place, self._progress, self.waits)
-        self._report.start()
-
-    def end_report(self, ended: str) -> None:
-        """The rank is about to leave; `ended` is ok or the type of its error."""
-        self._progress.ended = ended
-        if self._report is not None:
-            self._report.close()
-            self._report = None
-
-    def release_reserve(self) -> None:
-        """Gives the reserve back; called before an error is described."""
-        self.reserve = None
-
-    def _changed(self) -> None:
-        if self._report is not None:
-            self._report.changed()
 
 
 def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
@@ -130,7 +45,7 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         status.end_report("KeyboardInterrupt")
         return 130
     except Exception as error:
-        status.release_reserve()
+        status.reserve = None  # given back, to say what went wrong
         run.write_rank_error(rank, error, step=status.step, phase=status.phase)
         status.end_report(type(error).__name__)
         return _say(error)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from engine.memory.oom import RESERVE_BYTES
 from engine.run.flight import flight_record
 from engine.waits import WaitClock
 
@@ -30,6 +31,7 @@ STATUS_INTERVAL_S = 0.2
 REQUEST_INTERVAL_S = 0.5
 REQUEST_NAME = "flight.request"
 MAX_NONCE_BYTES = 200
+_FACTS = ("step", "phase", "micro_step", "phase_since_ns", "advances", "steps_done", "step_time_s", "ended")
 
 
 @dataclass(frozen=True)
@@ -56,34 +58,78 @@ class RankPlace:
         return self.log.with_suffix(".flight.json")
 
 
-@dataclass
-class Progress:
-    """The figures of the status file that change; times are of time.time_ns."""
+class RankStatus:
+    """Where a rank is; the trainer keeps it current so that an error, or somebody outside, can say where it was.
 
-    step: int | None = None
-    phase: str | None = None
-    micro_step: int = 0
-    phase_since_ns: int = 0
-    advances: int = 0  # within phases that say how they go on: data, batches of an evaluation, parts of a save
-    steps_done: int = 0
-    step_time_s: float | None = None
-    ended: str | None = None  # ok, or the type of the error
+    step          the optimizer step that runs, from 1; micro_step: of it, from 0
+    phase         import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load
+                  batch, count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these
+    advances      how often a phase said that it goes on: data, batches of an evaluation, parts of a save
+    step_time_s   of the last step, on the slowest rank
+    ended         ok, or the type of the error
+    waits         knows for whom the rank waits
+    reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
+    """
+
+    def __init__(self, step: int | None = None, phase: str | None = None) -> None:
+        self.waits = WaitClock()
+        self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
+        self.step = step
+        self.micro_step = 0
+        self.phase = phase
+        self.advances = 0
+        self.steps_done = 0
+        self.step_time_s: float | None = None
+        self.ended: str | None = None
+        self._report: RankReport | None = None
+
+    @property
+    def phase(self) -> str | None:
+        """What the rank does."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, value: str | None) -> None:
+        self._phase, self.phase_since_ns = value, time.time_ns()
+
+    def facts(self) -> dict[str, Any]:
+        """What the status file says of it; times are of time.time_ns."""
+        return {name: getattr(self, name) for name in _FACTS}
+
+    def advance(self) -> None:
+        """The phase goes on: whoever watches shall not take a long one for a hang."""
+        self.advances += 1
+
+    def step_done(self, step_time_s: float) -> None:
+        """A step has ended, after so long on the slowest rank."""
+        self.steps_done, self.step_time_s = self.steps_done + 1, step_time_s
+
+    def report_to(self, place: RankPlace) -> None:
+        """From now on the files of `place` say where the rank is."""
+        self._report = RankReport(place, self)
+        self._report.start()
+
+    def end_report(self, ended: str) -> None:
+        """The rank is about to leave; `ended` is ok or the type of its error."""
+        self.ended = ended
+        if self._report is not None:
+            self._report.close()
+            self._report = None
 
 
 class RankReport:
     """Writes the files of one rank between `start` and `close`; never raises.
 
-    The main thread only notes that something changed: to replace a file may take milliseconds, on storage that nodes
-    share more. A thread writes. So the file is exact while a rank sleeps or waits, and some 0.2 s old when it was
+    A thread looks at the status and writes what has changed: to replace a file may take milliseconds, on storage that
+    nodes share more. So the file is exact while a rank sleeps or waits, and some 0.2 s old when it was
     stopped or holds the interpreter.
     """
 
-    def __init__(self, place: RankPlace, progress: Progress, waits: WaitClock) -> None:
+    def __init__(self, place: RankPlace, status: RankStatus) -> None:
         self._place = place
-        self._progress = progress
-        self._waits = waits
+        self._status = status
+        self._written: dict[str, Any] = {}
         self._fixed = {"rank": place.rank, "pid": os.getpid(), "node": place.node}
-        self._is_dirty = False
         self._stop = threading.Event()
         self._stacks: TextIO | None = None
         self._answered: str | None = None
@@ -100,10 +146,6 @@ class RankReport:
         self._write()
         with contextlib.suppress(RuntimeError):  # no thread to be had
             self._thread.start()
-
-    def changed(self) -> None:
-        """The progress has changed."""
-        self._is_dirty = True
 
     def close(self) -> None:
         """Writes the last status; stacks go to standard error from here on."""
@@ -126,15 +168,15 @@ class RankReport:
         """Life of the thread."""
         next_request = 0.0
         while not self._stop.wait(STATUS_INTERVAL_S):
-            if self._is_dirty:
+            if self._status.facts() != self._written:
                 self._write()
             if time.monotonic() >= next_request:
                 next_request = time.monotonic() + REQUEST_INTERVAL_S
                 self._answer()
 
     def _write(self) -> None:
-        self._is_dirty = False  # first: a change meanwhile must be written again
-        _replace(self._place.status, {**self._fixed, **vars(self._progress), "at_ns": time.time_ns()})
+        self._written = self._status.facts()
+        _replace(self._place.status, {**self._fixed, **self._written, "at_ns": time.time_ns()})
 
     def _answer(self) -> None:
         """Writes the flight record when somebody asks with a new nonce."""
@@ -142,7 +184,7 @@ class RankReport:
         if nonce is None or nonce == self._answered:
             return
         self._answered = nonce
-        record = _guarded(lambda: flight_record(self._waits))
+        record = _guarded(lambda: flight_record(self._status.waits))
         _replace(self._place.flight, {"nonce": nonce, **self._fixed, "at_ns": time.time_ns(), **record})
 
 

@@ -12,10 +12,17 @@ import pytest
 from burst_cli.evaluation import weights_of
 from engine.checkpoint.commit import commit, hash_file, new_folder
 from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
-from engine.config import AttentionConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, dump_config
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import (
+    AttentionConfig,
+    CheckpointConfig,
+    DataConfig,
+    GuardConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    dump_config,
+)
 from engine.config_cluster import ClusterConfig
-from engine.config_guard import GuardConfig
 from engine.runs import RunFolder, create_run
 
 FILE = "rank00000.safetensors"

@@ -12,8 +12,7 @@ from burst_cli.failure_block import failure_block, memory_line
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan
-from engine.config import RunConfig, TrainConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, RunConfig, TrainConfig
 from engine.runs import RunFolder, create_run
 
 GIB = 2**30

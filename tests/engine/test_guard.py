@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.config_guard import GuardConfig
+from engine.config import GuardConfig
 from engine.errors import RunError
 from engine.guard import ENOUGH_LOSSES, TAKEN, Guard
 

@@ -11,7 +11,7 @@ from testkit.waiting import wait_for
 from cluster.control.settle import settle
 from cluster.control.timing import LaunchTiming
 from cluster.plan_record import read_launch_plan
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig
 from engine.config_cluster import SlurmConfig
 from engine.runs import RunFolder
 

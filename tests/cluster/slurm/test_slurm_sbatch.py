@@ -15,8 +15,7 @@ from cluster.plan import Backend
 from cluster.plan_torchrun import Rendezvous
 from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
-from engine.config import DataConfig, RunConfig, TrainConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from engine.config_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from engine.errors import ConfigError
 

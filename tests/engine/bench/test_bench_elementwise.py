@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.bench.elementwise import TINY, bench_elementwise
+from benchmarks.gpu.elementwise import TINY, bench_elementwise
 from engine.bench.spec import Rounds
 
 CPU = torch.device("cpu")

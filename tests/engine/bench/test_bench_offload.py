@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.bench.offload import bench_offload, default_sizes
+from benchmarks.gpu.offload import bench_offload, default_sizes
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,7 @@ from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.commit import hash_file, list_checkpoints
 from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, content_hash
 from engine.checkpoint.state import state_hash, training_tensors
-from engine.config import ParallelConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, ParallelConfig
 
 CONFIG = tiny_config(parallel=ParallelConfig(dp_shard_size=2, cp_size=1))
 RANKS = 2

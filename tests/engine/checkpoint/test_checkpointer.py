@@ -15,8 +15,7 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from engine.checkpoint.state import state_hash, training_tensors
-from engine.config import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import AttentionConfig, CheckpointConfig, MemoryConfig, ParallelConfig, RunConfig
 
 SEQUENCES = 4
 STEPS = 3

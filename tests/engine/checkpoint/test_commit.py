@@ -38,8 +38,7 @@ from engine.checkpoint.manifest import (
     content_hash,
     read_manifest,
 )
-from engine.config import RunConfig, TrainConfig, dump_config
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig, RunConfig, TrainConfig, dump_config
 
 FILE = "rank00000.safetensors"
 

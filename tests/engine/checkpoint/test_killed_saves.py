@@ -20,7 +20,7 @@ from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.commit import Checkpoint, newest_verified
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.state import training_tensors
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import CheckpointConfig
 
 LANES = 2
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import AttentionConfig, DataConfig, RunConfig
-from engine.config_data import data_problems
+from engine.config_data import data_rules
 from engine.data import open_training_data, prepare
 from engine.data.echo import EchoedShards
 from engine.data.prepare import open_prepared
@@ -73,7 +73,7 @@ def test_the_second_half_of_every_sample_repeats_the_first(config: DataConfig) -
 
 def test_what_needs_documents_is_refused() -> None:
     data = DataConfig(echo_tokens=8, length_buckets=(4,), length_weights=(0.5, 0.5))
-    texts = [problem.text for problem in data_problems(RunConfig(data=data, attention=AttentionConfig(documents=True)))]
+    texts = list(data_rules(RunConfig(data=data, attention=AttentionConfig(documents=True))))
     assert len(texts) == 2
     assert "hides what data.echo_tokens repeats" in texts[0]
     assert "needs whole documents" in texts[1]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.elementwise import CONTESTS, TINY
 from engine.attention import merge
-from engine.bench.elementwise import CONTESTS, TINY
 from engine.fused_kernels.dispatch import uses_triton
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions

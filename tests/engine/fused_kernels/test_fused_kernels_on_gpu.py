@@ -11,7 +11,7 @@ import torch
 from kernel_cases import CASES, name_of
 from kernel_model import loss_and_gradients
 
-from engine.bench.elementwise import bench_elementwise
+from benchmarks.gpu.elementwise import bench_elementwise
 from engine.loss.options import LossOptions
 from engine.model.elementwise import rms_norm, swiglu
 from engine.model.rope import apply_rope

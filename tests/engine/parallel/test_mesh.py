@@ -11,48 +11,70 @@ import torch.distributed as dist
 from testkit.ranks import Pools, RankFailedError
 
 from engine.attention.topology import Topology
-from engine.config import ParallelConfig
+from engine.config import ModelConfig, ParallelConfig
 from engine.config_cluster import ClusterConfig
 from engine.errors import ConfigError
+from engine.parallel.degrees import Degrees, known_cp_size, place_ranks, tensor_parallel_problems
 from engine.parallel.mesh import (
-    Degrees,
     Placement,
     build_mesh,
     choose_device,
     limit_waits,
     read_placement,
-    resolve_degrees,
-    resolve_topology,
     step_timeout,
 )
 from engine.parallel.shard import RowPart
 
 
-def test_cp_takes_the_ranks_that_data_parallelism_leaves() -> None:
-    assert resolve_degrees(ParallelConfig(dp_shard_size=2), 8) == Degrees(1, 2, 4)
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "cp_size"),
+    [
+        ({}, None, None),
+        ({"cp_size": 2}, None, 2),
+        ({"tp_size": 2}, None, None),
+        ({}, 4, 4),
+        ({"dp_shard_size": 2}, 8, 4),
+        ({"tp_size": 4}, 8, 2),
+        ({"tp_size": 2, "dp_shard_size": 2}, 4, 1),
+        ({"dp_shard_size": 3}, 4, None),
+    ],
+)
+def test_cp_takes_the_ranks_that_the_others_leave(
+    sizes: dict[str, int], world_size: int | None, cp_size: int | None
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    assert known_cp_size(parallel, world_size) == cp_size
+    if world_size is not None and cp_size is not None:
+        assert place_ranks(parallel, world_size, 1)[0].cp_size == cp_size
 
 
-def test_cp_takes_the_ranks_that_tensor_parallelism_leaves() -> None:
-    assert resolve_degrees(ParallelConfig(tp_size=8), 8) == Degrees(1, 1, 1, 8)
-    assert resolve_degrees(ParallelConfig(tp_size=4), 8) == Degrees(1, 1, 2, 4)
-
-
-def test_degrees_that_do_not_multiply_to_the_world_size_are_refused_with_the_product() -> None:
-    with pytest.raises(ConfigError, match=r"= 4, but 6 ranks were started; start 4 ranks"):
-        resolve_degrees(ParallelConfig(cp_size=2, dp_shard_size=2), 6)
-    with pytest.raises(ConfigError, match=r"cp_size 2 x tp_size 2 = 4, but 6 ranks were started"):
-        resolve_degrees(ParallelConfig(cp_size=2, tp_size=2), 6)
-
-
-def test_data_parallel_degrees_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="= 3 does not divide 4 ranks"):
-        resolve_degrees(ParallelConfig(dp_shard_size=3), 4)
-
-
-def test_every_degree_below_one_is_listed() -> None:
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "nodes", "problems"),
+    [
+        (ParallelConfig(cp_size=2, dp_shard_size=2), 6, 1, ["x cp_size 2 = 4, but there are 6 ranks; take 4 ranks"]),
+        (ParallelConfig(cp_size=2, tp_size=2), 6, 1, ["cp_size 2 x tp_size 2 = 4, but there are 6 ranks"]),
+        (ParallelConfig(dp_shard_size=3), 4, 1, ["= 3 does not divide the 4 ranks; choose degrees that do"]),
+        (ParallelConfig(), 6, 4, ["4 nodes cannot share 6 ranks evenly; choose a divisor: 1, 2, 3, 6"]),
+        (ParallelConfig(tp_size=4), 4, 2, ["does not divide the 2 ranks of a node, and tensor parallelism stays"]),
+        (ParallelConfig(cp_size=3), 2, 5, ["5 nodes cannot share 2 ranks", "cp_size 3 = 3, but there are 2 ranks"]),
+    ],
+)
+def test_ranks_that_cannot_be_placed_are_refused_with_every_reason(
+    parallel: ParallelConfig, world_size: int, nodes: int, problems: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_degrees(ParallelConfig(cp_size=0, dp_shard_size=-1, dp_replicate_size=0, tp_size=0), 4)
-    assert len(caught.value.problems) == 4
+        place_ranks(parallel, world_size, nodes)
+    assert len(caught.value.problems) == len(problems)
+    assert all(part in text for part, text in zip(problems, caught.value.problems, strict=True))
+
+
+def test_every_size_that_cannot_be_sliced_is_listed_with_the_legal_values() -> None:
+    model = ModelConfig(num_heads=8, num_kv_heads=4, ffn_hidden_size=64, vocab_size=256)
+    problems = tensor_parallel_problems(model, 3)
+    assert len(problems) == 4
+    assert all("legal values for this model: 1, 2, 4" in text for text in problems)
+    assert "pad to model.vocab_size=258" in problems[3]
+    assert [text.split("model.")[1].split("=")[0] for text in tensor_parallel_problems(model, 8)] == ["num_kv_heads"]
 
 
 def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
@@ -63,17 +85,6 @@ def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
 def test_cp_groups_are_strided_by_the_tp_ranks_between_them() -> None:
     assert Degrees(1, 2, 2, 2).cp_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert Degrees(1, 1, 1, 2).cp_groups() == ((0,), (1,))
-
-
-def test_topology_follows_the_processes_or_the_configuration() -> None:
-    assert resolve_topology(ClusterConfig(), 8, 4) == Topology(2, 4)
-    assert resolve_topology(ClusterConfig(topology_nodes=4), 8, 8) == Topology(4, 2)
-    assert resolve_topology(ClusterConfig(), 5, 0) == Topology(5, 1)
-
-
-def test_topology_nodes_that_do_not_divide_the_ranks_list_the_legal_values() -> None:
-    with pytest.raises(ConfigError, match=r"got 4, which does not divide 6 ranks; legal values: 1, 2, 3, 6"):
-        resolve_topology(ClusterConfig(topology_nodes=4), 6, 6)
 
 
 def test_placement_without_torchrun_is_one_rank() -> None:
@@ -101,14 +112,6 @@ def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, An
     }
 
 
-def problems_of_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[str, ...]:
-    try:
-        build_mesh(parallel, cluster)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
 def test_four_ranks_as_two_replicas_of_two_context_parallel_ranks(ranks: Pools) -> None:
     facts = ranks(4).run(mesh_facts, ParallelConfig(dp_replicate_size=2, cp_size=2), ClusterConfig(topology_nodes=2))
     assert [fact["cp"] for fact in facts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
@@ -125,11 +128,7 @@ def test_parameters_are_sharded_over_dp_and_cp_together(ranks: Pools) -> None:
     facts = ranks(4).run(mesh_facts, ParallelConfig(dp_shard_size=2), ClusterConfig())
     assert facts[0]["fsdp"] == [0, 1, 2, 3]
     assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-
-
-def test_all_problems_of_a_mesh_are_listed_at_once_on_every_rank(ranks: Pools) -> None:
-    problems = ranks(2).run(problems_of_mesh, ParallelConfig(cp_size=3), ClusterConfig(topology_nodes=5))
-    assert [len(found) for found in problems] == [2, 2]
+    assert facts[0]["topology"] == Topology(1, 4)  # as the processes lie
 
 
 def test_four_ranks_as_two_context_parallel_pairs_of_two_tensor_parallel_ranks(ranks: Pools) -> None:
@@ -149,12 +148,6 @@ def test_data_parallel_ranks_do_not_count_tensor_parallel_ones(ranks: Pools) -> 
     assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert facts[1]["fsdp"] == [[1], [3]]
     assert facts[0]["cp_topology"] == Topology(1, 1)
-
-
-def test_tensor_parallelism_across_nodes_is_refused_with_the_legal_values(ranks: Pools) -> None:
-    (problem,) = ranks(4).run(problems_of_mesh, ParallelConfig(tp_size=4), ClusterConfig(topology_nodes=2))[0]
-    assert "does not divide the 2 ranks of a node" in problem
-    assert "legal values: 1, 2" in problem
 
 
 def wait_alone() -> None:

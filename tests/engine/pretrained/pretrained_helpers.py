@@ -11,8 +11,7 @@ from testkit.tiny_training import full_weights, own_part, random_batches, start_
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.state import training_tensors
-from engine.config import AttentionConfig, RunConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import AttentionConfig, CheckpointConfig, RunConfig
 from engine.parallel.shard import shard_batch
 from engine.pretrained.names import hugging_face_name
 from engine.pretrained.shape import read_pretrained

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_rope import RopeScalingConfig
-from engine.config_state import state_problems
+from engine.config import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
+from engine.config_data import weight_rules
 from engine.errors import ConfigError
 from engine.pretrained.names import INDEX_FILE, check_names, hugging_face_name, weight_files
 from engine.pretrained.shape import config_json, differences, family_of, read_pretrained
@@ -149,9 +148,9 @@ def test_a_model_with_a_window_is_not_asked_to_look_beyond_it(
     model, window = SHAPES["mistral"]
     folder = folder_of(tmp_path, config_json(model, seq_len=9000, window_tokens=window, dtype="bfloat16"))
     model = replace(model, init_from=str(folder))
-    found = list(state_problems(RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=seq_len))))
+    found = list(weight_rules(RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=seq_len))))
     assert len(found) == (problem is not None)
-    assert problem is None or problem in found[0].text
+    assert problem is None or problem in found[0]
 
 
 def test_rope_may_be_stretched_and_nothing_else_may_differ() -> None:

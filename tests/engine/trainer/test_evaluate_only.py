@@ -11,8 +11,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
 
-from engine.config import AttentionConfig, RunConfig
-from engine.config_checkpoint import CheckpointConfig
+from engine.config import AttentionConfig, CheckpointConfig, RunConfig
 from engine.run.rank_process import RankStatus
 from engine.runs import RunFolder
 from engine.trainer import Trainer

@@ -13,9 +13,7 @@ from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 
 from engine.checkpoint.manifest import Manifest, read_manifest
-from engine.config import RunConfig
-from engine.config_checkpoint import CheckpointConfig
-from engine.config_guard import GuardConfig
+from engine.config import CheckpointConfig, GuardConfig, RunConfig
 from engine.run.faults import NO_FAULTS, Faults
 from engine.runs import RunFolder
 

@@ -93,11 +93,6 @@ def preset_row(preset: str) -> Row:
 
 TABLE: dict[str, Row] = {
     **{preset: preset_row(preset) for preset in PRESETS if preset != "single"},
-    "layers circulate different things": Row(
-        4,
-        {"attention": {"preset": "burst", "circulates_layers": ("q", "kv"), "layout": "balanced"}},
-        {"attention": MIXED},
-    ),
     "causal striped on 2": Row(2, {"attention": {"preset": "striped"}}),
     "causal burst on 4": Row(4, {"attention": BURST}),
     "2 micro-steps": Row(1, {}, micro_steps=2),

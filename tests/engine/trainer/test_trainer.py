@@ -222,7 +222,7 @@ def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: D
     config = run_config(corpus)
     config = tiny_config(data=corpus, model={"vocab_size": 320}, parallel={"dp_shard_size": 3})
     errors = ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
-    assert all("does not divide 2 ranks" in error for error in errors)
+    assert all("does not divide the 2 ranks" in error for error in errors)
 
 
 def test_a_profile_is_written_per_rank(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
