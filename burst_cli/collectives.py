@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.failure_block import failure_block
 from burst_cli.figures import binary_bytes, seconds
 from burst_cli.launch_fleet import at_home, ready_fleet, survey_nodes
 from burst_cli.plan_view import show_plan
+from burst_cli.runs.failure import failure_block
 from cluster.access.hosts import Host
 from cluster.control.controller import control
 from cluster.control.open import open_links

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.failure_block import failure_block, last_lines
 from burst_cli.follow import START, TAKE_OVER
-from burst_cli.run_records import run_record
+from burst_cli.runs.failure import failure_block, last_lines
+from burst_cli.runs.read import run_record
 from cluster.control.busy import find_controller
 from cluster.control.stopping import StopRequests
 from cluster.failure import failure_from_dict

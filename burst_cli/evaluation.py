@@ -9,7 +9,7 @@ from burst_cli.checkpoint_nodes import bring
 from burst_cli.checkpoint_view import checkpoint_of_step
 from burst_cli.compose import compose
 from burst_cli.launch_request import LaunchRequest, choose_launcher
-from burst_cli.run_choice import choose_run
+from burst_cli.runs.choose import choose_run
 from cluster.plan_record import PlanFileError, read_launch_plan
 from engine.checkpoint.commit import checkpoints_of, list_checkpoints
 from engine.checkpoint.manifest import CheckpointError

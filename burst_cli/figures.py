@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from cluster.remote_text import clean_text
 
 DASH = "–"
 _BARS = "▁▂▃▄▅▆▇█"
-_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)
 
 
 def count(value: float | None, digits: int = 3) -> str:
@@ -89,5 +89,48 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def clean(text: str) -> str:
     """`text` without terminal escapes and control characters (output of ranks may hold any bytes)."""
-    bare = _ESCAPE.sub("", text.replace("\t", "    "))
-    return "".join(char for char in bare if char == "\n" or char.isprintable())
+    return clean_text(text.replace("\t", "    "))
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in one line, cut at `width` characters."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def count_of(word: str, number: int) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def fold_numbers(numbers: Iterable[int]) -> str:
+    """0,3-5 for 0 3 4 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """tb[1-4] for tb1 tb2 tb3 tb4; names that are no node names are listed."""
+    unique = list(dict.fromkeys(names))
+    if len(unique) < 2:
+        return "".join(unique)
+    from cluster.access.nodes import fold_nodes
+
+    try:
+        return fold_nodes(unique)
+    except Exception:  # the library has no common error for names that it does not understand
+        return ",".join(unique)
+
+
+def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]:
+    """The places of the columns of a table that fit into `room`, those of the lowest ranks; at least one."""
+    kept: list[int] = []
+    for place in sorted(range(len(ranks)), key=lambda place: ranks[place]):
+        if not kept or sum(widths[one] for one in kept) + widths[place] <= room:
+            kept.append(place)
+    return sorted(kept)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from burst_cli.figures import duration, seconds
-from burst_cli.run_records import run_record
+from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import Estimate, Measured, measured_runs
 from burst_cli.sweep.judge import LaunchJudge
 from engine.config import RunConfig

@@ -15,15 +15,15 @@ from burst_cli import render
 from burst_cli.data_progress import show_progress
 from burst_cli.evaluation import weights_of
 from burst_cli.evaluation_view import evaluation_view, is_evaluation
-from burst_cli.failure_block import failure_block
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
-from burst_cli.live import open_view
 from burst_cli.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.next_attempt import lead_attempts
 from burst_cli.plan_view import launch_notes, show_plan
-from burst_cli.run_progress import RunProgress
-from burst_cli.run_records import run_record
+from burst_cli.runs.failure import failure_block
+from burst_cli.runs.live import open_view
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import run_record
 from cluster.control.controller import Manner, control
 from cluster.control.open import open_links
 from cluster.control.outcome import LaunchOutcome

@@ -8,9 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from burst_cli.figures import clean
-from burst_cli.log_files import fold_names
-from burst_cli.run_facts import read_facts
+from burst_cli.figures import clean, fold_names
+from burst_cli.runs.read import read_facts
 from cluster.env.nccl_log import sockets_line
 from engine.runs import RunFolder
 

@@ -40,8 +40,8 @@ def cancel(
     Exit codes: 0 all have ended, also when they had before; 3 something may still run.
     """
     from burst_cli import render
-    from burst_cli.run_cancel import cancel_runs, cancelled_text
-    from burst_cli.run_choice import choose_runs, living_runs
+    from burst_cli.runs.cancel import cancel_runs, cancelled_text
+    from burst_cli.runs.choose import choose_runs, living_runs
     from engine.errors import ConfigError
     from engine.runs import default_runs_dir, list_runs
 

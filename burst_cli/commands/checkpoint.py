@@ -72,7 +72,7 @@ def fetch(
     from burst_cli import render
     from burst_cli.checkpoint_nodes import bring
     from burst_cli.checkpoint_view import newest_here
-    from burst_cli.run_choice import choose_run
+    from burst_cli.runs.choose import choose_run
 
     chosen = choose_run(run, runs_dir)
     found = bring(chosen, step, render.stderr()) or newest_here(chosen, step)
@@ -103,7 +103,7 @@ def prune(
     from burst_cli import render
     from burst_cli.checkpoint_nodes import on_nodes
     from burst_cli.checkpoint_view import prune_run, pruned_text
-    from burst_cli.run_choice import choose_run
+    from burst_cli.runs.choose import choose_run
 
     chosen = choose_run(run, runs_dir)
     console = render.stderr()
@@ -145,7 +145,7 @@ def export(
     """
     from burst_cli import render
     from burst_cli.checkpoint_export import export_run, exported_text
-    from burst_cli.run_choice import choose_run
+    from burst_cli.runs.choose import choose_run
 
     chosen = choose_run(run, runs_dir)
     result = export_run(chosen, folder, step=step, dtype=dtype, file_gib=file_gib, console=render.stderr())
@@ -158,7 +158,7 @@ def export(
 def _show(run: str | None, runs_dir: RunsDirOption, *, as_json: bool, verify: bool) -> None:
     from burst_cli import render
     from burst_cli.checkpoint_view import checkpoints_table, examine
-    from burst_cli.run_choice import choose_run
+    from burst_cli.runs.choose import choose_run
 
     chosen = choose_run(run, runs_dir)
     entries = examine(chosen, verify=verify, console=render.stderr())

@@ -13,8 +13,8 @@ from burst_cli.completion import complete_run
 from burst_cli.options import JsonOption, RunsDirOption
 
 if TYPE_CHECKING:
-    from burst_cli.log_files import LogFile, Selection
-    from burst_cli.log_follow import LogRequest
+    from burst_cli.logs.files import LogFile, Selection
+    from burst_cli.logs.follow import LogRequest
     from engine.runs import RunFolder
 
 app = new_verb()
@@ -76,8 +76,8 @@ def logs(
 
     -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
     """
-    from burst_cli.log_files import Selection, find_logs, parse_ranks
-    from burst_cli.run_choice import choose_run
+    from burst_cli.logs.files import Selection, find_logs, parse_ranks
+    from burst_cli.runs.choose import choose_run
     from engine.errors import ConfigError
 
     if as_json and (follow or raw):
@@ -92,29 +92,36 @@ def logs(
     found = find_logs(chosen, selection)
     if as_json:
         _show_json(chosen, found, request)
-        return
-    if not found and not follow:
+    elif not found and not follow:
         _say_nothing_there(chosen, selection)
-        return
-    try:
-        code = _show(chosen, found, request, follow=follow)
-    except BrokenPipeError:  # the reader (`| head`) has seen enough; the interpreter must not complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    raise typer.Exit(code)
+    else:
+        raise typer.Exit(_show(chosen, found, request, follow=follow))
 
 
 def _request(selection: Selection, *, grep: str | None, tail: str | None, since: str | None, raw: bool) -> LogRequest:
+    import re
     import time
 
-    from burst_cli.log_follow import LogRequest, parse_duration, parse_pattern, parse_tail
+    from burst_cli.logs.follow import LogRequest
+    from burst_cli.values import age_s
+    from engine.errors import ConfigError
 
-    lines = None if tail is None and (grep is not None or raw) else DEFAULT_TAIL
+    age = age_s(since) if since is not None else 0.0
+    if age is None:
+        raise ConfigError(f"--since {since}: expected a duration such as 90s, 15m, 2h or 1d")
+    if tail is not None and tail != "all" and not (tail.isascii() and tail.isdigit() and len(tail) < 10):
+        raise ConfigError(f"--tail {tail}: expected a number of lines, or all")
+    every = tail == "all" or (tail is None and (grep is not None or raw))
+    try:
+        pattern = re.compile(grep) if grep is not None else None
+    except (re.error, OverflowError, RecursionError) as error:
+        hint = r"Behind a \ characters such as ( [ * + stand for themselves."
+        raise ConfigError(f"--grep {grep!r} is no regular expression: {error}. {hint}") from error
     return LogRequest(
         selection,
-        grep=parse_pattern(grep) if grep is not None else None,
-        tail=parse_tail(tail) if tail is not None else lines,
-        since=time.time() - parse_duration(since) if since is not None else None,
+        grep=pattern,
+        tail=None if every else DEFAULT_TAIL if tail is None else int(tail),
+        since=time.time() - age if since is not None else None,
         raw=raw,
     )
 
@@ -123,9 +130,9 @@ def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
     """Names of the log folders of `nodes`."""
     if nodes is None:
         return None
-    from burst_cli.log_files import parse_node_names
+    from cluster.access.nodes import parse_nodes
 
-    return frozenset(run.log_dir(name).name for name in parse_node_names(nodes))
+    return frozenset(run.log_dir(name).name for name in parse_nodes(nodes, "--nodes").names)
 
 
 def _ask_if_lost(run: RunFolder) -> None:
@@ -133,15 +140,13 @@ def _ask_if_lost(run: RunFolder) -> None:
     from rich.text import Text
 
     from burst_cli import render
-    from burst_cli.run_watch import look_at
+    from burst_cli.runs.state import look_at
     from engine.runs import RunFolderError
 
     try:
-        seen = look_at(run)
+        problem = look_at(run).problem
     except RunFolderError as error:
-        problem: str | None = str(error)
-    else:
-        problem = seen.problem
+        problem = str(error)
     if problem is not None:
         text = f"these logs may not be all: {problem}"
         render.stderr().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
@@ -149,7 +154,7 @@ def _ask_if_lost(run: RunFolder) -> None:
 
 def _show_json(run: RunFolder, found: list[LogFile], request: LogRequest) -> None:
     from burst_cli import render
-    from burst_cli.log_follow import json_lines
+    from burst_cli.logs.follow import json_lines
 
     head = {"run_id": run.run_id, "exp": run.exp, "path": str(run.path), "status": run.read_state()["state"]}
     render.emit_json({**head, **json_lines(found, request)})
@@ -158,7 +163,8 @@ def _show_json(run: RunFolder, found: list[LogFile], request: LogRequest) -> Non
 def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
     """Why there are no logs: none yet, or none of those that were asked for."""
     from burst_cli import render
-    from burst_cli.log_files import Selection, find_logs, fold_names, fold_numbers
+    from burst_cli.figures import fold_names, fold_numbers
+    from burst_cli.logs.files import Selection, find_logs
 
     others = find_logs(run, Selection(launcher=selection.launcher))
     if others:
@@ -174,9 +180,10 @@ def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
 
 def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: bool) -> int:
     """The exit code after the logs were printed, and followed."""
-    from burst_cli.log_follow import PIPE_BUDGET, SCREEN_BUDGET, LogFollow, copy_raw, show_present
-    from burst_cli.log_view import LogPrinter
-    from burst_cli.run_watch import RunWatch
+    from burst_cli import render
+    from burst_cli.logs.follow import PIPE_BYTES, SCREEN_BYTES, LogFollow, copy_raw, show_present
+    from burst_cli.logs.show import LogPrinter
+    from burst_cli.runs.state import UNKNOWN, RunWatch
 
     is_terminal = sys.stdout.isatty()
     has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -184,16 +191,9 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
     if not follow:
         copy_raw(found, request) if request.raw else show_present(found, request, printer)
         return 0
-    budget = SCREEN_BUDGET if is_terminal else PIPE_BUDGET
-    code = LogFollow(run, request, printer, found, budget=budget).until(RunWatch(run).ended)
-    _say_end(run, code)
-    return code
-
-
-def _say_end(run: RunFolder, code: int) -> None:
-    from burst_cli import render
-
-    state = run.read_state()["state"]
-    why = "" if code != 3 else ": its nodes cannot be asked"
+    most = SCREEN_BYTES if is_terminal else PIPE_BYTES
+    code = LogFollow(run, request, printer, found, most=most).until(RunWatch(run).ended)
+    state, why = run.read_state()["state"], ": its nodes cannot be asked" if code == UNKNOWN else ""
     text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
     render.stderr().print(text, style="dim", markup=False, soft_wrap=True)
+    return code

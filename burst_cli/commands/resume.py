@@ -47,8 +47,8 @@ def resume(
     Exit codes as of `burst launch`: 0 completed, 1 failed, 2 configuration, 130 interrupted.
     """
     from burst_cli.launch_request import LaunchRequest
-    from burst_cli.run_choice import choose_run
-    from burst_cli.run_resume import ResumeManner, resume_run
+    from burst_cli.runs.choose import choose_run
+    from burst_cli.runs.resume import ResumeManner, resume_run
 
     chosen = choose_run(run, runs_dir, living=True)
     request = LaunchRequest(hosts=hosts, hostfile=hostfile, force=force, skip_checks=skip_checks)

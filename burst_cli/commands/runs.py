@@ -58,7 +58,7 @@ def runs(
     gone: `burst status RUN` finds out what became of it, `burst resume RUN` takes it over.
     """
     from burst_cli import render
-    from burst_cli.run_list import list_entries, runs_table
+    from burst_cli.runs.table import list_entries, runs_table
     from engine.runs import default_runs_dir
 
     root = runs_dir or default_runs_dir()
@@ -66,7 +66,7 @@ def runs(
     found = list_entries(root, wanted, set(exp or ()))
     shown = found[: limit or (None if as_json else TABLE_RUNS)]
     if as_json:
-        from burst_cli.run_records import run_record
+        from burst_cli.runs.read import run_record
 
         render.emit_json({"runs": [run_record(entry.run) for entry in shown], "total": len(found)})
         return

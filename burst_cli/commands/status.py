@@ -40,7 +40,7 @@ def status(
     Exit codes: 0 goes on or completed, 1 failed or out of memory, 130 cancelled, 3 unknown: its nodes cannot be asked.
     Ranks are R running, S waiting, D waiting for a device, T stopped, Z dead.
     """
-    from burst_cli.run_choice import choose_run
+    from burst_cli.runs.choose import choose_run
     from engine.errors import ConfigError
 
     if watch and as_json:
@@ -53,21 +53,14 @@ def status(
 
 def _show(run: RunFolder, *, as_json: bool) -> int:
     from burst_cli import render
-    from burst_cli.run_status import gather_status, status_document
-    from burst_cli.run_watch import look_at
+    from burst_cli.runs.state import look_at
+    from burst_cli.runs.status import gather_status, print_status, status_document
 
     found = gather_status(run, look_at(run))
     if as_json:
         render.emit_json(status_document(found))
-        return found.seen.exit_code
-    from burst_cli.status_view import failure_text, next_steps_view, status_view
-
-    console = render.stdout()
-    console.print(status_view(found, min(console.width, 140)))
-    block = failure_text(found)
-    if block is not None:
-        console.print(block, soft_wrap=True)
-    console.print(next_steps_view(found, console.width))
+    else:
+        print_status(render.stdout(), found)
     return found.seen.exit_code
 
 
@@ -76,10 +69,10 @@ def _watch(run: RunFolder, *, plain: bool) -> None:
     import time
 
     from burst_cli import render
-    from burst_cli.live import open_view
-    from burst_cli.run_facts import read_nodes
-    from burst_cli.run_status import attached_progress, merge_statuses
-    from burst_cli.run_watch import RunWatch
+    from burst_cli.runs.live import open_view
+    from burst_cli.runs.read import read_nodes
+    from burst_cli.runs.state import RunWatch
+    from burst_cli.runs.status import attached_progress, merge_statuses
 
     following = RunWatch(run)
     progress = attached_progress(run, following.look())

@@ -37,7 +37,7 @@ from burst_cli.report.columns import (
 )
 from burst_cli.report.compare import Comparison, compare
 from burst_cli.report.records import Record, effective_time, number, one_line, read_record, text, with_hardware
-from burst_cli.run_records import select_runs
+from burst_cli.runs.choose import select_runs
 from burst_cli.sweep.store import SweepError, find_sweep
 from engine.config_schema import nearest
 from engine.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from burst_cli.figures import clean
-from burst_cli.run_records import run_record
+from burst_cli.runs.read import run_record
 from engine.checkpoint.commit import checkpoints_of, list_checkpoints
 from engine.errors import ConfigError
 from engine.run.records import parse_line, read_json_lines, read_json_object

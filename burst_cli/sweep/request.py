@@ -8,7 +8,7 @@ from pathlib import Path
 
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.engine_memory import EnginePlanner
-from burst_cli.run_records import run_record
+from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import measured_runs
 from burst_cli.sweep.grammar import Axis, cell_overrides, check_axes
 from burst_cli.sweep.judge import LaunchJudge, is_local

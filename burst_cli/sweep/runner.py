@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from burst_cli.run_records import run_record
+from burst_cli.runs.read import run_record
 from burst_cli.sweep.store import SweepFolder
 from engine.errors import BurstError
 from engine.run.process import die_with_parent

@@ -12,8 +12,8 @@ from living_run import LivingRun
 from run_maker import make_run, write_node
 from testkit.waiting import wait_for
 
-from burst_cli.run_cancel import cancelled_text, result_of
-from burst_cli.run_choice import living_runs
+from burst_cli.runs.cancel import cancelled_text, result_of
+from burst_cli.runs.choose import living_runs
 from cluster.control.settle import Settled
 from engine.runs import RunFolder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testkit.fake_plan import TWO_RANKS, fake_plan
 
-from burst_cli.failure_block import failure_block, memory_line
+from burst_cli.runs.failure import failure_block, memory_line
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan

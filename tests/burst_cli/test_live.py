@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from testkit.clock import Clock
 
-from burst_cli.live import PLAIN_INTERVAL_S, LiveView, PlainView, open_view
-from burst_cli.run_progress import RunProgress
+from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, open_view
+from burst_cli.runs.progress import RunProgress
 from engine.runs import RunFolder, create_run
 
 

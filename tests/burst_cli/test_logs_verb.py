@@ -18,8 +18,9 @@ from run_maker import make_run, write_log
 from testkit.terminal import on_terminal
 from testkit.waiting import wait_for
 
-from burst_cli.log_files import fold_numbers, parse_ranks
-from burst_cli.log_view import SCREEN_CHARACTERS, visible_text
+from burst_cli.figures import fold_numbers
+from burst_cli.logs.files import parse_ranks
+from burst_cli.logs.show import SCREEN_CHARACTERS, visible_text
 from engine.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,8 +294,8 @@ def test_follows_files_old_new_and_replaced_to_the_end(
 
 
 @pytest.mark.thorough
-def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, reader: Reader) -> None:
-    """400 MB in three bursts: no line is lost in the count, and the memory of the reader stays small."""
+def test_flood_and_endless_line_are_left_out(living: RunFolder, reader: Reader) -> None:
+    """400 MB in three bursts: what is left out is said, and the memory of the reader stays small."""
     reader.wait_for("one")
     path = living.log_path("tb1", 0)
     watched, peaks = psutil.Process(reader.process.pid), list[int]()
@@ -306,7 +307,7 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
     block = b"".join(b"step %09d of a loop that nobody meant to log\n" % number for number in range(20_000))
     with path.open("ab") as file:
         file.write(b"o\n")
-        for burst in range(3):  # of less than COUNT_BYTES: of more between two looks only the size would be told
+        for burst in range(3):
             for _ in range(100):
                 file.write(block)
             file.write(b"z" * (100 * MIB * (burst == 2)) + b"\nend of burst %d\n" % burst)
@@ -318,9 +319,6 @@ def test_flood_and_endless_line_are_left_out_and_counted(living: RunFolder, read
     skipped = [line for line in reader.lines if "not shown, see" in line]
     assert skipped
     assert str(path) in skipped[0]
-    counts = [int(line.split("... ")[1].split(" line")[0].replace(",", "")) for line in skipped]
-    shown = len(reader.lines) - len(skipped) - 1  # `one` was there before
-    assert sum(counts) + shown == 300 * 20_000 + 1 + 3 * 2
     path.unlink()  # a test folder is kept for a while
 
 

@@ -9,9 +9,9 @@ import pytest
 from testkit.clock import Clock
 from testkit.fake_plan import node_facts
 
-from burst_cli.failure_block import failure_block
 from burst_cli.launch_request import LaunchRequest, PreparedLaunch
 from burst_cli.next_attempt import lead_attempts, renewed_plan, with_spares
+from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import begin_attempt, finish
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchOutcome, SilentObserver

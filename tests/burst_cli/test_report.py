@@ -15,7 +15,8 @@ from report_samples import CONFIG, make_run, report
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import COLUMNS, default_columns
 from burst_cli.report.write import report_csv, report_markdown
-from burst_cli.run_records import run_record, select_runs
+from burst_cli.runs.choose import select_runs
+from burst_cli.runs.read import run_record
 from engine.config import dump_config
 from engine.errors import ConfigError
 from engine.runs import RunFolder, create_run
@@ -55,10 +56,6 @@ def test_names_select_runs(runs_dir: Path, arguments: list[str], expected: list[
 
 def test_run_is_selected_by_its_folder(runs_dir: Path) -> None:
     assert names(select_runs(Path("nowhere"), [str(runs_dir / "tiny" / "20260101-000000-aaaaaa")])) == ["aaaaaa"]
-
-
-def test_latest_keeps_the_newest_run_of_each_experiment(runs_dir: Path) -> None:
-    assert names(select_runs(runs_dir, [], latest=True)) == ["bbbbbb", "cccccc"]
 
 
 def test_unknown_names_are_all_listed_with_the_nearest(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
-from burst_cli.run_resume import UnknownRunError, find_way
+from burst_cli.runs.resume import UnknownRunError, find_way
 from cluster.control.busy import controlling
 from cluster.control.settle import Settled
 from engine.runs import RunFolder

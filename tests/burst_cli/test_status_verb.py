@@ -11,7 +11,7 @@ from living_run import LivingRun
 from run_maker import forget_process, health, make_run, write_log, write_node
 from testkit.waiting import wait_for
 
-from burst_cli.run_facts import read_facts, read_nodes
+from burst_cli.runs.read import read_facts, read_nodes
 from cluster.control.busy import controlling
 from engine.run.process import process_start
 from engine.runs import RunFolder, create_run

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_cli.run_facts import is_lost
+from burst_cli.runs.read import UNREADABLE, is_lost
 from cluster.control.busy import Controller, find_controller
 from cluster.control.link import NodeStatus
 from engine.errors import BurstError
-from engine.runs import FINAL_STATES, RunFolder
+from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
 ASK_AGAIN_S = 10.0
 UNKNOWN = 3
@@ -36,6 +36,16 @@ class RunState:
         return str(self.document["state"])
 
     @property
+    def goes_on(self) -> bool:
+        """Whether nodes that were asked say that ranks run."""
+        return any(status.phase in ("starting", "running", "stopping") for status in self.nodes)
+
+    @property
+    def shown(self) -> str:
+        """The state in run.json; lost where nobody controls a run that has not ended, and no rank is seen to go on."""
+        return "lost" if self.is_lost and not self.goes_on else self.state
+
+    @property
     def is_final(self) -> bool:
         return self.state in FINAL_STATES
 
@@ -56,6 +66,14 @@ def look_at(run: RunFolder, *, ask: bool = True) -> RunState:
     if not ask:
         return RunState(document, is_lost=True)
     return _asked(run)
+
+
+def glance_at(run: RunFolder) -> RunState:
+    """The state by the run folder alone; of a run whose run.json cannot be read, that and why."""
+    try:
+        return look_at(run, ask=False)
+    except RunFolderError as error:
+        return RunState({"state": UNREADABLE}, problem=str(error))
 
 
 def _asked(run: RunFolder) -> RunState:

@@ -11,24 +11,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from burst_cli.log_files import LogFile, Selection, find_logs
-from burst_cli.log_merge import merge_folded
-from burst_cli.log_read import Budget, Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
-from burst_cli.log_view import LogPrinter, visible_text
-from engine.errors import ConfigError
+from burst_cli.logs.files import LogFile, Selection, find_logs
+from burst_cli.logs.merge import merge_folded
+from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
+from burst_cli.logs.show import LogPrinter, visible_text
 from engine.runs import RunFolder
 
 POLL_S = 0.2
 SCAN_S = 1.0  # between looks for files that are new
 QUIET_S = 1.0  # after the end: nothing new for so long, and all has been said
-# What one look brings from all files together. A person reads less; a pipe gets more, but not without bound.
-SCREEN_BUDGET = Budget(8 * 2**20, 1_000)
-PIPE_BUDGET = Budget(64 * 2**20, 50_000)
+# Bytes that one look takes up of all files together. A person reads less; a pipe gets more, but not without bound.
+SCREEN_BYTES, PIPE_BYTES = 128 * 1024, 4 * 2**20
 JSON_LINES = 100_000
-_LEAST = Budget(32 * 1024, 20)  # of one file
+_LEAST_BYTES = 4 * 1024  # of one file
 _ISO = re.compile(r"\W?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
@@ -44,32 +40,6 @@ class LogRequest:
     def matches(self, line: Line) -> bool:
         """Whether the line, as it is shown, holds the pattern."""
         return self.grep is None or self.grep.search(visible_text(line.text)) is not None
-
-
-def parse_pattern(text: str) -> re.Pattern[str]:
-    """A regular expression. Raises ConfigError."""
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        hint = r"Behind a \ characters such as ( [ * + stand for themselves."
-        raise ConfigError(f"--grep {text!r} is no regular expression: {error}. {hint}") from error
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of 90, 90s, 15m, 2h or 1d. Raises ConfigError."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise ConfigError(f"--since {text}: expected a duration such as 90s, 15m, 2h or 1d")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
-def parse_tail(text: str) -> int | None:
-    """A number of lines; None for all. Raises ConfigError."""
-    if text == "all":
-        return None
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ConfigError(f"--tail {text}: expected a number of lines, or all")
-    return int(text)
 
 
 def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterator[Line]:
@@ -131,10 +101,10 @@ class LogFollow:
     """Prints what the logs of a run hold and then what arrives in them, by arrival; `logs` grows as files appear."""
 
     def __init__(
-        self, run: RunFolder, request: LogRequest, printer: LogPrinter, logs: list[LogFile], *, budget: Budget
+        self, run: RunFolder, request: LogRequest, printer: LogPrinter, logs: list[LogFile], *, most: int
     ) -> None:
         self._run, self._request, self._printer, self._logs = run, request, printer, logs
-        self._budget = budget
+        self._most = most
         self._followers: list[LogFollower] = []
         self._known = {log.path for log in logs}
         self._next_scan = 0.0
@@ -153,13 +123,12 @@ class LogFollow:
     def look(self) -> bool:
         """Whether anything was new; it is printed."""
         self._scan()
-        files = max(1, len(self._followers))
-        share = Budget(max(_LEAST.size, self._budget.size // files), max(_LEAST.lines, self._budget.lines // files))
+        share = max(_LEAST_BYTES, self._most // max(1, len(self._followers)))
         arrived = [follower.poll(share) for follower in self._followers]
-        for position, news in enumerate(arrived):
-            if news.skipped_lines != 0:
-                self._printer.skipped(news.skipped_lines, news.skipped_bytes, (position,))
-        return self._print([news.lines for news in arrived])
+        for position, (_, skipped) in enumerate(arrived):
+            if skipped:
+                self._printer.skipped(skipped, position)
+        return self._print([lines for lines, _ in arrived])
 
     def finish(self) -> None:
         """Print last lines that have no end."""

@@ -6,21 +6,21 @@ import re
 import time
 from collections.abc import Callable
 
-from burst_cli.log_files import LogFile, Selection, find_logs
-from burst_cli.log_read import Budget, Line, LogFollower
-from burst_cli.log_view import label, visible_text
+from burst_cli.logs.files import LogFile, Selection, find_logs
+from burst_cli.logs.read import Line, LogFollower
+from burst_cli.logs.show import label, visible_text
 from cluster.remote_text import one_line
 from engine.runs import RunFolder
 
 MAX_LOGS = 1024
 FRESH_S = 60.0  # after so long nobody needs to see it any more
-_BUDGET = Budget(64 * 1024, 1)
+_MOST_BYTES = 64 * 1024  # of one log at a look
 _SCANS = 10  # looks between scans for new files
 _LINE_CHARACTERS = 160
 _ALARM = re.compile(rb"\b(?:\w*warn(?:ing)?|\w*error|\w*exception|fatal|killed)\b", re.IGNORECASE)
 
 
-class WarningWatch:
+class AlarmWatch:
     """`look` reads what is new; `newest` is the last such line, as `host:rank | line`, while it is fresh."""
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +34,10 @@ class WarningWatch:
         """Read what has come since the last time; of a flood only its end."""
         if self._looks % _SCANS == 0:
             for log in find_logs(self._run, Selection())[:MAX_LOGS]:
-                if log not in self._followers:
-                    self._followers[log] = LogFollower(log.path, 0, _is_alarm)
+                self._followers.setdefault(log, LogFollower(log.path, 0, _is_alarm))
         self._looks += 1
         for log, follower in self._followers.items():
-            lines = follower.poll(_BUDGET).lines
+            lines, _ = follower.poll(_MOST_BYTES)
             if lines:
                 text = one_line(visible_text(lines[-1].text), _LINE_CHARACTERS)
                 self._line, self._seen_at = f"{label([log])} | {text}", self._clock()

@@ -13,8 +13,8 @@ from burst_cli import render
 from burst_cli.launch_request import LaunchRequest
 from burst_cli.launching import LaunchManner, lead_run
 from burst_cli.next_attempt import renewed_plan
-from burst_cli.run_list import failure_line
-from burst_cli.run_records import run_record
+from burst_cli.runs.failure import failure_line
+from burst_cli.runs.read import run_record
 from cluster.control.busy import ControllerBusyError, find_controller
 from cluster.control.settle import Settled, settle
 from cluster.control.stopping import StopRequests

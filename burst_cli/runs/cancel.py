@@ -9,15 +9,16 @@ from typing import Any
 
 from rich.text import Text
 
-from burst_cli.log_files import fold_names
-from burst_cli.run_facts import last_rows, number, read_facts, read_nodes, word
+from burst_cli.figures import fold_names
+from burst_cli.runs.read import last_rows, last_step, read_facts, read_nodes
+from burst_cli.runs.state import UNKNOWN
+from burst_cli.values import number, word
 from cluster.control.link import NodeStatus
 from cluster.control.settle import Settled, request_cancel
 from cluster.control.stopping import StopRequests
 from engine.errors import BurstError
 from engine.runs import FINAL_STATES, RunFolder
 
-UNKNOWN = 3
 _AT_ONCE = 16
 
 
@@ -100,13 +101,12 @@ def _cancel(run: RunFolder, stop: StopRequests, *, now: bool, say: Callable[[str
 
 def result_of(run: RunFolder, before: str, settled: Settled) -> Cancelled:
     """What became of a run that was in state `before`, by what is settled and by what its nodes left."""
-    step = next((row["step"] for row in reversed(last_rows(run)) if isinstance(row.get("step"), int)), None)
     ends: dict[str, list[str]] = {}
     for status in read_nodes(run, read_facts(run)):
         ends.setdefault(end_of_node(status), []).append(status.node)
     nodes = tuple((how, tuple(names)) for how, names in ends.items())
     leftover = tuple(one for text in settled.leftover if (one := word({"text": text}, "text", 400)))
-    return Cancelled(run, before, settled.state, step, nodes, leftover, settled.problem)
+    return Cancelled(run, before, settled.state, last_step(last_rows(run)), nodes, leftover, settled.problem)
 
 
 def end_of_node(status: NodeStatus) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from burst_cli.log_read import Line
+from burst_cli.logs.read import Line
 
 WINDOW_LINES = 128
 WINDOW_BYTES = 64 * 1024

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
+from burst_cli.values import number, word
 from cluster.control.attempt import read_log_starts
 from cluster.control.evidence import tail_text
 from cluster.failure import Failure
@@ -49,6 +50,13 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
         block.append("  what to do: ", style="bold")
         block.append(failure.advice)
     return block
+
+
+def failure_line(failure: Any) -> str:
+    """Who failed with what, in one line, by the failure in run.json; empty without one."""
+    rank, host = number(failure, "rank"), word(failure, "host")
+    who = f"rank {rank:.0f}{f' on {host}' if host else ''}: " if rank is not None else ""
+    return f"{who}{': '.join(filter(None, [word(failure, 'type', 60), word(failure, 'message')]))}"
 
 
 def memory_line(memory: Mapping[str, Any]) -> str:

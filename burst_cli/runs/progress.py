@@ -7,9 +7,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from burst_cli.run_facts import RunFacts, read_facts
+from burst_cli.runs.read import RunFacts, read_facts
+from burst_cli.values import number
 from engine.run.records import JsonLinesTail
 from engine.runs import RunFolder
 
@@ -43,14 +45,11 @@ class RunProgress:
         self._stragglers: deque[tuple[int, float]] = deque(maxlen=_STRAGGLER_STEPS)  # rank or -1, seconds lost
         self._started = self.clock() - self.ran_s
         self._news_at: float | None = None
-        self._facts: RunFacts | None = None
 
-    @property
+    @cached_property
     def facts(self) -> RunFacts:
         """What the run was asked to do."""
-        if self._facts is None:
-            self._facts = read_facts(self.run)
-        return self._facts
+        return read_facts(self.run)
 
     def poll(self) -> bool:
         """Whether there was anything new."""
@@ -98,8 +97,7 @@ class RunProgress:
 
     def figure(self, name: str) -> float | None:
         """A figure of the latest step, None when it is not known."""
-        value = self.latest.get(name) if self.latest else None
-        return value if isinstance(value, int | float) else None
+        return number(self.latest, name)
 
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
@@ -115,25 +113,20 @@ class RunProgress:
         if not isinstance(row.get("step"), int):
             return
         self.latest = row
-        if isinstance(row.get("loss"), int | float):
-            self.losses.append(row["loss"])
-        if isinstance(row.get("step_time_s"), int | float):
-            self._step_times.append(row["step_time_s"])
+        if (loss := number(row, "loss")) is not None:
+            self.losses.append(loss)
+        if (step_time_s := number(row, "step_time_s")) is not None:
+            self._step_times.append(step_time_s)
         if row.get("validation_loss") is not None:
             self.validation = row
-        rank, *waits = (row.get(name) for name in ("straggler_rank", "rank_wait_s_min", "rank_wait_s_max"))
-        least, most = (wait if isinstance(wait, int | float) else 0.0 for wait in waits)
+        rank = row.get("straggler_rank")
+        least, most = (number(row, f"rank_wait_s_{end}") or 0.0 for end in ("min", "max"))
         self._stragglers.append((rank if isinstance(rank, int) else -1, most - least))
 
     def _age_of_news(self) -> float:
         """Seconds since the run last wrote; 0 for one that has only begun."""
-        newest = 0.0
-        for name in ("metrics.jsonl", "events.jsonl"):
-            try:
-                newest = max(newest, (self.run.path / name).stat().st_mtime)
-            except OSError:
-                continue
-        return max(0.0, time.time() - newest) if newest else 0.0
+        written = [tail.path.stat().st_mtime for tail in (self._metrics, self._events) if tail.path.exists()]
+        return max(0.0, time.time() - max(written)) if written else 0.0
 
 
 def _dropped_text(event: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TextIO
 
-from burst_cli.figures import binary_bytes
-from burst_cli.log_files import LogFile, fold_names, fold_numbers
-from burst_cli.log_read import Line
+from burst_cli.figures import binary_bytes, fold_names, fold_numbers
+from burst_cli.logs.files import LogFile
+from burst_cli.logs.read import Line
 from cluster.remote_text import clean_text
 
 SCREEN_CHARACTERS = 400  # of one line on a terminal
@@ -67,25 +67,16 @@ class LogPrinter:
             text = f"{text}… (+{binary_bytes(cut_bytes)})"
         self._out.write(f"{self._prefix(positions)} {text}\n")
 
-    def skipped(self, lines: int | None, size: int, positions: tuple[int, ...]) -> None:
-        """Say what was left out, and where it is."""
-        many = f"{lines:,} line{'' if lines == 1 else 's'}" if lines is not None else binary_bytes(size)
-        paths = [str(self._logs[position].path) for position in positions]
-        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        self._note(f"{self._prefix(positions)} ", f"... {many} not shown, see {where}")
-
-    def note(self, text: str) -> None:
-        """A line of ours, between those of the logs."""
-        self._note("", text)
+    def skipped(self, size: int, position: int) -> None:
+        """Say how much of a log was left out, and where it is."""
+        text = f"... {binary_bytes(size)} not shown, see {self._logs[position].path}"
+        self._out.write(f"{self._prefix((position,))} {f'{_DIM}{text}{_RESET}' if self._has_colour else text}\n")
 
     def flush(self) -> None:
         """Have all of it reach the reader."""
         if self._is_raw:
             self._out.buffer.flush()
         self._out.flush()
-
-    def _note(self, prefix: str, text: str) -> None:
-        self._out.write(f"{prefix}{_DIM}{text}{_RESET}\n" if self._has_colour else f"{prefix}{text}\n")
 
     def _prefix(self, positions: tuple[int, ...]) -> str:
         if positions not in self._labels:

@@ -1,0 +1,299 @@
+"""A run as a person watches it: one live block on a terminal, plain lines anywhere else. All of it on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, fold_names, percent, plain, sparkline
+from burst_cli.logs.alarms import AlarmWatch
+from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
+from burst_cli.runs.progress import RunProgress
+from burst_cli.values import number
+from cluster.control.link import NodeStatus
+from cluster.control.outcome import LaunchObserver
+
+REFRESH_S = 0.2
+PLAIN_INTERVAL_S = 2.0
+TRAINING_PHASE = "train"  # the phase that needs no mention, because the steps tell
+NARROW = 70
+TINY = 36  # no room for a bar
+_LOG_LOOK_S = _NODES_S = 1.0
+_SPARKLINE_WIDTH = 24
+_MANY_NODES = 16
+_EVALUATED = {
+    "validation_loss": "validation loss",
+    "validation_bits_per_byte": "bits/byte",
+    "needle_accuracy": "needles right",
+    "needle_gain": "needle gain",
+}
+_SHARE = 20  # drawing takes at most this part of the time of the controller, whose thread it is
+
+
+@contextlib.contextmanager
+def open_view(console: Console, progress: RunProgress) -> Iterator[LaunchObserver]:
+    """The view for this console: live on a terminal, lines on anything else."""
+    if not console.is_terminal:
+        yield PlainView(console, progress)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:  # no thread: `tick` refreshes
+        yield LiveView(console, progress, live)
+
+
+class _View:
+    """What both views say in lines."""
+
+    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float]) -> None:
+        self._console, self._progress, self._clock = console, progress, clock
+        self._next = 0.0
+        self._shown_warnings = 0
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._say("note: ", "cyan", text)
+
+    def _say(self, label: str, style: str, text: str) -> None:
+        self._console.print(Text.assemble((label, style), clean(text)), soft_wrap=True)
+
+    def _poll(self) -> None:
+        """Take up what is new, and say new warnings."""
+        self._progress.poll()
+        for text in self._progress.warnings[self._shown_warnings :]:
+            self._say("warning: ", "yellow", text)
+        self._shown_warnings = len(self._progress.warnings)
+
+
+class LiveView(_View):
+    """One block that is redrawn in place; warnings and notes stay above it."""
+
+    def __init__(
+        self, console: Console, progress: RunProgress, live: Live, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console, progress, clock)
+        self._live = live
+        self._stop_line: str | None = None
+        self._statuses: Sequence[NodeStatus] = ()
+        self._alarms = AlarmWatch(progress.run)
+        self._next_log_look = 0.0
+
+    def tick(self) -> None:
+        """Redraw, at most five times a second; less often where drawing takes long."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._poll()
+        if now >= self._next_log_look:
+            self._next_log_look = now + _LOG_LOOK_S
+            self._alarms.look()
+        self._live.update(self._block(), refresh=True)
+        self._next = now + max(REFRESH_S, _SHARE * (self._clock() - now))
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        """Keep them for the next drawing."""
+        self._statuses = tuple(statuses)
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        """Show the request below the figures."""
+        self._stop_line = _stop_text(cause, grace_s)
+        self._next = 0.0
+        self.tick()
+
+    def _block(self) -> RenderableType:
+        with contextlib.suppress(OSError, ValueError):  # our consoles are made with the size of their beginning
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
+        progress, size = self._progress, self._console.size
+        rows = node_rows(self._statuses, progress.facts, progress.straggler)
+        return draw(progress, rows, (self._alarms.newest(), self._stop_line), size)
+
+
+class PlainView(_View):
+    """Lines: phases, figures every few seconds and at the last step, nodes whose state changes or that are not well."""
+
+    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, progress, clock)
+        self._next_nodes = 0.0
+        self._shown_step = 0
+        self._shown_phase = ""
+        self._node_news = NodeNews()
+
+    def tick(self) -> None:
+        """Print what is new, figures at most every PLAIN_INTERVAL_S."""
+        progress = self._progress
+        self._poll()
+        if progress.phase != self._shown_phase:
+            self._shown_phase = progress.phase
+            self._say("", "", progress.phase)
+        if progress.step > self._shown_step and self._is_due():
+            self._next = self._clock() + PLAIN_INTERVAL_S
+            self._shown_step = progress.step
+            self._say("", "", plain_line(progress))
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        """A line for every change that a person should know; looked for once a second."""
+        if self._clock() < self._next_nodes:
+            return
+        self._next_nodes = self._clock() + _NODES_S
+        for text in self._node_news.changes(node_rows(statuses, self._progress.facts, self._progress.straggler)):
+            self._say("", "", text)
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        """One line."""
+        self._say("", "", _stop_text(cause, grace_s))
+
+    def _is_due(self) -> bool:
+        progress, interval = self._progress, self._progress.facts.log_interval
+        if progress.step == progress.total_steps:
+            return True
+        return self._clock() >= self._next and progress.step // interval > self._shown_step // interval
+
+
+class NodeNews:
+    """What has changed about nodes since the last time, one line per change; nodes that change alike share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, frozenset[str]]] = {}  # node: phase, kinds of notes
+
+    def changes(self, rows: Sequence[NodeRow]) -> list[str]:
+        """Lines such as `node tb[1-3]: running`, `node tb4: rank 13 stopped`, `node tb4: well again`."""
+        said: dict[str, list[str]] = {}
+        for row in rows:
+            phase, known = self._known.get(row.name, ("none", frozenset()))
+            kinds = {without_figures(note): note for note in row.notes}
+            news = [row.phase] if row.phase != phase else []
+            news += [note for kind, note in kinds.items() if kind not in known]
+            news += ["well again"] if known and not kinds else []
+            for what in news:
+                said.setdefault(what, []).append(row.name)
+            self._known[row.name] = row.phase, frozenset(kinds)
+        return [f"node {fold_names(names)}: {what}" for what, names in said.items()]
+
+
+def plain_line(progress: RunProgress) -> str:
+    """step, loss, speed, MFU, memory and time left in one line; of an evaluation what it found."""
+    if progress.latest is not None and "loss" not in progress.latest:
+        found = [f"{name} {plain(progress.figure(key))}" for key, name in _EVALUATED.items()]
+        return "  ".join([f"weights of step {progress.step}", *(text for text in found if not text.endswith(DASH))])
+    parts = [
+        f"step {progress.step}/{progress.total_steps}",
+        f"loss {plain(progress.figure('loss'))}",
+        f"{count(progress.figure('tokens_per_s'))} tokens/s",
+        f"MFU {percent(progress.figure('mfu'))}",
+        f"memory {binary_bytes(progress.figure('peak_memory_bytes'))}",
+        f"left {duration(progress.remaining_s())}",
+    ]
+    if progress.latest is progress.validation and progress.validation is not None:
+        parts.append(f"validation loss {plain(progress.figure('validation_loss'))}")
+        parts.append(f"bits/byte {plain(progress.figure('validation_bits_per_byte'))}")
+    return "  ".join(parts)
+
+
+def _stop_text(cause: str, grace_s: float) -> str:
+    again = "; press Ctrl-C again to kill them now" if cause == "Ctrl-C" else ""
+    if not grace_s:
+        return f"{cause}: killing the ranks now"
+    return f"{cause}: stopping the ranks, killing what is left after {grace_s:g} s{again}"
+
+
+# --- the block --------------------------------------------------------------------------------------------------------
+
+
+def draw(
+    progress: RunProgress, rows: Sequence[NodeRow], last: tuple[str | None, str | None], size: tuple[int, int]
+) -> RenderableType:
+    """The block in at most `height - 1` lines of `width` columns; the cursor needs the last line.
+
+    last: the last alarm in the logs, and how the run is being stopped. 40 columns and 10 lines are enough for what
+    matters.
+    """
+    width, height = size
+    lines: list[RenderableType] = [heading(progress, width), *_progress_lines(progress, width)]
+    lines += figure_lines(progress, width) if progress.latest is not None else []
+    alarm, stop_line = last
+    urgent = stop_line or hang_text(progress)
+    below = [Text(alarm, style="dim", no_wrap=True, overflow="ellipsis")] if alarm else []
+    below += [Text(line, style="yellow") for line in textwrap.wrap(urgent or "", max(10, width))]
+    room = height - 1 - len(below)
+    lines = lines[: max(2, room)]
+    nodes = nodes_table(rows, width, room - len(lines))
+    return Group(*lines, *([nodes] if nodes is not None else []), *below)
+
+
+def heading(progress: RunProgress, width: int) -> Text:
+    """Run, preset, length of sequences, ranks on nodes, in one line."""
+    facts, run = progress.facts, progress.run
+    narrow = width < NARROW
+    text = Text(f"{run.exp}/{run.run_id[-6:] if narrow else run.run_id}", style="bold", no_wrap=True, overflow="ellipsis")
+    where = f"{facts.shape} ranks" if facts.nodes else facts.shape
+    if facts.nodes and len(facts.nodes) <= _MANY_NODES and not narrow:
+        ranks = sum(node.local_ranks for node in facts.nodes)
+        where = f"{count_of('rank', ranks)} on {fold_names([node.name for node in facts.nodes])}"
+    parts = [facts.preset, where, f"seq {facts.seq_len:,}" if facts.seq_len else ""]
+    return text.append(f"  {', '.join(filter(None, parts))}" if any(parts) else "", style="dim")
+
+
+def _progress_lines(progress: RunProgress, width: int) -> list[RenderableType]:
+    """Bar, step, phase and times."""
+    narrow = width < NARROW
+    phase = "" if progress.phase == TRAINING_PHASE else clean(progress.phase)
+    if width < TINY:
+        return [Text(f"step {progress.step}/{progress.total_steps} {phase}", no_wrap=True, overflow="ellipsis")]
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+    wide, elapsed = max(8, width // 4), duration(progress.elapsed_s())
+    if progress.latest is None:
+        grid.add_row(ProgressBar(total=None, width=wide, pulse=True), Text(phase), Text(elapsed, style="dim"))
+        return [grid]
+    total, left = max(1, progress.total_steps), f"{duration(progress.remaining_s())} left"
+    bar = ProgressBar(total=total, completed=min(progress.step, total), width=wide)
+    times = Text(left if narrow else f"{elapsed} elapsed, {left}", style="dim")
+    if phase and not narrow:
+        times.append(f"  {phase}", style="default")
+    grid.add_row(bar, Text(f"step {progress.step}/{progress.total_steps}", style="bold"), times)
+    return [grid, Text(phase)] if narrow and phase else [grid]
+
+
+def figure_lines(progress: RunProgress, width: int) -> list[Text]:
+    """Loss with its curve, speed, MFU, memory; validation when there was one. One line, or two, or three."""
+    speed = next(
+        (name for name in ("tokens_per_s_per_device", "tokens_per_s") if progress.figure(name) is not None), "tokens_per_s"
+    )
+    figures = {
+        "loss": plain(progress.figure("loss")),
+        "tokens/s/device" if speed.endswith("device") else "tokens/s": count(progress.figure(speed)),
+        "MFU": percent(progress.figure("mfu")),
+        "peak memory": binary_bytes(progress.figure("peak_memory_bytes")),
+    }
+    if (row := progress.validation) is not None:
+        figures["validation"] = plain(number(row, "validation_loss"))
+        figures["bits/byte"] = plain(number(row, "validation_bits_per_byte"))
+    lines: list[Text] = []
+    for name, value in figures.items():
+        figure = Text.assemble((f"{name} ", "dim"), (value, "bold"))
+        if name == "loss":
+            figure.append(f" {sparkline(progress.losses, _SPARKLINE_WIDTH)}", style="cyan")
+        if lines and lines[-1].cell_len + 3 + figure.cell_len <= width:
+            lines[-1].append("   ").append_text(figure)
+        else:
+            lines.append(Text(no_wrap=True, overflow="ellipsis").append_text(figure))
+    return lines
+
+
+def hang_text(progress: RunProgress) -> str | None:
+    """`no step for 25 s; stacks will be taken at 30 s`, once half of that time has passed."""
+    silence, limit = progress.silence_s, progress.hang_limit_s
+    if silence < limit / 2:
+        return None
+    what = "step" if progress.latest is not None else "first step"
+    if silence < limit:
+        return f"no {what} for {silence:.0f} s; stacks will be taken at {limit:.0f} s"
+    return f"no {what} for {silence:.0f} s: it may hang, stacks are taken"

@@ -1,0 +1,249 @@
+"""How the nodes of a run are: a row per node, those that are alike in one, and a table as wide as there is room for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, percent
+from burst_cli.runs.read import RunFacts
+from burst_cli.values import number, rows, table, word
+from cluster.control.link import NodeStatus
+
+WIDE = 100  # columns for figures and notes
+MIDDLE = 72  # columns for figures or notes
+QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
+LITTLE_DISK_BYTES = 2**30
+MUCH_MEMORY = 0.95
+HOT_C = 90.0
+_RANK_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "gone": "gone"}
+_NOT_THROTTLED = ("none", "not active", "0x0000000000000000")
+_STYLES = {"bad": "bold red", "warn": "yellow", "ok": ""}
+_PHASE_STYLES = {"running": "green", "stopping": "yellow", "lost": "bold red", "none": "dim", "ended": ""}
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node, or several that are alike; then every figure has one value per node that says it.
+
+    heard_s: seconds since they last said something. ranks: the state of each in /proc/PID/stat. load, gpu: of all cores
+    and of each GPU, in percent. memory: the share that is used. notes: what a person should know, worst first; mark:
+    how bad the worst of it is.
+    """
+
+    nodes: tuple[str, ...]
+    phase: str
+    heard_s: tuple[float, ...] = ()
+    ranks: tuple[str, ...] = ()
+    load: tuple[float, ...] = ()
+    gpu: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+    mark: str = "ok"  # ok, warn, bad
+
+    @property
+    def name(self) -> str:
+        """Names in short."""
+        return fold_names(self.nodes)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def node_rows(
+    statuses: Sequence[NodeStatus], facts: RunFacts, straggler: int | None = None, *, is_over: bool = False
+) -> list[NodeRow]:
+    """A row per node, in their order. straggler: the rank that the others wait for.
+
+    is_over: the run has ended, so silence is no news.
+    """
+    ranks = {node.name: node.ranks for node in facts.nodes}
+    found = []
+    for status in statuses:
+        health = (status.health if status.phase != "ended" else None) or {}
+        states = _rank_states(health)
+        bad, warn = _bad_notes(status, states, is_over=is_over), [] if is_over else _warn_notes(status, health)
+        if straggler in ranks.get(status.node, ()) and not is_over:
+            warn.append(f"straggler: rank {straggler}")
+        found.append(
+            NodeRow(
+                nodes=(status.node,),
+                phase=status.phase,
+                heard_s=() if is_over or status.heard_s == float("inf") else (status.heard_s,),
+                ranks=tuple(states.values()),
+                load=_known(number(health, "load1")),
+                gpu=_known(*(number(gpu, "utilization") for gpu in rows(health, "gpus"))),
+                memory=_known(_memory_used(health)),
+                notes=(*bad, *warn),
+                mark="bad" if bad else "warn" if warn else "ok",
+            )
+        )
+    return found
+
+
+def fold_rows(rows: Sequence[NodeRow]) -> list[NodeRow]:
+    """`rows` with those that are alike but for figures folded; worst first, those that are well last."""
+    alike: dict[tuple[str, ...], list[NodeRow]] = {}
+    for row in rows:
+        alike.setdefault((row.mark, row.phase, *map(without_figures, row.notes)), []).append(row)
+    folded = [replace(group[0], **_joined(group)) for group in alike.values()]
+    return sorted(folded, key=lambda row: ("bad", "warn", "ok").index(row.mark))
+
+
+def fit_rows(rows: Sequence[NodeRow], count: int) -> tuple[list[NodeRow], int]:
+    """(at most `count` folded rows, how many nodes are left out); those that are well stay in sight."""
+    well = [row for row in rows if row.mark == "ok"]
+    odd = [row for row in rows if row.mark != "ok"]
+    shown = [*odd[: max(0, count - len(well))], *well][: max(count, 0)]
+    return shown, sum(len(row.nodes) for row in rows) - sum(len(row.nodes) for row in shown)
+
+
+def without_figures(note: str) -> str:
+    """A note without its digits: `not heard for 12 s` is the same news every second."""
+    return "".join(char for char in note if not char.isdigit())
+
+
+def _joined(group: Sequence[NodeRow]) -> dict[str, Any]:
+    names = ("nodes", "heard_s", "ranks", "load", "gpu", "memory")
+    return {name: tuple(value for row in group for value in getattr(row, name)) for name in names}
+
+
+def _bad_notes(status: NodeStatus, states: Mapping[int, str], *, is_over: bool) -> list[str]:
+    notes = []
+    if status.problem:
+        notes.append((word({"text": status.problem}, "text") or "").removeprefix(f"{status.node}: "))
+    if status.phase == "lost":
+        notes.append("its supervisor is gone without a word")
+    outcome = status.outcome or {}
+    code, cause = number(outcome, "exit_code"), word(outcome, "cause", 40)
+    if cause == "lease":
+        notes.append("it heard nothing of its launcher and stopped its ranks")
+    elif cause == "start_failed":
+        notes.append(f"start failed: {word(outcome, 'error') or 'no reason given'}")
+    elif cause == "exit" and code:
+        notes.append(f"ended by signal {-code:.0f}" if code < 0 else f"ended with exit code {code:.0f}")
+    if not is_over and status.phase == "running":
+        for state in dict.fromkeys(_RANK_STATES.values()):
+            hit = [rank for rank, letter in states.items() if _RANK_STATES.get(letter) == state]
+            if hit:
+                notes.append(f"rank{'' if len(hit) == 1 else 's'} {fold_numbers(hit)} {state}")
+    return notes
+
+
+def _warn_notes(status: NodeStatus, health: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if QUIET_S < status.heard_s != float("inf") and status.phase in ("starting", "running", "stopping"):
+        notes.append(f"not heard for {status.heard_s:.0f} s")
+    if (used := _memory_used(health)) is not None and used > MUCH_MEMORY:
+        notes.append(f"memory {percent(used)} full")
+    free = number(health, "disk_free_bytes")
+    if free is not None and free < LITTLE_DISK_BYTES:
+        notes.append(f"disk nearly full: {binary_bytes(free)} free")
+    for gpu in rows(health, "gpus"):
+        name = f"GPU {number(gpu, 'index') or 0:.0f}"
+        heat, throttle = number(gpu, "temperature_c"), word(gpu, "throttle", 40)
+        if throttle and throttle.lower() not in _NOT_THROTTLED:
+            notes.append(f"{name} is throttled: {throttle}")
+        elif heat is not None and heat >= HOT_C:
+            notes.append(f"{name} has {heat:.0f} °C")
+    return notes
+
+
+def _rank_states(health: Mapping[str, Any]) -> dict[int, str]:
+    """{rank: letter} of those that a node names; at most a few characters each, whatever it says."""
+    return {
+        int(name): word(facts, "state", 8) or "?"
+        for name, facts in table(health, "ranks").items()
+        if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 8
+    }
+
+
+def _memory_used(health: Mapping[str, Any]) -> float | None:
+    used, limit = number(health, "memory_used_bytes"), number(health, "memory_limit_bytes")
+    return used / limit if used is not None and limit else None
+
+
+def _known(*values: float | None) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def nodes_table(rows: Sequence[NodeRow], width: int, height: int) -> RenderableType | None:
+    """The nodes in at most `height` lines; None when not even one row has room."""
+    folded = fold_rows(rows)
+    shown, left_out = fit_rows(folded, height - 1)
+    if left_out:
+        shown, left_out = fit_rows(folded, height - 2)
+    if not shown:
+        return None
+    table = _table(shown, width)
+    return Group(table, Text(f"and {left_out} more nodes: burst status", style="dim")) if left_out else table
+
+
+def _table(rows: Sequence[NodeRow], width: int) -> Table:
+    has_notes = any(row.notes for row in rows) or width < MIDDLE
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0), width=width if has_notes else None
+    )
+    room = max(8, width // 4)
+    titles = ["node", "state"]
+    if width >= MIDDLE:
+        # Where there is little room, notes say more than the figures of nodes that are well.
+        titles += ["heard", "ranks", "GPU", *(["load", "memory"] if width >= WIDE or not has_notes else [])]
+    cells = [_cells(row, room) for row in rows]
+    titles = [title for title in titles if any(row[title].plain != DASH for row in cells)]
+    for title in titles:
+        is_text = title in ("node", "state", "ranks")
+        table.add_column(title, no_wrap=True, justify="left" if is_text else "right", overflow="ellipsis")
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1 if has_notes else None)
+    for row, texts in zip(rows, cells, strict=True):
+        notes = "; ".join(row.notes) or ("" if width >= MIDDLE else _most_telling(row))
+        table.add_row(*(texts[title] for title in titles), Text(notes, style=_STYLES[row.mark] if row.notes else "dim"))
+    return table
+
+
+def _cells(row: NodeRow, room: int) -> dict[str, Text]:
+    name = row.name if len(row.name) <= room or len(row.nodes) == 1 else f"{len(row.nodes)} nodes"
+    unknown = "unknown" if row.notes else "not started"
+    ranks = " ".join(f"{count} {letter}" for letter, count in sorted(Counter(row.ranks).items()))
+    return {
+        "node": Text(name, style=_STYLES[row.mark]),
+        "state": Text(unknown if row.phase == "none" else row.phase, style=_PHASE_STYLES.get(row.phase, "")),
+        "heard": Text(heard_text(max(row.heard_s, default=None))),
+        "ranks": Text(ranks or DASH),  # `3 R 1 T`: how many are in which state
+        "GPU": Text(_span(row.gpu, "%")),
+        "load": Text(_span(row.load, "", 1)),
+        "memory": Text(_span([100 * share for share in row.memory], "%")),
+    }
+
+
+def heard_text(seconds: float | None) -> str:
+    """`now`, `7 s`, `3 min`: how long ago a node last said something."""
+    if seconds is None:
+        return DASH
+    if seconds < 1.5:
+        return "now"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _most_telling(row: NodeRow) -> str:
+    """What a narrow table says of nodes that are well."""
+    return f"GPU {_span(row.gpu, '%')}" if row.gpu else f"load {_span(row.load, '', 1)}" if row.load else ""
+
+
+def _span(values: Sequence[float], unit: str, digits: int = 0) -> str:
+    """The value of all nodes, or the lowest and the highest."""
+    if not values:
+        return DASH
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return f"{low}{unit}" if low == high else f"{low}-{high}{unit}"

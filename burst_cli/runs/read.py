@@ -1,0 +1,212 @@
+"""What the folder of a run says of it: what was planned, what it recorded, what its nodes left.
+
+Cheap enough for hundreds of runs. Everything in the folder may be damaged, half written or hostile (nodes wrote some of
+it): what cannot be read is None.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burst_cli.values import number, rows, table, whole, word
+from cluster.control.busy import LOCK_FILE, find_controller
+from cluster.control.link import NodeStatus, Phase
+from engine.config import TrainConfig, load_config, load_yaml
+from engine.errors import ConfigError
+from engine.run.records import parse_line, read_json_object
+from engine.run.summary import config_facts, summarise
+from engine.runs import RunFolder, RunFolderError
+
+MAX_FILE_BYTES = 8 * 2**20
+UNREADABLE = "unreadable"
+_PHASES: tuple[Phase, ...] = ("none", "starting", "running", "stopping", "ended", "lost")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # what `RunFolder.log_dir` makes of any name
+_TAIL_BYTES = 256 * 1024  # of metrics.jsonl: many rows, whatever the length of the run
+_OF_THE_LAUNCHER = ("lease", "spec.json", "stop.json", "stacks.json")  # files in the folder of a node
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """One node of the plan and the ranks it has. rdma_ports: whether NCCL is told which InfiniBand or RoCE to use."""
+
+    name: str
+    first_rank: int
+    local_ranks: int
+    rdma_ports: bool = False
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.local_ranks)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run was asked to do; None is not known."""
+
+    steps: int | None = None
+    seq_len: int | None = None
+    preset: str | None = None
+    world_size: int | None = None
+    log_interval: int = 1
+    hang_timeout_s: float | None = None
+    launcher: str | None = None
+    nodes: tuple[PlannedNode, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        """`2 x 4` for two nodes of four ranks; `8 ranks` where nodes are not known."""
+        if not self.nodes:
+            return "" if self.world_size is None else f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        sizes = sorted({node.local_ranks for node in self.nodes})
+        return f"{len(self.nodes)} x {sizes[0] if len(sizes) == 1 else f'{sizes[0]}-{sizes[-1]}'}"
+
+
+def read_facts(run: RunFolder) -> RunFacts:
+    """From launch.json; for a run without one, from config.yaml and the nodes that have written logs."""
+    plan = _read(run.path / "launch.json")
+    config = table(plan, "config") or _read(run.path / "config.yaml")
+    train, cluster = table(config, "train"), table(config, "cluster")
+    return RunFacts(
+        steps=whole(train, "steps"),
+        seq_len=whole(train, "seq_len"),
+        preset=word(table(config, "attention"), "preset", 40),
+        world_size=whole(plan, "world_size") or whole(cluster, "ranks_per_node"),
+        log_interval=whole(train, "log_interval_steps") or 1,
+        hang_timeout_s=number(cluster, "hang_timeout_s"),
+        launcher=word(plan, "launcher"),
+        nodes=tuple(map(_planned, rows(plan, "nodes"))),
+    )
+
+
+def read_nodes(run: RunFolder, facts: RunFacts) -> list[NodeStatus]:
+    """What the nodes last left in the run folder; `heard_s` is the age of the newest of it. Asks nobody."""
+    names = [node.name for node in facts.nodes]
+    folders = {path.name: path for path in (run.path / "nodes").glob("*") if _NAME.fullmatch(path.name)}
+    unplanned = sorted(set(folders) - {run.log_dir(name).name for name in names})
+    return [_node(folders.get(run.log_dir(name).name), name, run) for name in [*names, *unplanned]]
+
+
+def last_rows(run: RunFolder) -> list[dict[str, Any]]:
+    """The newest rows of metrics.jsonl, newest first, without reading all of a long file."""
+    try:
+        with (run.path / "metrics.jsonl").open("rb") as file:
+            begin = max(0, file.seek(0, 2) - _TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read(_TAIL_BYTES).split(b"\n")[1 if begin else 0 :]
+    except OSError:
+        return []
+    return [row for line in reversed(lines) if (row := parse_line(line)) is not None]
+
+
+def last_step(rows: list[dict[str, Any]]) -> int | None:
+    """The last step of `last_rows`."""
+    return next((row["step"] for row in rows if isinstance(row.get("step"), int)), None)
+
+
+def is_lost(run: RunFolder, document: Mapping[str, Any]) -> bool:
+    """Whether a run has begun and not ended, and the process that should see to it is gone.
+
+    A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.
+    """
+    if document.get("state") not in ("starting", "running") or find_controller(run) is not None:
+        return False
+    is_alive = run.is_alive()
+    return is_alive is False or (is_alive is None and (run.path / LOCK_FILE).exists())
+
+
+def run_record(run: RunFolder) -> dict[str, Any]:
+    """{run_id, exp, status, path, lost, ...summary}: what `burst report` shows and `--json` prints.
+
+    `problems` names what is damaged, `lost` says that nobody leads the run. A run without summary.json (it failed, or
+    still runs) has its figures computed from metrics.jsonl.
+    """
+    problems: list[str] = []
+    summary: dict[str, Any] = {}
+    state: dict[str, Any] = {"state": UNREADABLE}
+    try:
+        summary = run.read_summary() or {}
+    except RunFolderError as error:
+        problems.append(str(error))
+    summary = summary or _summary_from_metrics(run, problems)
+    try:
+        state = run.read_state()
+    except RunFolderError as error:
+        problems.insert(0, str(error))
+    else:
+        summary |= {name: state.get(name) for name in ("started_at", "ended_at", "exit_code", "failure")}
+    if summary.get("world_size") is None:
+        summary["world_size"] = state.get("world_size")
+    own = {
+        "run_id": run.run_id,
+        "exp": run.exp,
+        "status": state["state"],
+        "path": str(run.path),
+        "lost": is_lost(run, state),
+    }
+    return {**own, **summary, **own, **({"problems": problems} if problems else {})}
+
+
+def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    """The summary that the trainer would have written from what it recorded so far."""
+    warmup, facts = TrainConfig().warmup_metric_steps, {}
+    try:
+        config = load_config(run.path / "config.yaml")
+        warmup, facts = config.train.warmup_metric_steps, config_facts(config)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    try:
+        return {**facts, **summarise(run.read_metrics(), warmup)}
+    except OSError as error:
+        problems.append(f"{run.path / 'metrics.jsonl'}: {error.strerror}")
+        return {**facts, **summarise([], warmup)}
+
+
+def _node(folder: Path | None, name: str, run: RunFolder) -> NodeStatus:
+    heard_s = _age(run.log_dir(name))
+    if folder is None:
+        return NodeStatus(name, heard_s=heard_s)
+    supervisor, outcome, health = (_read(folder / f"{part}.json") for part in ("supervisor", "outcome", "health"))
+    phase: Phase = "ended" if outcome else next((one for one in _PHASES if one == supervisor.get("phase")), "none")
+    heard_s = min(heard_s, _age(folder))
+    return NodeStatus(name, phase, outcome or None, health or None, heard_s, supervisor=supervisor)
+
+
+def _planned(entry: Mapping[str, Any]) -> PlannedNode:
+    environment = table(entry, "environment")
+    return PlannedNode(
+        word(entry, "name", 100) or word(entry, "hostname", 100) or "?",
+        whole(entry, "first_rank") or 0,
+        whole(entry, "local_ranks") or 0,
+        "NCCL_IB_HCA" in environment and environment.get("NCCL_IB_DISABLE", "0") == "0",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The table in a JSON or YAML file; empty when there is none that can be read.
+
+    config.yaml goes without the checks of `load_config`, which take ten times as long.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {}
+        is_yaml = path.suffix == ".yaml"
+        document = load_yaml(path.read_text(encoding="utf-8")) if is_yaml else read_json_object(path)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _age(folder: Path) -> float:
+    """Seconds since a node wrote anything in a folder; infinite when there is nothing."""
+    try:
+        newest = max(path.stat().st_mtime for path in folder.iterdir() if path.name not in _OF_THE_LAUNCHER)
+    except (OSError, ValueError):
+        return float("inf")
+    return max(0.0, time.time() - newest)
