@@ -25,14 +25,13 @@ corpus.bin (or corpus.npy) and corpus.json. Unknown keys are ignored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from engine.config_reader import range_problems, read_dataclass
-from engine.config_schema import note
+from engine.config_schema import range_problems, read_dataclass, setting
 from engine.data.files import read_json_object
 from engine.errors import DataError
 
@@ -50,7 +49,7 @@ class TokenFile:
     """One file of token ids."""
 
     name: str = ""
-    token_count: int = field(default=0, metadata=note("tokens in it", at_least=1))
+    token_count: int = setting(0, "tokens in it", at_least=1)
     sha256: str | None = None
 
 
@@ -59,19 +58,19 @@ class Manifest:
     """What a token set's manifest says, checked for form but not yet against the files."""
 
     dtype: Dtype = "uint16"
-    vocab_size: int = field(default=0, metadata=note("ids are below it", at_least=1))
-    token_count: int = field(default=0, metadata=note("tokens in all files", at_least=1))
+    vocab_size: int = setting(0, "ids are below it", at_least=1)
+    token_count: int = setting(0, "tokens in all files", at_least=1)
     files: tuple[TokenFile, ...] = ()
-    eod_id: int | None = field(default=None, metadata=note("ends every document", at_least=0))
+    eod_id: int | None = setting(None, "ends every document", at_least=0)
     bos_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     documents_file: str | None = None
-    document_count: int | None = field(default=None, metadata=note("entries of documents_file", at_least=1))
+    document_count: int | None = setting(None, "entries of documents_file", at_least=1)
     prompts_file: str | None = None
-    prompt_count: int | None = field(default=None, metadata=note("ranges in prompts_file", at_least=1))
+    prompt_count: int | None = setting(None, "ranges in prompts_file", at_least=1)
     token_bytes_file: str | None = None
-    text_bytes: int | None = field(default=None, metadata=note("bytes of text behind the tokens", at_least=0))
-    max_token_id: int | None = field(default=None, metadata=note("greatest id in the files", at_least=0))
+    text_bytes: int | None = setting(None, "bytes of text behind the tokens", at_least=0)
+    max_token_id: int | None = setting(None, "greatest id in the files", at_least=0)
     source: str | None = None
     writer: str | None = None
 

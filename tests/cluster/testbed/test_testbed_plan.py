@@ -63,7 +63,7 @@ def test_a_rate_reads_back_as_it_was_written(text, bits):
 
 @pytest.mark.parametrize("text", ["", "200", "-1mbit", "1kbit", "9999999gbit", "1mbit; reboot"])
 def test_a_rate_without_sense_is_refused(text):
-    with pytest.raises(ConfigError, match="rate .*expected"):
+    with pytest.raises(ConfigError, match=r"rate .*expected"):
         parse_rate(text)
 
 
