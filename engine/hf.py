@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from engine.attention.library import ContextParallel, SequenceContext, attention
 from engine.attention.mask import Mask
 from engine.attention.patterns import MaskKind
+from engine.data.sampler import IGNORE_INDEX
 from engine.errors import ConfigError
-from engine.loss.options import IGNORE_INDEX
 
 IMPLEMENTATION = "burst_context_parallel"
 CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans

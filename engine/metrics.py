@@ -42,8 +42,8 @@ from engine.flops import Flops, Recomputed, mfu, step_flops
 from engine.memory.oom import peak_resident_bytes
 from engine.memory.store import HostStore
 from engine.memory.tracker import LiveTensorTracker
+from engine.parallel.collectives import max_over_ranks
 from engine.parallel.mesh import Mesh
-from engine.parallel.reduce import max_over_ranks
 from engine.peak import above_peak_warning
 from engine.train_step import StepResult
 from engine.waits import WaitClock, find_straggler

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
-from engine.errors import ConfigError
-
-
-def parse_profile(text: str) -> range:
-    """The steps, counted from 1, that "START:STOP" names: START up to and without STOP; raises ConfigError."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if match is None or not 1 <= int(match[1]) < int(match[2]):
-        raise ConfigError(
-            f"train.profile: got {text!r}; expected START:STOP with 1 <= START < STOP, "
-            "for example 5:8 to trace the steps 5, 6 and 7"
-        )
-    return range(int(match[1]), int(match[2]))
 
 
 class StepProfiler:
     """Traces the steps of `profile` (null: none) and writes rank<NNNN>.json into `folder` when the last one ends."""
 
     def __init__(self, profile: str | None, folder: Path, rank: int) -> None:
-        self._steps = range(0) if profile is None else parse_profile(profile)
+        self._steps = range(0) if profile is None else range(*map(int, profile.split(":")))
         self._path = folder / f"rank{rank:04d}.json"
         self._profiler: torch.profiler.profile | None = None
 

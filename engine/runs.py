@@ -27,6 +27,8 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BurstError, ConfigError
+from engine.memory.oom import is_out_of_memory, measure_out_of_memory
 from engine.run.process import process_start
-from engine.run.rank_errors import describe_error
 from engine.run.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
 
 OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
@@ -51,6 +53,11 @@ LEGAL_TRANSITIONS: Mapping[str, frozenset[str]] = {
     "running": frozenset({"completed", "failed", "cancelled", "oom"}),
     **{state: frozenset({"starting"}) for state in sorted(FINAL_STATES)},
 }
+MESSAGE_CHARACTERS = 4_000
+TRACEBACK_CHARACTERS = 20_000
+# What a rank says when it only noticed that another one had gone.
+_ECHO_TYPES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
+_ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _EXP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ATTEMPT_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
@@ -385,3 +392,41 @@ def _remove(temporary: Path | None, created: list[Path]) -> None:
     for folder in created:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """{kind, type, message, traceback, exit_code, time_ns, at, memory}; kind: config, user, oom, peer_lost, exception.
+
+    `memory` is what `OutOfMemory` says under kind oom, else None.
+    """
+    measured = measure_out_of_memory(error)
+    text = str(error)[:MESSAGE_CHARACTERS]
+    lines = "".join(traceback.format_exception(error))
+    return {
+        "kind": _kind(error, text),
+        "type": _type_name(error),
+        "message": text,
+        "traceback": lines[-TRACEBACK_CHARACTERS:],
+        "exit_code": error.exit_code if isinstance(error, BurstError) else 1,
+        "time_ns": time.time_ns(),
+        "at": utc_now(),
+        "memory": None if measured is None else measured.to_dict(),
+    }
+
+
+def _kind(error: BaseException, text: str) -> str:
+    name = type(error).__name__
+    if is_out_of_memory(error):  # first: an error of ours may have been raised from it
+        return "oom"
+    if isinstance(error, BurstError):
+        return "config" if error.exit_code == 2 else "user"
+    if name in _ECHO_TYPES or any(s in text for s in _ECHO_TEXTS):
+        return "peer_lost"
+    return "exception"
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -11,16 +11,15 @@ from torch import Tensor
 from engine.attention.api import ParallelAttention
 from engine.attention.layers import AttendedPairs, attended_pairs
 from engine.config import RunConfig
-from engine.data.sampler import Batch
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.errors import RunError
 from engine.guard import TAKEN, Guard, Verdict
-from engine.loss.options import IGNORE_INDEX
 from engine.model.dropout import Dropout, row_keys
 from engine.model.llama import AttentionFn, LlamaModel
 from engine.optim import build_optimizer, learning_rate, set_learning_rate
+from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
-from engine.parallel.reduce import sum_over_ranks
 from engine.parallel.shard import LocalBatch, shard_batch
 from engine.run.faults import NO_FAULTS, Faults
 from engine.run.rank_process import RankStatus

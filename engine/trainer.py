@@ -30,6 +30,7 @@ from engine.memory.recompute import recomputed_matrices
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.needle.tasks import needle_tasks
+from engine.parallel.collectives import wait_for_all_ranks
 from engine.parallel.mesh import (
     Mesh,
     Placement,
@@ -41,15 +42,13 @@ from engine.parallel.mesh import (
     start_process_group,
     step_timeout,
 )
-from engine.parallel.reduce import wait_for_all_ranks
 from engine.parallel.waiting import count_waits
 from engine.peak import find_peak
 from engine.profiling import StepProfiler
 from engine.run.faults import NO_FAULTS, Faults, FindFaults, read_faults
-from engine.run.lifecycle import run_states
+from engine.run.lifecycle import GRACE_S, KILL_MARGIN_S, StopRequest, run_states
 from engine.run.rank_process import RankStatus
 from engine.run.recorder import Recorder
-from engine.run.stopping import GRACE_S, KILL_MARGIN_S, StopRequest
 from engine.run.summary import predicted_facts, summarise
 from engine.runs import RunFolder
 from engine.train_step import TrainStep

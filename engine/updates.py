@@ -4,16 +4,32 @@
     in backward      those of one FSDP unit do; each is used and freed before the next unit's are reduced
 
 On the device an update in backward runs from a hook that FSDP2 calls once a shard's gradient is reduced (pytorch pull
-request 129450); on the host beside backward, see `engine.host_updates`. By then the unit's backward has read its
+request 129450); on the host beside backward (below). By then the unit's backward has read its
 weights for the last time, and a weight of two modules (tied embeddings) has the gradients of both: FSDP2 reduces such a
 unit at the end of backward.
+
+Weights, gradients and moments on the host: the host adds up and updates while the device is in its backward pass.
+
+    compute stream   backward of n   backward of n-1        backward of n-2  ...
+    reduce stream                 '-> sum n, copy n to pinned memory |C|  sum n-1, copy n-1 ...
+    backward's thread                 gives n to the worker ---'
+    worker                                    |wait C| adds n up, or updates the weights of n ...
+
+FSDP2 copies a unit's reduced gradient to pinned memory without making anybody wait only where no hook hangs on it
+(since torch 2.13; before, it called a hook while the copy was under way) and nothing is there to add it to. So no hook
+hangs on a gradient: it is taken away when FSDP2 reduces the next unit's, which its all-reduce hook tells, and what the
+worker has to wait for is an event on the stream of the copies. `UNITS_AHEAD` bounds the memory of gradients that wait:
+where the host is slower than the device, backward waits for it there.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,21 +37,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import RunConfig
-from engine.config_checks import update_in_backward_problems
-from engine.errors import ConfigError
-from engine.host_updates import (
-    Arrival,
-    HostGradients,
-    Inline,
-    Staged,
-    Worker,
-    WorkerThread,
-    blocking_event,
-    nothing_to_wait_for,
-)
+from engine.memory.shapes import UNITS_ON_HOST
 from engine.optim import clip_gradients
+from engine.parallel.collectives import sum_over_ranks
+from engine.parallel.fsdp import fsdp_modules
 from engine.parallel.mesh import Mesh
-from engine.parallel.reduce import sum_over_ranks
+
+UNITS_AHEAD = UNITS_ON_HOST - 2  # whose gradients wait, beside those that are used and those on their way
+
+Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
+Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls in their order
+
+
+class Arrival(Protocol):
+    """Something that a thread can wait for: a torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Returns when it has come."""
 
 
 class Updates(Protocol):
@@ -51,18 +69,13 @@ class Updates(Protocol):
 
 
 def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Updates:
-    """The updates that the configuration wants; `optimizer` must own the parameters of the sharded `model`.
-
-    Raises ConfigError where updates in backward cannot do what else is asked for.
-    """
+    """The updates that the configuration wants; `optimizer` must own the parameters of the sharded `model`."""
     in_backward, max_grad_norm = config.memory.optimizer_in_backward, config.optimizer.max_grad_norm
-    if in_backward and (problems := list(update_in_backward_problems(config))):
-        raise ConfigError(problems)
     after = UpdateAfterBackward(model, optimizer, max_grad_norm)
     if config.memory.optimizer_store == "host":
-        on_gpu = mesh.device.type == "cuda"
-        worker, arrival = (WorkerThread(), blocking_event) if on_gpu else (Inline(), nothing_to_wait_for)
-        return HostUpdates(after, worker, arrival, in_backward=in_backward)
+        if mesh.device.type != "cuda":  # whose copies are there, and whose cores compute
+            return HostUpdates(after, at_once, lambda: None, in_backward=in_backward)
+        return HostUpdates(after, worker_thread(), blocking_event, in_backward=in_backward)
     return UpdateInBackward(model, optimizer) if in_backward else after
 
 
@@ -116,12 +129,12 @@ class UpdateInBackward:
 
 
 class HostUpdates:
-    """Adds gradients up on the host, or updates weights there, beside backward (see `engine.host_updates`)."""
+    """Adds gradients up on the host, or updates weights there, beside backward (see above)."""
 
     def __init__(
         self,
         after: UpdateAfterBackward,
-        worker: Worker,
+        submit: Submit,
         arrival: Callable[[], Arrival | None],
         *,
         in_backward: bool,
@@ -130,7 +143,7 @@ class HostUpdates:
         self._in_backward = in_backward
         self._norm = _GradientNorm()
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, over the micro-steps so far
-        self._gradients = HostGradients(after.model, self._update if in_backward else self._add, worker, arrival)
+        self._gradients = HostGradients(after.model, self._update if in_backward else self._add, submit, arrival)
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """See `Updates`. Raises what went wrong beside backward."""
@@ -166,6 +179,91 @@ class HostUpdates:
             optimizer.param_groups = groups
         for parameter, _ in staged:
             parameter.grad = None
+
+
+class HostGradients:
+    """Takes gradients from the parameters of a sharded model as they come; `finish` when backward is over.
+
+    use       called by `submit` with the gradients of some parameters, in the order in which backward gave them; never
+              again once it has failed
+    arrival   of all copies that were started on the current stream so far; None: they are there
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        use: Callable[[Staged], None],
+        submit: Submit,
+        arrival: Callable[[], Arrival | None],
+    ) -> None:
+        self._parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._use, self._submit, self._arrival = use, submit, arrival
+        self._failure: BaseException | None = None
+        self._pending: deque[tuple[Future[None], set[Tensor]]] = deque()
+        for unit in fsdp_modules(model):
+            unit.set_all_reduce_hook(self._before_unit)
+
+    def finish(self) -> None:
+        """After backward: everything was used when it returns. Raises what `use` raised."""
+        self._take()
+        self._wait(0)
+
+    def _before_unit(self, reduced: Tensor) -> None:
+        """FSDP2 calls it between the sum of a unit's gradients and their copy; those of the units before are there."""
+        if reduced.device.type == "cuda":
+            # With this hook the copy runs on another stream than `reduced` was allocated on, which FSDP2 does not note.
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
+        self._take()
+
+    def _take(self) -> None:
+        self._wait(UNITS_AHEAD)
+        # `use` may set the gradient that it was given; that is not taken a second time.
+        given = {gradient for _, gradients in self._pending for gradient in gradients}
+        found = [(parameter, parameter.grad) for parameter in self._parameters]
+        staged = [(parameter, grad) for parameter, grad in found if grad is not None and grad not in given]
+        if not staged:
+            return
+        for parameter, _ in staged:
+            parameter.grad = None
+        done = self._submit(partial(self._wait_and_use, self._arrival(), staged))
+        self._pending.append((done, {gradient for _, gradient in staged}))
+
+    def _wait(self, most: int) -> None:
+        """Until at most so many units are not used."""
+        while self._pending and (len(self._pending) > most or self._pending[0][0].done()):
+            self._pending.popleft()[0].result()
+
+    @torch.no_grad()
+    def _wait_and_use(self, arrival: Arrival | None, staged: Staged) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if arrival is not None:
+                arrival.synchronize()
+            self._use(staged)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+def worker_thread() -> Submit:
+    """Runs calls one after the other in a thread, which ends when nobody holds this any longer."""
+    return ThreadPoolExecutor(1, thread_name_prefix="host updates").submit
+
+
+def at_once(call: Callable[[], None]) -> Future[None]:
+    """Runs a call where it is."""
+    call()
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def blocking_event() -> Arrival:
+    """The point that the current CUDA stream has been given work up to; a thread that waits for it takes no core."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class _GradientNorm:

@@ -39,8 +39,8 @@ from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
 from engine.config_schema import read_dataclass, to_plain
 from engine.data import Batch
+from engine.data.sampler import IGNORE_INDEX
 from engine.errors import RunError
-from engine.loss.options import IGNORE_INDEX
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import build_mesh, read_placement, start_process_group
 from engine.train_step import TrainStep, count_labels, rank_batch, sequence_loss

@@ -27,9 +27,9 @@ from engine.config_checks import check_config
 from engine.config_cluster import ClusterConfig
 from engine.config_schema import to_plain
 from engine.data import Batch
+from engine.data.sampler import IGNORE_INDEX
 from engine.errors import ConfigError
 from engine.flops import attention_pairs, count_parameters, step_flops
-from engine.loss.options import IGNORE_INDEX
 from engine.memory.auto import settle_memory
 from engine.memory.capacity import Hardware, capacity_of
 from engine.memory.fit import fit_of

@@ -27,7 +27,7 @@ from engine.bench.environment import environment
 from engine.bench.measure import slowest_rank, summarise, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell
 from engine.data import Batch
-from engine.loss.options import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model
 from engine.parallel.fsdp import release_gathered_weights

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from engine.data.sampler import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

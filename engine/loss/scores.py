@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.loss.options import IGNORE_INDEX, check_shapes
+from engine.data.sampler import IGNORE_INDEX
+from engine.loss.options import check_shapes
 from engine.row_blocks import accumulate_dtype
 
 _BLOCK_IDS = 8192  # rows of the weight that are widened at once

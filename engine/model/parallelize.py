@@ -27,7 +27,6 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
-from engine.parallel.degrees import tensor_parallel_problems
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
@@ -77,9 +76,6 @@ def parallelize(
 
     That is `attention`, if the caller built it already (it opens process groups), else the configured one.
     """
-    problems = tensor_parallel_problems(config.model, mesh.tp_size)
-    if problems:
-        raise ConfigError(problems)
     attention = attention or build_parallel_attention(config, mesh)
     if mesh.tp_mesh is not None:
         slice_model(model, model.layers, mesh.tp_mesh)

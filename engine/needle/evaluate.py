@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.evaluate import evaluating
 from engine.needle.tasks import NeedleTask, NeedleTasks
-from engine.parallel.reduce import sum_over_ranks
+from engine.parallel.collectives import sum_over_ranks
+from engine.parallel.fsdp import evaluating
 from engine.train_step import TrainStep, rank_batch
 
 Table = npt.NDArray[np.float64]

@@ -7,6 +7,7 @@ ranks with different counts weigh as their tokens do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -98,3 +99,15 @@ def release_gathered_weights(model: nn.Module) -> None:
     """
     for module in fsdp_modules(model):
         module.reshard()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Around forward passes without a backward: evaluation mode, and no gathered weights afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        release_gathered_weights(model)
+        model.train(was_training)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.layout import Layout
-from engine.loss.options import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX
 
 IntArray = npt.NDArray[np.int64]
 

@@ -38,6 +38,16 @@ BROKEN = {
         "optimizer": NOT_CLIPPED,
         "train": {"grad_accum_steps": 2},
     },
+    "memory.optimizer_in_backward=true has updated the weights before a step can be judged": {
+        "memory": {"optimizer_in_backward": True},
+        "optimizer": NOT_CLIPPED,
+        "train": {"guard": GuardConfig(spike_deviations=8.0)},
+    },
+    "memory.optimizer_in_backward=true saves nothing here": {
+        "memory": {"optimizer_in_backward": True},
+        "optimizer": NOT_CLIPPED,
+        "parallel": {"dp_replicate_size": 2},
+    },
     "model.init_from: null, but exp=tiny goes on with a trained model and would start from random weights": {
         "model": {"require_init_from": True}
     },

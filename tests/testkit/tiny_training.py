@@ -22,7 +22,7 @@ from engine.config import (
 )
 from engine.config_cluster import ClusterConfig
 from engine.data import Batch
-from engine.loss.options import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh

@@ -21,7 +21,7 @@ Thread 0x00007f0000000001 (most recent call first):
 Current thread 0x00007f0000000002 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/b/engine/parallel/reduce.py", line 14 in sum_over_ranks
+  File "/b/engine/parallel/collectives.py", line 14 in sum_over_ranks
   File "/b/engine/train.py", line 41 in <module>
 """
 STACKS = load_recording(HANGS / "sleep_in_forward.json")[0].stacks or ""
@@ -33,7 +33,7 @@ def test_a_dump_becomes_threads_and_frames() -> None:
         (1, False, 2),
         (2, True, 4),
     ]
-    assert threads[1].frames[2] == Frame("/b/engine/parallel/reduce.py", 14, "sum_over_ranks")
+    assert threads[1].frames[2] == Frame("/b/engine/parallel/collectives.py", 14, "sum_over_ranks")
     assert waits_in(threads) == "all_reduce"
 
 

@@ -14,7 +14,7 @@ from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.bench.attention import timed_pass
 from engine.bench.layers import without_compute
-from engine.bench.measure import measure_in_turn, summarise, turns
+from engine.bench.measure import turns
 from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
 
 ROWS, VARIANT = 64, "burst:backward_circulates=q"
@@ -57,22 +57,3 @@ def test_turns_are_fair_and_warm_up_does_not_count() -> None:
     rounds = [[item for _, item in calls[start : start + 3]] for start in range(0, 12, 3)]
     assert all(sorted(members) == ["a", "b", "c"] for members in rounds)
     assert {members[0] for members in rounds} == {"a", "b", "c"}
-
-
-def test_measuring_in_turn_leaves_warm_up_out() -> None:
-    calls: list[str] = []
-    pauses, now_s = iter([0.05, 0.0, 0.0]), [0.0]
-
-    def slow_first() -> None:
-        calls.append("slow first")
-        now_s[0] += next(pauses)
-
-    rounds = Rounds(repeats=2, warmup=1)
-    timings = measure_in_turn({"slow first": slow_first}, torch.device("cpu"), rounds, clock=lambda: now_s[0])
-    assert len(calls) == 3
-    assert timings["slow first"].max_s < 0.05
-
-
-def test_summary_is_median_and_spread() -> None:
-    timing = summarise([3.0, 1.0, 10.0])
-    assert (timing.median_s, timing.min_s, timing.max_s, timing.repeats) == (3.0, 1.0, 10.0, 3)

@@ -14,7 +14,6 @@ from engine.bench.spec import (
     RankSetup,
     Rounds,
     check_points,
-    read_attention,
     read_cell,
     split_point,
     write_cell,
@@ -22,23 +21,10 @@ from engine.bench.spec import (
 from engine.errors import ConfigError
 
 
-def test_a_point_is_a_name_and_typed_fields() -> None:
-    assert split_point("burst") == ("burst", {})
-    assert split_point("burst:ring_inner_size=2:backward_circulates=q") == (
-        "burst",
-        {"ring_inner_size": 2, "backward_circulates": "q"},
-    )
-
-
 @pytest.mark.parametrize("text", ["burst:q", "burst:", "burst:=q"])
 def test_a_point_without_field_or_value_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="NAME"):
         split_point(text)
-
-
-def test_fields_of_preset_and_mask_meet_in_one_configuration() -> None:
-    config = read_attention("burst:backward_circulates=q", "full")
-    assert (config.preset, config.backward_circulates, config.mask) == ("burst", "q", "full")
 
 
 @pytest.mark.parametrize(

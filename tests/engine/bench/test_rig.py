@@ -40,19 +40,6 @@ def test_ranks_of_a_node_share_a_bridge_and_other_nodes_are_routed_over_the_rail
     assert any(f"address add {rig.address(2)}/24 dev {NODE_INTERFACE}" in line for line in commands)
 
 
-def test_addresses_differ_and_name_the_node() -> None:
-    rig = Rig(nodes=4, local_ranks=8)
-    addresses = [rig.address(rank) for rank in range(rig.ranks)]
-    assert len(set(addresses)) == 32
-    assert addresses[8].rsplit(".", 1)[0] == addresses[15].rsplit(".", 1)[0] != addresses[7].rsplit(".", 1)[0]
-
-
-def test_every_namespace_can_be_found_again_by_its_prefix() -> None:
-    made = {command[3] for command in Rig().commands() if command[:3] == ("ip", "netns", "add")}
-    assert len(made) == 9
-    assert all(name.startswith(PREFIX) for name in made)
-
-
 @pytest.mark.parametrize(("nodes", "local_ranks", "rate"), [(0, 4, 200), (2, 0, 200), (2, 4, 0), (201, 4, 200)])
 def test_impossible_rigs_are_refused(nodes: int, local_ranks: int, rate: int) -> None:
     with pytest.raises(ValueError, match="rig: got"):

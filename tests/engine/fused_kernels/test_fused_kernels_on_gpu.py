@@ -12,6 +12,7 @@ from kernel_cases import CASES, name_of
 from kernel_model import loss_and_gradients
 
 from benchmarks.gpu.elementwise import bench_elementwise
+from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.model.elementwise import rms_norm, swiglu
 from engine.model.rope import apply_rope
@@ -88,6 +89,21 @@ def test_losses_reach_beyond_two_to_the_31_elements() -> None:
     torch.testing.assert_close(losses, torch.full_like(losses, vocab).log(), rtol=1e-5, atol=0)
     assert bool((logits[-1, :-1] > 0).all())
     assert logits[-1, -1] == -1
+
+
+def test_long_loss_fits_where_the_plain_one_cannot() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    rows, vocab, size = 65536, 128256, 512
+    assert rows * vocab * 12 > free / 2  # plain: bf16 logits, fp32 logits, their softmax and gradient
+    hidden = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, size, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, vocab, (rows,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, labels, options=LossOptions()).backward()
+    chunk_bytes, weight_bytes = 2048 * vocab * 2, vocab * size * 4
+    extra = torch.cuda.max_memory_allocated() - before - 2 * hidden.nbytes
+    assert extra <= chunk_bytes + 2 * weight_bytes + 2**26  # no copy of a block, no product beside its sum
 
 
 def test_no_kernel_is_slower_than_the_operations_of_torch() -> None:

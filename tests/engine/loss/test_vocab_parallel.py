@@ -11,7 +11,8 @@ from testkit.ranks import Pools
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.loss.options import IGNORE_INDEX, LossOptions
+from engine.data.sampler import IGNORE_INDEX
+from engine.loss.options import LossOptions
 from engine.loss.plain import cross_entropy_plain
 from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
 

@@ -20,8 +20,8 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model, layer_manners
+from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.mesh import Mesh
-from engine.parallel.reduce import sum_over_ranks
 from engine.train_step import rank_batch, sequence_loss
 
 STARTS = (0, 1, 6, 7, 20)

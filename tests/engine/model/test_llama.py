@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from model_helpers import SHAPES, SMALL, build, causal_attention, make_tokens, visible_attention
-from torch.utils.checkpoint import checkpoint
 
 from engine.flops import count_parameters
 from engine.model.llama import LlamaModel
@@ -38,47 +37,6 @@ def test_permuted_rows_with_their_positions_give_the_permuted_result(shape: str)
     visible = positions[order][:, None] >= positions[order][None, :]
     permuted = model(tokens[:, order], positions[order], visible_attention(visible))
     torch.testing.assert_close(permuted, expected[:, order], **EXACT)
-
-
-def test_shifting_all_positions_changes_nothing() -> None:
-    model = build(SMALL, torch.float64)
-    tokens = make_tokens(SMALL, 1, TOKENS)
-    here = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
-    there = model(tokens, torch.arange(TOKENS) + 3_000_000, causal_attention(TOKENS))
-    # cos and sin are fp32: about 1e-7 each.
-    torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5)
-
-
-def test_other_relative_positions_change_the_result() -> None:
-    model = build(SMALL, torch.float64)
-    tokens = make_tokens(SMALL, 1, TOKENS)
-    here = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
-    spread = model(tokens, torch.arange(TOKENS) * 2, causal_attention(TOKENS))
-    assert (here - spread).abs().max() > 1e-2
-
-
-def test_sequences_of_a_batch_do_not_see_each_other() -> None:
-    model = build(SMALL, torch.float64)
-    tokens = make_tokens(SMALL, 3, TOKENS)
-    together = model(tokens, torch.arange(TOKENS), causal_attention(TOKENS))
-    for row in range(3):
-        alone = model(tokens[row : row + 1], torch.arange(TOKENS), causal_attention(TOKENS))
-        torch.testing.assert_close(together[row : row + 1], alone, **EXACT)
-
-
-def test_checkpointed_layers_give_equal_gradients() -> None:
-    tokens = make_tokens(SMALL, 1, TOKENS)
-    gradients = []
-    for is_checkpointed in (False, True):
-        model = build(SMALL, torch.float64)
-        if is_checkpointed:
-            for layer in model.layers:
-                inner = layer.forward
-                layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
-        model.head(model(tokens, torch.arange(TOKENS), causal_attention(TOKENS)), tokens).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        assert torch.equal(plain, again)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -33,9 +31,9 @@ def ours(head_dim: int, theta: float, **settings: object) -> tuple[torch.Tensor,
     return rope_frequencies(head_dim, theta, scaling), attention_factor(scaling)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-@pytest.mark.parametrize("factor", [2.0, 8.0, 32.5, 128.0])
+@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("factor", [1.0, 8.0, 32.5])
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
 def test_frequencies_and_factor_are_those_of_transformers(
     head_dim: int, theta: float, factor: float, kind: str
@@ -75,20 +73,6 @@ def test_settings_of_yarn_reach_the_formula() -> None:
     found, found_factor = ours(64, 1e4, kind="yarn", factor=16.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.5)
     assert found_factor == expected_factor == 1.5
     torch.testing.assert_close(found.float(), expected, rtol=2e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
-def test_a_factor_of_one_changes_nothing(kind: str) -> None:
-    found, factor = ours(64, 1e4, kind=kind, factor=1.0)
-    torch.testing.assert_close(found, rope_frequencies(64, 1e4), rtol=1e-12, atol=0.0)
-    assert factor == 1.0
-
-
-def test_yarn_keeps_the_fastest_pairs_and_stretches_the_slowest() -> None:
-    plain, (found, _) = rope_frequencies(128, 1e4), ours(128, 1e4, kind="yarn", factor=8.0)
-    turns = LENGTH * plain / (2 * math.pi)
-    assert torch.equal(found[turns > 40], plain[turns > 40])
-    torch.testing.assert_close(found[turns < 0.8], plain[turns < 0.8] / 8)
 
 
 def test_the_table_carries_the_factor() -> None:

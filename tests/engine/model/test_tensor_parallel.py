@@ -10,23 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from testkit.ranks import Pools
-from testkit.tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config, whole
+from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import RunConfig
 from engine.data import Batch
-from engine.errors import ConfigError
-from engine.evaluate import Evaluation, evaluate
 from engine.model.rope import rope_table
 from engine.parallel.shard import LocalBatch
-from engine.train_step import TrainStep, rank_batch, sequence_loss
+from engine.train_step import rank_batch, sequence_loss
 
-FP32_TOLERANCE = 1e-6  # fp32 sums in another order
-FP64_TOLERANCE = 1e-10
 SEQ_LEN = 32
-IGNORED = (31,)  # one sequence with a single label: ranks then hold different counts
 SEQUENCES = 2
 
 GQA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
@@ -35,7 +29,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_heads": 4, "num_kv_heads": 4},
     "tied": {**GQA, "tie_embeddings": True},
 }
-TP_IN_CP: dict[str, Any] = {"parallel": {"tp_size": 2}, "attention": {"preset": "burst", "backward_circulates": "q"}}
 
 
 def config_of(shape: str, **sections: Any) -> RunConfig:
@@ -50,59 +43,6 @@ def own_batch(run: TinyRun, sequences: int = SEQUENCES, ignored: tuple[int, ...]
 
 def local_rows(run: TinyRun, batch: Batch) -> LocalBatch:
     return rank_batch(batch, run.model, run.attention, run.mesh).rows
-
-
-def float64_facts(config: RunConfig) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(loss sum over ranks, whole gradients, whole weights after three steps) of a float64 model."""
-    run = start_run(config)
-    run.model.double()
-    loss = sequence_loss(run.model, local_rows(run, own_batch(run, ignored=IGNORED)), run.attention)
-    loss.backward()  # type: ignore[no-untyped-call]
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total)
-    gradients = {name: whole(p.grad) for name, p in run.model.named_parameters()}
-    run.model.zero_grad()
-    train_step = TrainStep(config, run.mesh, run.model, run.attention)
-    for step in range(3):
-        batch = random_batches(step, sequences=SEQUENCES, seq_len=SEQ_LEN, ignored=IGNORED)
-        train_step(step, own_part(batch, run.mesh))
-    return total.item(), gradients, full_weights(run.model)
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "shape", "policy"),
-    [(4, "gqa", "none"), (4, "mha", "full"), (2, "tied", "none"), (4, "tied", "full")],
-)
-@pytest.mark.thorough_for("4-gqa-none", "4-tied-full")
-def test_float64_gradients_and_weights_are_exact(ranks: Pools, tp_size: int, shape: str, policy: str) -> None:
-    memory, loss = {"activation_checkpoint": policy}, {"z_loss": 0.01, "chunk_tokens": 8}
-    expected = ranks(1).run(float64_facts, config_of(shape, loss=loss))[0]
-    config = config_of(shape, loss=loss, memory=memory, parallel={"tp_size": tp_size})
-    for total, *found in ranks(tp_size).run(float64_facts, config):
-        assert total == pytest.approx(expected[0], rel=FP64_TOLERANCE)
-        for got, want in zip(found, expected[1:], strict=True):
-            for parameter, tensor in want.items():
-                assert got[parameter].dtype == torch.float64
-                torch.testing.assert_close(got[parameter], tensor, rtol=FP64_TOLERANCE, atol=FP64_TOLERANCE)
-
-
-def evaluation(config: RunConfig) -> Evaluation | None:
-    run = start_run(config)
-    batches = [
-        part
-        for step in range(2)
-        for part in own_part(random_batches(step, sequences=2, seq_len=SEQ_LEN, ignored=IGNORED), run.mesh)
-    ]
-    return evaluate(run.train_step, batches, torch.arange(64).numpy() % 5)
-
-
-def test_validation_counts_every_label_once(ranks: Pools) -> None:
-    expected = ranks(1).run(evaluation, config_of("gqa"))[0]
-    assert expected.label_tokens == 66
-    for found in ranks(4).run(evaluation, config_of("gqa", **TP_IN_CP)):
-        assert found.label_tokens == 66
-        assert found.loss == pytest.approx(expected.loss, rel=FP32_TOLERANCE)
-        assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=FP32_TOLERANCE)
 
 
 @dataclass
@@ -183,19 +123,3 @@ def test_every_matrix_is_sliced_and_only_gains_are_whole(ranks: Pools) -> None:
     for name, shape in one.items():
         sliced = {1: 1, 2: 4}[len(shape)]
         assert math.prod(four[name]) * sliced == math.prod(shape), name
-
-
-def build_error(config: RunConfig) -> tuple[str, ...]:
-    try:
-        start_run(config)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
-def test_a_model_that_cannot_be_sliced_is_refused_with_every_size_and_the_legal_values(ranks: Pools) -> None:
-    shape = {"num_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 62, "vocab_size": 66}
-    (problems, *_) = ranks(4).run(build_error, tiny_config(model=shape, parallel={"tp_size": 4}))
-    assert [name in text for name, text in zip(shape, problems, strict=True)] == [True] * 4
-    assert all("legal values for this model: 1, 2" in text for text in problems)
-    assert "or pad to model.vocab_size=68" in problems[3]

@@ -21,8 +21,6 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import compile_layers
 from engine.parallel.fsdp import fsdp_modules
-from engine.parallel.shard import shard_batch
-from engine.train_step import sequence_loss
 
 CPU = torch.device("cpu")
 COMPILERS = ("g++", "clang++")
@@ -40,28 +38,6 @@ def unit_sizes(tied: bool) -> list[int]:
 def test_embedding_layers_and_head_are_gathered_one_at_a_time(ranks: Pools) -> None:
     vocabulary, layer, norm = 64 * 32, 9280, 32
     assert ranks(1).run(unit_sizes, False) == [[norm, vocabulary, layer, layer, vocabulary]]
-
-
-def saved_bytes(policy: str) -> int:
-    """Bytes that a forward pass keeps for backward, parameters not counted."""
-    run = start_run(tiny_config(memory={"activation_checkpoint": policy}))
-    batch = own_part(random_batches(0, sequences=1), run.mesh)[0]
-    local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=CPU)
-    saved: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        sequence_loss(run.model, local, run.attention)
-    return sum(saved.values())
-
-
-def test_full_checkpointing_keeps_far_less(ranks: Pools) -> None:
-    none, full = (ranks(1).run(saved_bytes, policy)[0] for policy in ("none", "full"))
-    layer_outputs = TINY_MODEL.num_layers * 30 * TINY_MODEL.hidden_size * 4
-    assert none - full > 5 * layer_outputs  # q, k, v, out, gate, up and more per layer
 
 
 def losses_when_compiled() -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.attention.layout import build_layout
-from engine.loss.options import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX
 from engine.parallel.shard import LocalBatch, RowPart, shard_batch
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from engine.run.faults import (
     parse_faults,
     read_faults,
 )
-from engine.run.rank_errors import describe_error
+from engine.runs import describe_error
 
 ROOT = Path(__file__).parents[3]
 STRIKE = (

@@ -13,8 +13,7 @@ from testkit.tiny_training import TINY, own_part, random_batches, start_run, tin
 
 from engine.config import DataConfig, ParallelConfig, RunConfig
 from engine.data import open_prepared, prepare
-from engine.evaluate import Evaluation, bits_per_byte, evaluate, position_edges
-from engine.validation import validate
+from engine.validation import Evaluation, bits_per_byte, evaluate, position_edges, validate
 
 TOKEN_BYTES = np.arange(64) % 5
 RELATIVE = 1e-6  # the same fp32 sums in another order
@@ -59,7 +58,7 @@ def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(dp_shard_size=2)])
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp_shard_size=2), ParallelConfig(tp_size=2)])
 def test_figures_do_not_depend_on_the_ranks(ranks: Pools, parallel: ParallelConfig) -> None:
     expected = ranks(1).run(evaluation, TINY)[0]
     for found in ranks(4).run(evaluation, tiny_config(attention={"preset": "burst"}, parallel=parallel)):

@@ -16,11 +16,10 @@ from testkit.tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, r
 from torch import Tensor
 
 from engine.config import RunConfig
-from engine.host_updates import UNITS_AHEAD, HostGradients, Staged, WorkerThread, nothing_to_wait_for
 from engine.parallel.collectives import reduce_scatter_into
 from engine.parallel.fsdp import fsdp_modules
 from engine.train_step import count_labels, rank_batch
-from engine.updates import HostUpdates, UpdateAfterBackward
+from engine.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, UpdateAfterBackward, worker_thread
 
 STEPS, MICRO_STEPS, SEQUENCES = 2, 2, 4
 LAYERS = 6
@@ -65,7 +64,7 @@ class LateCopies:
             self._copies, self._flying = copies, flying
 
         def synchronize(self) -> None:
-            assert threading.current_thread().name == "host updates"
+            assert threading.current_thread().name.startswith("host updates")
             self._copies.waited += 1
             for target, values in self._flying:
                 target.copy_(values)
@@ -85,7 +84,7 @@ def beside(run: TinyRun, copies: LateCopies) -> HostUpdates:
     for unit in fsdp_modules(run.model):
         unit.set_custom_reduce_scatter(copies)  # type: ignore[arg-type]
     in_backward = config.memory.optimizer_in_backward
-    return HostUpdates(after, WorkerThread(), copies.arrival, in_backward=in_backward)
+    return HostUpdates(after, worker_thread(), copies.arrival, in_backward=in_backward)
 
 
 def weights_after(config: RunConfig, micro_steps: int, late: bool) -> tuple[list[float], dict[str, Tensor], int]:
@@ -144,7 +143,7 @@ def what_happened() -> list[str]:
 
     for index, layer in enumerate(run.model.layers):
         layer.register_full_backward_pre_hook(came(index))
-    gradients = HostGradients(run.model, use, WorkerThread(), nothing_to_wait_for)
+    gradients = HostGradients(run.model, use, worker_thread(), lambda: None)
     accumulate(run, 0)
     gradients.finish()
     return events
@@ -178,7 +177,7 @@ class Lazy:
 def most_that_waited() -> tuple[int, int]:
     """(gradients of units that waited at once at most, parameters that were used)."""
     run, worker, used = deep_run(), Lazy(), set()
-    gradients = HostGradients(run.model, lambda staged: used.update(p for p, _ in staged), worker, nothing_to_wait_for)
+    gradients = HostGradients(run.model, lambda staged: used.update(p for p, _ in staged), worker.submit, lambda: None)
     accumulate(run, 0)
     gradients.finish()
     return worker.most, len(used) - len(list(run.model.parameters()))
@@ -197,7 +196,7 @@ def words_of_failure() -> tuple[str, int]:
         if len(uses) == 2:
             raise ArithmeticError("no memory for moments")
 
-    gradients = HostGradients(run.model, use, WorkerThread(), nothing_to_wait_for)
+    gradients = HostGradients(run.model, use, worker_thread(), lambda: None)
     try:
         accumulate(run, 0)
         gradients.finish()
@@ -212,20 +211,6 @@ def test_what_fails_beside_backward_ends_the_step(ranks: Pools) -> None:
     assert uses == 2
 
 
-def test_nothing_runs_after_a_failure() -> None:
-    worker, ran = WorkerThread(), []
-
-    def fail() -> None:
-        raise ArithmeticError("no memory for moments")
-
-    calls = [worker.submit(call) for call in (lambda: ran.append(1), fail, lambda: ran.append(2))]
-    assert calls[0].result(WAIT_S) is None
-    for done in calls[1:]:
-        with pytest.raises(ArithmeticError, match="no memory for moments"):
-            done.result(WAIT_S)
-    assert ran == [1]
-
-
 def hooks_on_gradients() -> int:
     run = start_run(on_host(IN_BACKWARD | {"model": TINY_MODEL}))
     return sum(
@@ -235,13 +220,3 @@ def hooks_on_gradients() -> int:
 
 def test_no_hook_hangs_on_a_gradient_since_torch_would_then_copy_it_through_pageable_memory(ranks: Pools) -> None:
     assert ranks(2).run(hooks_on_gradients) == [0, 0]
-
-
-def test_the_thread_ends_with_its_worker() -> None:
-    before = set(threading.enumerate())
-    worker = WorkerThread()
-    (thread,) = set(threading.enumerate()) - before
-    worker.submit(lambda: None).result(WAIT_S)
-    del worker
-    thread.join(WAIT_S)
-    assert not thread.is_alive()

@@ -16,12 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import MemoryConfig, ModelConfig, RunConfig
-from engine.config_checks import update_in_backward_problems
-from engine.errors import ConfigError
-from engine.evaluate import evaluate
 from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.fsdp import offload_policy, parameter_device
 from engine.train_step import count_labels, rank_batch
+from engine.validation import evaluate
 
 NORM_TOLERANCE = 1e-6  # fp32 sums in another order; seen: 1.5e-7
 # 8 bits per moment over 50 steps, relative. Seen: 0.0005; a learning rate that is 3% higher gives 0.019.
@@ -190,29 +188,6 @@ def test_updates_in_backward_save_the_gradients_but_for_a_layer_or_two(ranks: Po
     assert early.gradients_left == 0
     # A layer's gradients are a sixteenth; its peak also has the next layer's weights, gathered ahead.
     assert late.peak_bytes - early.peak_bytes >= 0.75 * late.gradient_bytes
-
-
-def test_what_updates_in_backward_cannot_do_is_refused_with_the_reason() -> None:
-    good = tiny_config(optimizer=UNCLIPPED, memory={"optimizer_in_backward": True})
-    assert list(update_in_backward_problems(good)) == []
-    bad = tiny_config(train={"grad_accum_steps": 2}, parallel={"dp_replicate_size": 2})
-    clip, micro_steps, replicas = update_in_backward_problems(bad)
-    assert "optimizer.max_grad_norm=0.5" in clip
-    assert "train.grad_accum_steps=2" in micro_steps
-    assert "parallel.dp_replicate_size=2" in replicas
-
-
-def refusal(config: RunConfig) -> str:
-    try:
-        start_run(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_run_with_an_illegal_update_in_backward_does_not_start(ranks: Pools) -> None:
-    text = ranks(1).run(refusal, placed(tiny_config(), optimizer_in_backward=True))[0]
-    assert "set optimizer.max_grad_norm=null" in text
 
 
 class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 
 from engine.config import DataConfig, RunConfig
 from engine.errors import ConfigError
@@ -216,20 +216,6 @@ def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
     for error in ranks(2).run(error_of_loading, str(create_run_of(config, tmp_path).path), config):
         assert "model.vocab_size: got 64" in error
         assert "set model.vocab_size=" in error
-
-
-def test_ranks_that_do_not_match_the_degrees_are_refused(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = run_config(corpus)
-    config = tiny_config(data=corpus, model={"vocab_size": 320}, parallel={"dp_shard_size": 3})
-    errors = ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
-    assert all("does not divide the 2 ranks" in error for error in errors)
-
-
-def test_a_profile_is_written_per_rank(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = run_config(corpus, profile="2:3", steps=3)
-    run = create_run_of(config, tmp_path)
-    ranks(2).run(train_on_rank, str(run.path), config)
-    assert sorted(path.name for path in (run.path / "profile").iterdir()) == ["rank0000.json", "rank0001.json"]
 
 
 def environment() -> dict[str, str]:
