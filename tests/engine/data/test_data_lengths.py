@@ -219,8 +219,3 @@ def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: P
 def test_mistakes_are_named(buckets: tuple[int, ...], weights: tuple[float, ...], text: str) -> None:
     problems = config_problems(RunConfig(data=DataConfig(length_buckets=buckets, length_weights=weights)))
     assert any(text in problem.text for problem in problems), problems
-
-
-def test_shares_that_add_up_to_one_but_for_rounding_are_taken() -> None:
-    data = DataConfig(length_buckets=(4, 5), length_weights=(0.1, 0.2, 0.7))
-    assert not [problem for problem in config_problems(RunConfig(data=data)) if "length" in problem.text]
