@@ -12,19 +12,19 @@ from data_helpers import make_shards
 from engine.config import DataConfig, RunConfig
 from engine.config_checks import config_problems
 from engine.data import open_training_data, prepare
-from engine.data.sampler import BLOCK, MixedSampler, PackedSampler, shares
+from engine.data.sampler import BLOCK, Sampler, Samples, shares
 from engine.errors import DataError
 
 SEQ_LEN = 10
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[PackedSampler]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
     """Three sets, whose tokens say where they come from: 0 to 999, 1000 to 1499, 1500 to 1519."""
     folder = tmp_path_factory.mktemp("sets")
     ranges = (range(1000), range(1000, 1500), range(1500, 1520))
     sets = [make_shards(folder / str(ids.start), list(ids), vocab_size=1520) for ids in ranges]
-    return [PackedSampler(one, SEQ_LEN, 5) for one in sets]
+    return [Samples(one, SEQ_LEN, 5) for one in sets]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_shares_are_those_of_the_weights_and_nobody_gets_none(weights: tuple[flo
     assert sorted(shares(weights), reverse=True) == expected
 
 
-def test_of_every_block_each_set_has_its_share(sources: list[PackedSampler]) -> None:
-    mixed = MixedSampler(sources, (0.7, 0.2, 0.1), 1)
+def test_of_every_block_each_set_has_its_share(sources: list[Samples]) -> None:
+    mixed = Sampler(sources, (0.7, 0.2, 0.1), 1)
     for block in range(3):
         found = [mixed.source_of(block * BLOCK + position) for position in range(BLOCK)]
         drawn = [source for source, _ in found]
@@ -55,8 +55,8 @@ def test_of_every_block_each_set_has_its_share(sources: list[PackedSampler]) -> 
         assert abs(first - [0.7, 0.2, 0.1]).max() < 0.06
 
 
-def test_a_batch_holds_rows_of_several_sets_whole(sources: list[PackedSampler]) -> None:
-    mixed = MixedSampler(sources, (1.0, 1.0, 1.0), 1)
+def test_a_batch_holds_rows_of_several_sets_whole(sources: list[Samples]) -> None:
+    mixed = Sampler(sources, (1.0, 1.0, 1.0), 1)
     batch = mixed.batch(0, 0, 0, 1, 64)
     # As it always was: runs that resume rely on it.
     assert batch.tokens[:9, 0].tolist() == [1500, 1450, 1000, 1420, 1460, 1420, 1500, 1500, 1110]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import packed
 
 from engine.config import DataConfig, RunConfig
 from engine.config_checks import config_problems
-from engine.data import PackedSampler, TokenShards, open_token_set, prepare
+from engine.data import TokenShards, open_token_set, prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
 from engine.errors import DataError
 
@@ -59,7 +60,7 @@ def test_samples_label_the_same_tokens_wherever_they_are_cut(shards: TokenShards
     expected = shards.read(1, shards.token_count - 1)
     expected[shards.is_prompt(1, shards.token_count - 1)] = IGNORE_INDEX
     assert (labels == expected).all()
-    batch = PackedSampler(shards, seq_len, 0).batch(0, 0, 0, 1, 4)
+    batch = packed(shards, seq_len, 0).batch(0, 0, 0, 1, 4)
     shifted = np.where(batch.labels == IGNORE_INDEX, -1, batch.labels)[:, :-1]
     assert (shifted == -1).any()
     assert ((shifted == -1) | (shifted == batch.tokens[:, 1:])).all()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.data.manifest import DTYPES, storage_dtype
 from engine.data.shards import open_token_set
-from engine.data.tokenizers import ByteTokenizer, token_bytes, train_bpe
+from engine.data.tokenizers import ByteTokenizer, train_bpe
 from engine.data.writer import TokenSetWriter
 from engine.errors import DataError
 
@@ -111,7 +111,7 @@ def test_token_bytes_come_from_a_file_or_a_known_tokenizer_or_are_null(tmp_path:
     bpe.save(padded)
     plain = write_token_set(tmp_path / "bytes", [1, 255], vocab_size=256, tokenizer="bytes")
     assert np.array_equal(open_token_set(folder).load_token_bytes(), [0, 4, 2])
-    expected = np.pad(token_bytes(bpe), (0, 300 - bpe.vocab_size))
+    expected = np.pad(bpe.token_bytes(), (0, 300 - bpe.vocab_size))
     assert np.array_equal(open_token_set(padded).load_token_bytes(), expected)
     assert np.array_equal(open_token_set(plain).load_token_bytes(), [1] * 255 + [0])
     assert make_shards(tmp_path / "none", [1, 2]).load_token_bytes() is None

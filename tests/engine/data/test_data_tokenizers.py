@@ -20,7 +20,6 @@ from engine.data.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
     load_tokenizer_file,
-    token_bytes,
     train_bpe,
 )
 from engine.errors import DataError
@@ -28,8 +27,7 @@ from engine.errors import DataError
 CORPUS = ["def encode(self, text):\n    return text.encode()\n" * 20, "größe €uro 😀 naïve\n" * 10]
 BPE = train_bpe(CORPUS, 320)
 EXACT: list[Any] = [ByteTokenizer(), BPE]
-ID_BYTES = {tokenizer.name: tokenizer.id_bytes() for tokenizer in EXACT}
-TOKEN_BYTES = {tokenizer.name: token_bytes(tokenizer) for tokenizer in EXACT}
+TOKEN_BYTES = {tokenizer.name: tokenizer.token_bytes() for tokenizer in EXACT}
 any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 
 
@@ -39,7 +37,6 @@ any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert b"".join(ID_BYTES[tokenizer.name][token] for token in ids) == text.encode()
     assert TOKEN_BYTES[tokenizer.name][ids].sum() == len(text.encode())
     assert tokenizer.eod_id not in ids
     assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
@@ -47,7 +44,7 @@ def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
 
 @pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
 def test_the_end_of_a_document_has_no_text(tokenizer: Any) -> None:
-    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
     assert tokenizer.decode([tokenizer.eod_id]) == ""
 
 
@@ -104,8 +101,8 @@ def test_byte_fallback_and_spaces_are_counted() -> None:
     tokenizer = FileTokenizer(make_sentencepiece_like(), "llama-like")
     text = "b a é€a a"
     ids = tokenizer.encode(text)
-    assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
-    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
 
 
 def make_word_level(**tokens: int) -> Tokenizer:
@@ -117,8 +114,8 @@ def make_word_level(**tokens: int) -> Tokenizer:
 
 def test_word_tokens_count_the_space_before_them_and_ids_may_have_gaps() -> None:
     tokenizer = FileTokenizer(make_word_level(**{"</s>": 10}), "words")
-    assert token_bytes(tokenizer)[[0, 1, 7, tokenizer.eod_id]].tolist() == [6, 6, 0, 0]
-    assert token_bytes(tokenizer).shape == (tokenizer.vocab_size,) == (11,)
+    assert tokenizer.token_bytes()[[0, 1, 7, tokenizer.eod_id]].tolist() == [6, 6, 0, 0]
+    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,) == (11,)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
