@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from burst_cli.checkpoint_nodes import bring
-from burst_cli.checkpoint_view import checkpoint_of_step, newest_undamaged, verified
+from burst_cli.checkpoint_nodes import bring, progress_bar
+from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_here, compared, newest_undamaged
 from burst_cli.figures import binary_bytes
 from engine.checkpoint.commit import Checkpoint, checkpoints_of
 from engine.checkpoint.manifest import CheckpointError, Manifest
@@ -43,10 +42,8 @@ def export_run(
         tokenizer_folder=original.parent if original.is_file() else None,
         chat=_chat_template(config.data, console),
     )
-    bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*bar, console=console, transient=True) as progress:
-        task = progress.add_task(f"exporting step {checkpoint.step}", total=weight_bytes(manifest))
-        return export(order, manifest, lambda size: progress.advance(task, size))
+    with progress_bar(console, f"exporting step {checkpoint.step}", weight_bytes(manifest)) as advance:
+        return export(order, manifest, advance)
 
 
 def exported_text(result: Exported) -> Text:
@@ -70,11 +67,13 @@ def _chat_template(data: DataConfig, console: Console) -> ChatTemplate | None:
 def _choose(run: RunFolder, step: int | None, console: Console) -> tuple[Checkpoint, Manifest]:
     """The checkpoint to export; that of a run on other machines is fetched unless it is here."""
     step = step if (brought := bring(run, step, console)) is None else brought.step
-    root = checkpoints_of(run.path)
     if step is None:
-        found = newest_undamaged(root, console)
+        found = newest_undamaged(checkpoints_here(run), console)
         if found is None:
-            raise CheckpointError(f"run {run.run_id} has no undamaged checkpoint under {root}")
-        return found
-    checkpoint = checkpoint_of_step(run, step)
-    return checkpoint, verified(checkpoint, console)
+            raise CheckpointError(f"run {run.run_id} has no undamaged checkpoint under {checkpoints_of(run.path)}")
+    else:
+        found = checkpoint_of_step(run, step)
+        if problem := compared(found, console):
+            raise CheckpointError(problem)
+    assert found.manifest is not None
+    return Checkpoint(found.step, found.path), found.manifest

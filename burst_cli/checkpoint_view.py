@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,6 @@ from burst_cli.figures import DASH, binary_bytes, count
 from cluster.access.nodes import fold_nodes
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
 from engine.checkpoint.commit import (
-    Checkpoint,
     checkpoints_of,
     list_checkpoints,
     open_checkpoint,
@@ -65,69 +64,105 @@ class Pruned:
         return asdict(self)
 
 
-def newest_here(run: RunFolder, step: int | None) -> Checkpoint:
+@dataclass(frozen=True)
+class HereCheckpoint:
+    """A checkpoint on this machine, which is asked as one on nodes is. problem: why its manifest cannot be read."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None = None
+    nodes = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(child.stat().st_size for child in self.path.iterdir() if child.is_file())
+
+    def verify(self, advance: Callable[[int], None]) -> str | None:
+        """What differs from the manifest; None: nothing does."""
+        if self.manifest is not None:
+            try:
+                verify_files(self.path, self.manifest, advance=advance)
+            except CheckpointError as error:
+                return str(error)
+        return self.problem
+
+    def remove(self) -> None:
+        """Delete it. Raises CheckpointError."""
+        try:
+            remove(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be deleted: {error.strerror}") from error
+
+
+Held = HereCheckpoint | NodeCheckpoint
+One = TypeVar("One", HereCheckpoint, NodeCheckpoint)
+
+
+def checkpoints_here(run: RunFolder) -> list[HereCheckpoint]:
+    """The run's checkpoints on this machine, newest first."""
+    found = []
+    for checkpoint in list_checkpoints(checkpoints_of(run.path)):
+        try:
+            found.append(HereCheckpoint(checkpoint.step, checkpoint.path, open_checkpoint(checkpoint)))
+        except CheckpointError as error:
+            found.append(HereCheckpoint(checkpoint.step, checkpoint.path, None, str(error)))
+    return found
+
+
+def checkpoint_of_step(run: RunFolder, step: int | None) -> HereCheckpoint:
     """The run's checkpoint of `step`, or its newest, on this machine. Raises CheckpointError when there is none."""
-    known = list_checkpoints(checkpoints_of(run.path))
-    return known[0] if step is None and known else checkpoint_of_step(run, step or 0)
-
-
-def checkpoint_of_step(run: RunFolder, step: int) -> Checkpoint:
-    """The run's checkpoint of that step. Raises CheckpointError when it has none."""
-    known = list_checkpoints(checkpoints_of(run.path))
+    known = checkpoints_here(run)
     for checkpoint in known:
-        if checkpoint.step == step:
+        if step in (None, checkpoint.step):
             return checkpoint
     steps = ", ".join(str(checkpoint.step) for checkpoint in known) or "none"
-    raise CheckpointError(f"run {run.run_id} has no checkpoint of step {step}; it has {steps}")
+    what = "checkpoint" if step is None else f"checkpoint of step {step}"
+    raise CheckpointError(f"run {run.run_id} has no {what}; it has {steps}")
+
+
+def compared(one: Held, console: Console) -> str | None:
+    """What is wrong with it, every file read where it lies, which a bar on `console` shows; None: nothing is."""
+    with progress_bar(console, f"step {one.step}", one.manifest.bytes if one.manifest else 0) as advance:
+        return one.verify(advance)
+
+
+def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
+    """The first of `found` that is as it was written; damaged ones are named on `console`."""
+    for one in found:
+        problem = compared(one, console)
+        if problem is None:
+            return one
+        where = " on nodes" if one.nodes else ""
+        console.print(Text(f"step {one.step}{where} is passed over: {problem}", "yellow"), soft_wrap=True)
+    return None
 
 
 def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
     """The run's checkpoints, newest first, those here before those on its nodes; `verify`: with every file read where
-    it lies, which a bar on `console` shows.
+    it lies.
     """
     with on_nodes(run, console) as answer:
-        entries = [_entry_on_nodes(one, verify=verify, console=console) for one in answer.found]
-    return sorted([*_examine_here(run, verify=verify, console=console), *entries], key=lambda entry: -entry.step)
+        found: list[Held] = [*checkpoints_here(run), *answer.found]
+        return [_entry(one, verify, console) for one in sorted(found, key=lambda one: -one.step)]
 
 
-def _examine_here(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
-    entries = []
-    for checkpoint in list_checkpoints(checkpoints_of(run.path)):
-        try:
-            manifest = open_checkpoint(checkpoint)
-        except CheckpointError as error:
-            entries.append(Entry(checkpoint.step, str(checkpoint.path), problem=str(error)))
-            continue
-        problem = _compare(checkpoint, manifest, console) if verify else None
-        entries.append(_entry(checkpoint, manifest, verified=verify, problem=problem))
-    return entries
-
-
-def _entry_on_nodes(one: NodeCheckpoint, *, verify: bool, console: Console) -> Entry:
-    checkpoint = Checkpoint(one.step, Path(f"checkpoints/step-{one.step:08d}"))
-    nodes = one.nodes or "nodes"
+def _entry(one: Held, verify: bool, console: Console) -> Entry:
+    path = one.path if isinstance(one, HereCheckpoint) else Path(f"checkpoints/step-{one.step:08d}")
+    nodes = None if isinstance(one, HereCheckpoint) else one.nodes or "nodes"
+    problem = compared(one, console) if verify else one.problem
+    entry = Entry(one.step, str(path), nodes, verified=verify and problem is None, problem=problem)
     if one.manifest is None:
-        return Entry(one.step, str(checkpoint.path), nodes, problem=one.problem)
-    problem = _compare_on_nodes(one, console) if verify else one.problem
-    return replace(_entry(checkpoint, one.manifest, verified=verify, problem=problem), nodes=nodes)
-
-
-def verified(checkpoint: Checkpoint, console: Console) -> Manifest:
-    """Its manifest, after every file was compared with it, which a bar on `console` shows. Raises CheckpointError."""
-    manifest = open_checkpoint(checkpoint)
-    if problem := _compare(checkpoint, manifest, console):
-        raise CheckpointError(problem)
-    return manifest
-
-
-def newest_undamaged(root: Path, console: Console) -> tuple[Checkpoint, Manifest] | None:
-    """The newest checkpoint under `root` that is as it was written; damaged ones are named on `console`."""
-    for checkpoint in list_checkpoints(root):
-        try:
-            return checkpoint, verified(checkpoint, console)
-        except CheckpointError as error:
-            console.print(Text(f"step {checkpoint.step} is passed over: {error}", "yellow"), soft_wrap=True)
-    return None
+        return entry
+    tokens = one.manifest.state.get("tokens")
+    return replace(
+        entry,
+        saved_at=one.manifest.saved_at,
+        bytes=one.manifest.bytes,
+        tokens=tokens if isinstance(tokens, int) else None,
+        ranks=len(one.manifest.files),
+    )
 
 
 def checkpoints_table(entries: Sequence[Entry]) -> Table:
@@ -177,40 +212,16 @@ def prune_run(
             f"no answer of {fold_nodes(sorted(away.errors))}, so nothing is deleted: which checkpoints are whole is "
             "not known; try again when all nodes of the run answer"
         )
-    root = checkpoints_of(run.path)
-    here = {one.step: one.path for one in list_checkpoints(root)}
-    there = {one.step: one for one in away.found}
-    protected = [*_newest_undamaged_on(away, console)]
-    if found := newest_undamaged(root, console):
-        protected.append(found[0].step)
-    steps = sorted({*here, *there}, reverse=True)
-    gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=protected)
-    freed = sum(_size(here[step]) for step in gone if step in here)
-    freed += sum(sum(there[step].held.values()) for step in gone if step in there)
-    for step in gone if not dry_run else ():
-        if step in here:
-            _remove_here(here[step])
-        if step in there:
-            there[step].remove()
-    kept = tuple(step for step in steps if step not in gone)
-    return Pruned(run.run_id, tuple(gone), kept, freed, dry_run)
-
-
-def _newest_undamaged_on(away: NodeCheckpoints, console: Console) -> Iterator[int]:
-    """The step of the newest one that the nodes hold as it was written, or nothing; damaged ones are named."""
-    for one in away.found:
-        problem = _compare_on_nodes(one, console)
-        if problem is None:
-            yield one.step
-            return
-        console.print(Text(f"step {one.step} on nodes is passed over: {problem}", "yellow"), soft_wrap=True)
-
-
-def _remove_here(path: Path) -> None:
-    try:
-        remove(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be deleted: {error.strerror}") from error
+    here = checkpoints_here(run)
+    found: list[Held] = [*here, *away.found]
+    kept = [one.step for one in (newest_undamaged(here, console), newest_undamaged(away.found, console)) if one]
+    steps = sorted({one.step for one in found}, reverse=True)
+    gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=kept)
+    leaving = [one for one in found if one.step in gone]
+    freed = sum(one.size for one in leaving)
+    for one in leaving if not dry_run else ():
+        one.remove()
+    return Pruned(run.run_id, tuple(gone), tuple(step for step in steps if step not in gone), freed, dry_run)
 
 
 def pruned_text(result: Pruned) -> str:
@@ -224,38 +235,3 @@ def pruned_text(result: Pruned) -> str:
 
 def _steps(steps: Sequence[int]) -> str:
     return f"step {', '.join(map(str, sorted(steps)))}" if steps else "none"
-
-
-def _entry(checkpoint: Checkpoint, manifest: Manifest, *, verified: bool, problem: str | None) -> Entry:
-    tokens = manifest.state.get("tokens")
-    return Entry(
-        checkpoint.step,
-        str(checkpoint.path),
-        None,
-        manifest.saved_at,
-        manifest.bytes,
-        tokens if isinstance(tokens, int) else None,
-        len(manifest.files),
-        verified and problem is None,
-        problem,
-    )
-
-
-def _compare(checkpoint: Checkpoint, manifest: Manifest, console: Console) -> str | None:
-    with progress_bar(console, f"step {checkpoint.step}", manifest.bytes) as advance:
-        for name in sorted(manifest.files):
-            try:
-                verify_files(checkpoint.path, manifest, [name])
-            except CheckpointError as error:
-                return str(error)
-            advance(manifest.files[name].bytes)
-    return None
-
-
-def _compare_on_nodes(one: NodeCheckpoint, console: Console) -> str | None:
-    with progress_bar(console, f"step {one.step}", one.manifest.bytes if one.manifest else 0) as advance:
-        return one.verify(advance)
-
-
-def _size(path: Path) -> int:
-    return sum(child.stat().st_size for child in path.iterdir() if child.is_file())

@@ -20,8 +20,9 @@ from cluster.access.nodes import fold_nodes
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
-from engine.checkpoint.commit import commit, new_folder, sync_file, verify_files
+from engine.checkpoint.commit import commit, new_folder, verify_files
 from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
+from engine.files import sync
 
 Connect = Callable[[Host], Connection]
 Advance = Callable[[int], None]
@@ -114,6 +115,11 @@ class NodeCheckpoint:
         """Who holds its parts, folded."""
         return fold_nodes(sorted({store.node for store in self.holders.values()}))
 
+    @property
+    def size(self) -> int:
+        """Bytes on all disks."""
+        return sum(self.held.values())
+
     def verify(self, advance: Advance) -> str | None:
         """What differs from the manifest, each file read where it lies; None: nothing does."""
         if self.manifest is None or self.problem is not None:
@@ -145,7 +151,7 @@ class NodeCheckpoint:
             except CheckpointError:
                 (folder / name).unlink(missing_ok=True)
                 raise
-            sync_file(folder / name)
+            sync(folder / name)
         return commit(folder, self.manifest)
 
     def _fetch_file(self, path: Path, size: int, advance: Advance) -> None:

@@ -71,11 +71,11 @@ def fetch(
     """
     from burst_cli import render
     from burst_cli.checkpoint_nodes import bring
-    from burst_cli.checkpoint_view import newest_here
+    from burst_cli.checkpoint_view import checkpoint_of_step
     from burst_cli.runs.choose import choose_run
 
     chosen = choose_run(run, runs_dir)
-    found = bring(chosen, step, render.stderr()) or newest_here(chosen, step)
+    found = bring(chosen, step, render.stderr()) or checkpoint_of_step(chosen, step)
     if as_json:
         render.emit_json({"run_id": chosen.run_id, "step": found.step, "path": str(found.path)})
     else:

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from engine.checkpoint.commit import (
     Checkpoint,
     commit,
+    file_facts,
     find_source,
-    hash_file,
     list_checkpoints,
     new_folder,
     open_checkpoint,
@@ -44,7 +44,7 @@ from engine.checkpoint.commit import (
 )
 from engine.checkpoint.fetch import Disk, Fetch
 from engine.checkpoint.manifest import CheckpointError, FileFacts, Manifest
-from engine.checkpoint.state import Restorable
+from engine.checkpoint.state import TrainingTensors
 from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
 from engine.config import CheckpointConfig
 from engine.run.records import utc_now
@@ -172,14 +172,12 @@ class Checkpointer:
         return Saved(snapshot.step, path, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
 
     def _manifest(self, snapshot: Snapshot, save_id: str, writer: TensorWriter, folder: Path) -> Manifest:
-        size, digest = hash_file(folder / file_name(self._rank))
-        own = {file_name(self._rank): FileFacts(size, digest, self._disk.storage)}
-        files: dict[str, FileFacts] = {}
-        for part in self._gather(own):
-            files.update(part)
+        own = file_facts(folder / file_name(self._rank), self._disk.storage)
+        files: dict[str, FileFacts] = {file_name(rank): facts for rank, facts in enumerate(self._gather(own))}
         tensors = self._broadcast(writer.tensors)
         manifest = Manifest(snapshot.step, save_id, utc_now(), files, tensors, snapshot.state, self._facts)
-        if problems := [*manifest.problems(), *_missing(snapshot.tensors, manifest)]:
+        missing = [f"{name} was not written" for name in snapshot.tensors if name not in tensors]
+        if problems := [*manifest.problems(), *missing]:
             raise CheckpointError(f"what was written is not whole: {problems[0]}")
         return manifest
 
@@ -200,49 +198,70 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
-    def restore(self, target: Restorable, accept: Accept) -> Manifest | None:
+    def restore(self, target: TrainingTensors, accept: Accept) -> Manifest | None:
         """Read the newest checkpoint that all disks hold undamaged into `target`; None when there is none.
 
         Damaged ones are put aside and told. `accept` raises CheckpointError for one that does not go with the rest of
         this run, as `target` does for one of another model: before anything of it is read. Raises CheckpointError
         when nothing can be read although something is there.
         """
-        steps = self._common_steps(self.root)
-        for step in steps:
-            checkpoint = Checkpoint(step, self.root / f"step-{step:08d}")
-            manifest, problem = self._verified(checkpoint, self._disk)
-            if manifest is not None:
-                self._read(checkpoint.path, manifest, target, accept)
-                self._restored = step
-                return manifest
-            with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
+
+        def put_damaged_aside(checkpoint: Checkpoint, problem: str) -> None:
+            with self._agreeing(f"put the damaged checkpoint of step {checkpoint.step} aside"):
                 if self._disk.is_leader and checkpoint.path.exists():
                     put_aside(checkpoint, problem)
-            if self._rank == 0:
-                self._note(f"the checkpoint of step {step} is put aside: {problem}")
-        if steps:
-            raise CheckpointError(f"no checkpoint under {self.root} is undamaged; see WHY in each of its .bad folders")
-        return None
+            self._tell(f"the checkpoint of step {checkpoint.step} is put aside: {problem}")
 
-    def restore_from(self, source: Path, target: Restorable, accept: Accept) -> Manifest:
+        steps = self._common_steps(self.root)
+        manifest = self._read_newest(self.root, steps, self._disk, target, accept, put_damaged_aside)
+        if manifest is not None:
+            self._restored = manifest.step
+        elif steps:
+            raise CheckpointError(f"no checkpoint under {self.root} is undamaged; see WHY in each of its .bad folders")
+        return manifest
+
+    def restore_from(self, source: Path, target: TrainingTensors, accept: Accept) -> Manifest:
         """As `restore`, from a run, its folder of checkpoints or one checkpoint, in which nothing is changed.
 
         Of one that is named, damage is an error; else damaged ones are passed over and told. A node without the folder
         is sent what it needs.
         """
+
+        def pass_over(checkpoint: Checkpoint, problem: str) -> None:
+            if named is not None:
+                raise CheckpointError(problem)
+            self._tell(f"the checkpoint of step {checkpoint.step} is passed over: {problem}")
+
         root, named = self._find_source(source)
         disk = self._find_disk(read_storage_id(root))
-        for step in self._common_steps(root) if named is None else [named]:
+        steps = self._common_steps(root) if named is None else [named]
+        manifest = self._read_newest(root, steps, disk, target, accept, pass_over)
+        if manifest is None:
+            raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+        return manifest
+
+    def _read_newest(
+        self,
+        root: Path,
+        steps: Sequence[int],
+        disk: Disk,
+        target: TrainingTensors,
+        accept: Accept,
+        on_damage: Callable[[Checkpoint, str], None],
+    ) -> Manifest | None:
+        """The first of `steps` that is undamaged, read into `target`."""
+        for step in steps:
             checkpoint = Checkpoint(step, root / f"step-{step:08d}")
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
                 self._read(checkpoint.path, manifest, target, accept)
                 return manifest
-            if named is not None:
-                raise CheckpointError(problem)
-            if self._rank == 0:
-                self._note(f"the checkpoint of step {step} is passed over: {problem}")
-        raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+            on_damage(checkpoint, problem)
+        return None
+
+    def _tell(self, text: str) -> None:
+        if self._rank == 0:
+            self._note(text)
 
     def _find_source(self, source: Path) -> tuple[Path, int | None]:
         """As `find_source`; where there is nothing, as others found it. Raises CheckpointError when nobody has any."""
@@ -323,7 +342,7 @@ class Checkpointer:
             )
         return (None, problems[0]) if problems else (manifest, "")
 
-    def _read(self, folder: Path, manifest: Manifest, target: Restorable, accept: Accept) -> None:
+    def _read(self, folder: Path, manifest: Manifest, target: TrainingTensors, accept: Accept) -> None:
         with self._agreeing(f"read {folder}"):
             updates = manifest.whole("updates")
             accept(manifest)
@@ -331,7 +350,7 @@ class Checkpointer:
         fetch = Fetch(folder, self.root / f"fetched-{manifest.save_id}", manifest, self._disk, self._group)
         try:
             with self._agreeing(f"read {folder}"):
-                reader = TensorReader(manifest, fetch)
+                reader = TensorReader(folder, manifest, fetch)
                 load(dict(target.tensors), storage_reader=reader, process_group=self._group)
         finally:
             fetch.clean()
@@ -380,10 +399,6 @@ def _storages(checkpoint: Checkpoint) -> set[str]:
     with contextlib.suppress(CheckpointError):
         return {file.storage for file in open_checkpoint(checkpoint).files.values()}
     return set()
-
-
-def _missing(tensors: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
-    return [f"{name} was not written" for name in tensors if name not in manifest.tensors]
 
 
 def _reason(error: BaseException) -> str:

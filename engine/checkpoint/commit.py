@@ -12,7 +12,6 @@ checkpoints/
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
@@ -21,16 +20,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
+from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileFacts, Manifest, read_manifest
 from engine.config import CheckpointConfig, load_config
 from engine.errors import ConfigError
+from engine.files import hash_file, sync
 from engine.run.records import replace_json
 
 STORAGE_FILE = "storage"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"(step-\d{8,})\.old-[0-9a-f]+")
 _LEFTOVER = re.compile(r"(step-\d{8,}\.(tmp|old|gone)|fetched)-[0-9a-f]+")
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,14 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     An older checkpoint of the same step stays until then, under a name by which `recover` finds it.
     """
     replace_json(temporary / MANIFEST_FILE, manifest.to_dict())
-    sync_folder(temporary)
+    sync(temporary)
     target = temporary.with_name(f"step-{manifest.step:08d}")
     replaced: Path | None = None
     if target.exists():
         replaced = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
         target.rename(replaced)
     temporary.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return target
@@ -96,28 +95,32 @@ def open_checkpoint(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files whole and compare them with the manifest. Raises CheckpointError for the first that differs."""
-    for name in names:
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read these files, or all, whole and compare them with the manifest; `advance` hears their bytes.
+
+    Raises CheckpointError for the first that differs.
+    """
+    for name in sorted(manifest.files) if names is None else names:
         path, facts = folder / name, manifest.files[name]
         try:
-            size, digest = hash_file(path)
+            found = file_facts(path, facts.storage)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        if size != facts.bytes:
-            raise CheckpointError(f"{path} has {size:,} bytes, {facts.bytes:,} were written")
-        if digest != facts.sha256:
+        if found.bytes != facts.bytes:
+            raise CheckpointError(f"{path} has {found.bytes:,} bytes, {facts.bytes:,} were written")
+        if found != facts:
             raise CheckpointError(f"{path} does not hold what was written: its SHA-256 is another")
+        advance(facts.bytes)
 
 
-def hash_file(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest()
+def file_facts(path: Path, storage: str) -> FileFacts:
+    """What a manifest says of the file at `path`. Raises OSError."""
+    return FileFacts(path.stat().st_size, hash_file(path), storage)
 
 
 def put_aside(checkpoint: Checkpoint, why: str) -> Path:
@@ -190,44 +193,11 @@ def storage_id(root: Path) -> str:
     return path.read_text(encoding="ascii")
 
 
-def sync_file(path: Path) -> None:
-    """Returns when the content of a file is on the disk. Raises OSError."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk. Raises OSError."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _children(root: Path) -> list[Path]:
     try:
         return sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def newest_verified(
-    root: Path, on_bad: Callable[[Checkpoint, str], None] = lambda *_: None
-) -> tuple[Checkpoint, Manifest] | None:
-    """The newest checkpoint under `root` whose every file is as it was written; `on_bad` is told of damaged ones."""
-    for checkpoint in list_checkpoints(root):
-        try:
-            manifest = open_checkpoint(checkpoint)
-            verify_files(checkpoint.path, manifest, manifest.files)
-        except CheckpointError as error:
-            on_bad(checkpoint, str(error))
-            continue
-        return checkpoint, manifest
-    return None
 
 
 def find_source(source: Path) -> tuple[Path, int | None]:

@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
 from engine.checkpoint.commit import checkpoints_folder
 from engine.checkpoint.manifest import CheckpointError, Manifest
-from engine.checkpoint.state import Weights, training_tensors
+from engine.checkpoint.state import training_tensors, weight_tensors
 from engine.config import RunConfig, config_fingerprint
 from engine.errors import RunError
 from engine.parallel.mesh import Mesh
@@ -86,7 +86,7 @@ class RunCheckpoints:
         if self._checkpointer is None or source is None:
             return None
         self._recorder.phase("restore")
-        weights = Weights(self._train_step.model)
+        weights = weight_tensors(self._train_step.model)
         manifest = self._checkpointer.restore_from(Path(source).expanduser(), weights, lambda manifest: None)
         found = Evaluated(str(manifest.facts.get("run_id")), manifest.whole("step"))
         self._recorder.note(f"evaluating the weights of {found.run_id} after step {found.step}")

@@ -1,7 +1,8 @@
 """Where torch.distributed.checkpoint puts tensors: one safetensors file per rank, described by MANIFEST.json.
 
-DCP plans who writes and who reads which part, on any mesh; its own storage would pickle the description and, as seen,
-trust whatever it finds. This one holds tensors only, so that reading runs no code.
+DCP plans who writes and who reads which part, on any mesh. Its own storage would pickle the description; its storage
+for Hugging Face needs every file at hand, and of each tensor one part per file; both, as seen, trust whatever they
+find. This one holds tensors only, so that reading runs no code.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from engine.checkpoint.commit import sync_file
 from engine.checkpoint.manifest import Chunk, Manifest, TensorFacts
+from engine.files import sync
 
 
 def file_name(rank: int) -> str:
@@ -34,26 +36,13 @@ def file_name(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
 
-class TensorWriter(StorageWriter):
+class TensorWriter(FileSystemWriter):
     """Writes this rank's parts into `folder`; after the save rank 0 knows `tensors`, all parts of all ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder)
         self.tensors: dict[str, TensorFacts] = {}
-        self.path = folder / file_name(rank)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a writer writes one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
-        return plans
+        self._file = folder / file_name(rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One file with all that the plan gives this rank, on the disk when this returns."""
@@ -65,9 +54,9 @@ class TensorWriter(StorageWriter):
                 raise TypeError(f"{item.index.fqn} is no tensor")
             key = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
             tensors[key] = tensor.detach().cpu().contiguous()
-            results.append(WriteResult(item.index, tensor.nbytes, (self.path.name, key)))
-        save_file(tensors, self.path)
-        sync_file(self.path)
+            results.append(WriteResult(item.index, tensor.nbytes, (self._file.name, key)))
+        save_file(tensors, self._file)
+        sync(self._file)
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -75,23 +64,19 @@ class TensorWriter(StorageWriter):
         places = {result.index: result.storage_data for rank in results for result in rank}
         for name, facts in metadata.state_dict_metadata.items():
             assert isinstance(facts, TensorStorageMetadata)
-            chunks = []
-            for chunk in facts.chunks:
-                file, key = places[MetadataIndex(name, chunk.offsets)]
-                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, key))
+            chunks = tuple(
+                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *places[MetadataIndex(name, chunk.offsets)])
+                for chunk in facts.chunks
+            )
             dtype = str(facts.properties.dtype).removeprefix("torch.")
-            self.tensors[name] = TensorFacts(dtype, tuple(facts.size), tuple(chunks))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Nobody chooses this writer by an id."""
-        return False
+            self.tensors[name] = TensorFacts(dtype, tuple(facts.size), chunks)
 
 
-class TensorReader(StorageReader):
+class TensorReader(FileSystemReader):
     """Reads parts of the tensors of `manifest`; `find` gives the paths of the files that this rank needs."""
 
-    def __init__(self, manifest: Manifest, find: Callable[[set[str]], Mapping[str, Path]]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, find: Callable[[set[str]], Mapping[str, Path]]) -> None:
+        super().__init__(folder)
         self._manifest, self._find = manifest, find
         self._chunks: Mapping[MetadataIndex, Chunk] = {
             MetadataIndex(name, chunk.offsets): chunk
@@ -99,23 +84,12 @@ class TensorReader(StorageReader):
             for chunk in facts.chunks
         }
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a reader reads one checkpoint."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What DCP knows of the checkpoint."""
         return Metadata({name: _storage_facts(facts) for name, facts in self._manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
+        """Nothing: the manifest says where everything is."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copies every part that the plan names to its place."""
@@ -131,11 +105,6 @@ class TensorReader(StorageReader):
                     target.copy_(_read(file, chunk, item))
                     planner.commit_tensor(item, target)
         return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Nobody chooses this reader by an id."""
-        return False
 
 
 def _read(file: Any, chunk: Chunk, item: ReadItem) -> Tensor:

@@ -11,17 +11,18 @@ from engine.data.build import Progress, ProgressCallback
 from engine.data.lengths import LengthClass, LengthRule, length_classes
 from engine.data.mixture import TrainingData, open_training_data
 from engine.data.prepare import PreparedData, open_prepared, prepare
-from engine.data.sampler import Batch, PackedSampler, sequential_batches
+from engine.data.sampler import Batch, Sampler, Samples, sequential_batches
 from engine.data.shards import TokenShards, open_token_set
 
 __all__ = [
     "Batch",
     "LengthClass",
     "LengthRule",
-    "PackedSampler",
     "PreparedData",
     "Progress",
     "ProgressCallback",
+    "Sampler",
+    "Samples",
     "TokenShards",
     "TrainingData",
     "length_classes",

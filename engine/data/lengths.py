@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.data.sampler import PackedSampler, Sampler, permute
+from engine.data.sampler import Samples
 from engine.data.shards import TokenShards
 from engine.errors import DataError
 
@@ -65,23 +65,8 @@ class LengthClass:
         return self.weight > 0 and self.samples == 0
 
 
-class ClassSampler(Sampler):
-    """Some samples of a packed corpus, epoch after epoch, each in an order of its own."""
-
-    def __init__(self, corpus: PackedSampler, samples: Lengths) -> None:
-        super().__init__(corpus.seq_len, corpus.grad_accum_steps)
-        self._corpus = corpus
-        self._samples = samples
-
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
-        """See `Sampler`."""
-        epoch, position = divmod(number, self._samples.size)
-        index = permute(position, self._samples.size, (self._corpus.seed, epoch))
-        return self._corpus.shards, int(self._samples[index])
-
-
-def by_length(corpus: PackedSampler, rule: LengthRule) -> tuple[list[Sampler], list[float]]:
-    """(samplers, weights) of the classes of `corpus` that are wanted at all.
+def by_length(corpus: Samples, rule: LengthRule) -> tuple[list[Samples], list[float]]:
+    """(samples, weights) of the classes of `corpus` that are wanted at all.
 
     Raises DataError when a class that should have a share has no sample.
     """
@@ -96,13 +81,15 @@ def by_length(corpus: PackedSampler, rule: LengthRule) -> tuple[list[Sampler], l
                 f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
             )
     wanted = [index for index, weight in enumerate(rule.weights) if weight > 0]
-    samplers: list[Sampler] = [ClassSampler(corpus, np.flatnonzero(classes == index)) for index in wanted]
-    return samplers, [rule.weights[index] for index in wanted]
+    chosen = [np.flatnonzero(classes == index) for index in wanted]
+    return [Samples(corpus.shards, corpus.seq_len, corpus.seed, one) for one in chosen], [
+        rule.weights[index] for index in wanted
+    ]
 
 
 def length_classes(shards: TokenShards, seq_len: int, rule: LengthRule) -> list[LengthClass]:
     """What `shards` have of each class. Raises DataError without an index of documents or a whole sample."""
-    return _describe(classify(PackedSampler(shards, seq_len, 0), rule.buckets), seq_len, rule)
+    return _describe(classify(Samples(shards, seq_len, 0), rule.buckets), seq_len, rule)
 
 
 def _describe(classes: Lengths, seq_len: int, rule: LengthRule) -> list[LengthClass]:
@@ -114,12 +101,12 @@ def _describe(classes: Lengths, seq_len: int, rule: LengthRule) -> list[LengthCl
     ]
 
 
-def classify(corpus: PackedSampler, buckets: Sequence[int], *, chunk_tokens: int = _CHUNK_TOKENS) -> Lengths:
+def classify(corpus: Samples, buckets: Sequence[int], *, chunk_tokens: int = _CHUNK_TOKENS) -> Lengths:
     """The class of every sample of an epoch, int64 [samples_per_epoch]. DataError without an index of documents."""
     step = max(1, chunk_tokens // corpus.seq_len)
     lengths = [
-        _document_lengths(corpus.shards, first, min(step, corpus.samples_per_epoch - first), corpus.seq_len)
-        for first in range(0, corpus.samples_per_epoch, step)
+        _document_lengths(corpus.shards, first, min(step, corpus.per_epoch - first), corpus.seq_len)
+        for first in range(0, corpus.per_epoch, step)
     ]
     return np.searchsorted(np.asarray(buckets, dtype=np.int64), np.concatenate(lengths), side="right")
 

@@ -9,7 +9,7 @@ from engine.config import DataConfig
 from engine.data.echo import echoed
 from engine.data.lengths import LengthRule, by_length
 from engine.data.prepare import PreparedData, open_prepared
-from engine.data.sampler import MixedSampler, PackedSampler, Sampler
+from engine.data.sampler import Sampler, Samples
 from engine.errors import DataError
 from engine.files import hash_json
 
@@ -42,25 +42,14 @@ class TrainingData:
 
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
-        sampler = self._mixed(seq_len, seed, grad_accum_steps)
-        sampler.documents_apart = documents_apart
-        return sampler
-
-    def _mixed(self, seq_len: int, seed: int, grad_accum_steps: int) -> Sampler:
-        corpora = [
-            PackedSampler(data.train, seq_len, seed, grad_accum_steps=grad_accum_steps)
-            for data in (self.main, *self.others)
-        ]
-        corpus_weights = self.weights if self.others else (1.0,)
-        if not self.lengths:
-            return MixedSampler(corpora, corpus_weights, seed) if self.others else corpora[0]
-        sources: list[Sampler] = []
-        weights: list[float] = []
-        for corpus, corpus_weight in zip(corpora, corpus_weights, strict=True):
-            classes, class_weights = by_length(corpus, self.lengths)
-            sources += classes
-            weights += [corpus_weight * weight for weight in class_weights]
-        return MixedSampler(sources, weights, seed)
+        sources = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
+        weights = list(self.weights)
+        if self.lengths:
+            parts = [by_length(corpus, self.lengths) for corpus in sources]
+            sources = [one for classes, _ in parts for one in classes]
+            shares = zip(weights or [1.0], parts, strict=True)
+            weights = [weight * share for weight, (_, own) in shares for share in own]
+        return Sampler(sources, weights, seed, grad_accum_steps=grad_accum_steps, documents_apart=documents_apart)
 
 
 def open_training_data(config: DataConfig) -> TrainingData:

@@ -9,7 +9,6 @@ from (seed, epoch); what is left at the end of the tokens, less than one sample,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from engine.splitmix import splitmix64
 
 IGNORE_INDEX = -100
 _FEISTEL_ROUNDS = 8
-BLOCK = 10_000  # samples of a mixture in which every stream has exactly its share
+BLOCK = 10_000  # samples of a mixture in which every source has exactly its share
 
 
 @dataclass(frozen=True)
@@ -43,26 +42,72 @@ class Batch:
     samples: tuple[int, ...] = ()
 
 
-class Sampler(ABC):
+class Samples:
+    """The samples of `shards`, or those of them in `chosen`, epoch after epoch, each in an order of its own."""
+
+    def __init__(
+        self, shards: TokenShards, seq_len: int, seed: int, chosen: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        self.shards, self.seq_len, self.seed = shards, seq_len, seed
+        self._chosen = chosen
+        self.per_epoch = (shards.token_count - 1) // seq_len if chosen is None else chosen.size
+        if self.per_epoch < 1:
+            raise DataError(
+                f"{shards.folder}: the training split has {shards.token_count:,} tokens, but seq_len={seq_len:,} needs "
+                f"at least {seq_len + 1:,}. Set train.seq_len to at most {max(1, shards.token_count - 1):,} or "
+                "give more text (data.paths, data.max_bytes)."
+            )
+
+    def __getitem__(self, number: int) -> int:
+        """Which sample of the shards comes as `number` in the endless stream of shuffled epochs."""
+        epoch, position = divmod(number, self.per_epoch)
+        index = permute(position, self.per_epoch, (self.seed, epoch))
+        return index if self._chosen is None else int(self._chosen[index])
+
+
+class Sampler:
     """Training batches of an endless stream of samples; every rank builds the same one and asks for its own part.
 
     Sample number (step * grad_accum_steps + micro_step) * dp_size * batch_size + dp_rank * batch_size + b of the
     stream is row b. So the samples of a step do not depend on how its global batch is divided. After `start_at` steps
     count from there, so that a run that goes on with other batches reads nothing twice.
+
+    Without `weights` the stream is that of the one source. With them sources are mixed: of every `BLOCK` samples in a
+    row each has its share, spread by chance. Shares are whole numbers of samples per block, at least one. What a source
+    gives does not depend on the others: its samples come in the order in which they would without them.
+
+    documents_apart: whether the first token of a document is nobody's label.
     """
 
-    documents_apart = False  # whether the first token of a document is nobody's label; of the sampler that is asked
-
-    def __init__(self, seq_len: int, grad_accum_steps: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Samples],
+        weights: Sequence[float] = (),
+        seed: int = 0,
+        *,
+        grad_accum_steps: int = 1,
+        documents_apart: bool = False,
+    ) -> None:
+        self.sources, self.grad_accum_steps, self.documents_apart = tuple(sources), grad_accum_steps, documents_apart
+        self.shares = shares(weights)
+        self._starts = [sum(self.shares[:index]) for index in range(len(self.shares))]
+        self._seed = splitmix64(seed)  # the order inside the sources is drawn from the seed itself
         self._first_step = self._first_sample = 0
-        if seq_len < 1 or grad_accum_steps < 1:
-            raise ValueError(f"seq_len={seq_len} and grad_accum_steps={grad_accum_steps} must be at least 1")
-        self.seq_len = seq_len
-        self.grad_accum_steps = grad_accum_steps
 
-    @abstractmethod
+    def source_of(self, number: int) -> tuple[int, int]:
+        """(which source, number in its own stream) of sample `number`."""
+        if not self.shares:
+            return 0, number
+        block, position = divmod(number, BLOCK)
+        drawn = permute(position, BLOCK, (self._seed, block))
+        source = bisect_right(self._starts, drawn) - 1
+        return source, block * self.shares[source] + drawn - self._starts[source]
+
     def place_of(self, number: int) -> tuple[TokenShards, int]:
-        """(shards, which of their samples) of sample `number` of the stream."""
+        """(shards, which of their samples) of sample `number`."""
+        index, own = self.source_of(number)
+        source = self.sources[index]
+        return source.shards, source[own]
 
     def start_at(self, step: int, sample: int) -> None:
         """Step `step` (from 0) begins with sample number `sample` of the stream."""
@@ -79,59 +124,7 @@ class Sampler(ABC):
         first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
         numbers = tuple(range(first, first + batch_size))
         places = [self.place_of(number) for number in numbers]
-        return replace(_collect(self.seq_len, places, self.documents_apart), samples=numbers)
-
-
-class PackedSampler(Sampler):
-    """The samples of `shards`, epoch after epoch, each in an order of its own."""
-
-    def __init__(self, shards: TokenShards, seq_len: int, seed: int, *, grad_accum_steps: int = 1) -> None:
-        super().__init__(seq_len, grad_accum_steps)
-        self.shards = shards
-        self.seed = seed
-        self.samples_per_epoch = (shards.token_count - 1) // seq_len
-        if self.samples_per_epoch < 1:
-            raise DataError(
-                f"{shards.folder}: the training split has {shards.token_count:,} tokens, but seq_len={seq_len:,} needs "
-                f"at least {seq_len + 1:,}. Set train.seq_len to at most {max(1, shards.token_count - 1):,} or "
-                "give more text (data.paths, data.max_bytes)."
-            )
-
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
-        """See `Sampler`."""
-        return self.shards, self.sample_at(number)
-
-    def sample_at(self, number: int) -> int:
-        """Which sample of the shards comes as `number` in the endless stream of shuffled epochs."""
-        epoch, position = divmod(number, self.samples_per_epoch)
-        return permute(position, self.samples_per_epoch, (self.seed, epoch))
-
-
-class MixedSampler(Sampler):
-    """Samples of several streams by weight: of every `BLOCK` samples in a row each has its share, spread by chance.
-
-    A stream is a token set, or a class of its samples. Shares are whole numbers of samples per block, at least one.
-    What a stream gives does not depend on the others: its samples come in the order in which they would without them.
-    """
-
-    def __init__(self, sources: Sequence[Sampler], weights: Sequence[float], seed: int) -> None:
-        super().__init__(sources[0].seq_len, sources[0].grad_accum_steps)
-        self.sources = tuple(sources)
-        self.shares = shares(weights)
-        self._starts = [sum(self.shares[:index]) for index in range(len(self.shares))]
-        self._seed = splitmix64(seed)  # the order inside the streams is drawn from the seed itself
-
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
-        """See `Sampler`."""
-        source, own = self.source_of(number)
-        return self.sources[source].place_of(own)
-
-    def source_of(self, number: int) -> tuple[int, int]:
-        """(which stream, number in that stream) of sample `number`."""
-        block, position = divmod(number, BLOCK)
-        drawn = permute(position, BLOCK, (self._seed, block))
-        source = bisect_right(self._starts, drawn) - 1
-        return source, block * self.shares[source] + drawn - self._starts[source]
+        return replace(_collect(self.sources[0].seq_len, places, self.documents_apart), samples=numbers)
 
 
 def shares(weights: Sequence[float]) -> list[int]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.data.files import reading_error
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, read_manifest
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, load_tokenizer_file, token_bytes
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, load_tokenizer_file
 from engine.errors import DataError
 
 _SCAN_TOKENS = 1 << 22  # tokens checked at a time
@@ -159,11 +159,11 @@ class TokenShards:
             path = self.folder / manifest.token_bytes_file
             return _map_array(path, "<u4", manifest.vocab_size).astype(np.int64)
         if manifest.tokenizer == ByteTokenizer.name and manifest.vocab_size == ByteTokenizer.vocab_size:
-            return token_bytes(ByteTokenizer())
+            return ByteTokenizer().token_bytes()
         path = self.folder / TOKENIZER_FILE
         if not path.exists():
             return None
-        counts = token_bytes(load_tokenizer_file(path))[: manifest.vocab_size]
+        counts = load_tokenizer_file(path).token_bytes()[: manifest.vocab_size]
         return np.pad(counts, (0, manifest.vocab_size - counts.size))
 
     def scan(self) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,43 +38,11 @@ _EOD_TOKENS = (
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Tokenizer(Protocol):
-    """What the pipeline asks of a tokenizer. Ids lie in [0, vocab_size); `eod_id` ends every document."""
-
-    name: str
-    vocab_size: int
-    eod_id: int
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, int64, without any end-of-document id; special tokens in a text are plain text."""
-
-    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
-        """(ids, offsets) of each text: int64 [n] and [n, 2], the characters [first, after) that an id stands for.
-
-        Special tokens that a text spells are their ids here: a chat template has put them there.
-        """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` without end-of-document ids; broken UTF-8 becomes U+FFFD."""
-
-    def id_bytes(self) -> list[bytes]:
-        """The text bytes that each id stands for, vocab_size entries; empty for ids that stand for no text."""
-
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json into `folder` (nothing for bytes)."""
-
-
-def token_bytes(tokenizer: Tokenizer) -> Ids:
-    """Bytes of text per token id, int64 [vocab_size].
-
-    Over a document they add up to the length of its UTF-8 text: exactly for byte-level tokenizers, closely for those
-    that normalise text or add spaces.
-    """
-    return np.fromiter((len(text) for text in tokenizer.id_bytes()), dtype=np.int64, count=tokenizer.vocab_size)
-
-
 class ByteTokenizer:
-    """The UTF-8 bytes are the ids; 255, a byte that UTF-8 never uses, ends a document. vocab_size is 256."""
+    """The UTF-8 bytes are the ids; 255, a byte that UTF-8 never uses, ends a document. vocab_size is 256.
+
+    Of this and `FileTokenizer` ids lie in [0, vocab_size), and `eod_id` ends every document.
+    """
 
     name = "bytes"
     vocab_size = BYTES_VOCAB_SIZE
@@ -96,9 +64,9 @@ class ByteTokenizer:
         """Text of `ids`; a character cut in half becomes U+FFFD."""
         return bytes(token for token in ids if token != self.eod_id).decode("utf-8", errors="replace")
 
-    def id_bytes(self) -> list[bytes]:
-        """One byte per id, none for the end of a document."""
-        return [bytes([token]) if token != self.eod_id else b"" for token in range(self.vocab_size)]
+    def token_bytes(self) -> Ids:
+        """Bytes of text per token id, int64 [vocab_size]: one, and none for the end of a document."""
+        return np.where(np.arange(self.vocab_size) == self.eod_id, 0, 1)
 
     def save(self, folder: Path) -> None:
         """Nothing: there is nothing to remember."""
@@ -160,34 +128,41 @@ class FileTokenizer:
         """Text of `ids` without special tokens."""
         return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
 
-    def id_bytes(self) -> list[bytes]:
-        """The text bytes of each id: exact if the tokenizer works on bytes, else what decoding gives."""
-        special = {index for index, token in self._inner.get_added_tokens_decoder().items() if token.special}
-        special.add(self.eod_id)
-        tokens = {index: token for token, index in self._vocab.items() if index not in special}
-        decoder = json.loads(self._inner.to_str()).get("decoder")
-        kinds = _decoder_kinds(decoder)
-        if "ByteLevel" in kinds:
-            known = {index: _from_byte_level(token) for index, token in tokens.items()}
-        else:
-            known = self._decode_each(tokens)
-            if "ByteFallback" in kinds:
-                matches = {index: _BYTE_TOKEN.fullmatch(token) for index, token in tokens.items()}
-                known |= {index: bytes([int(match[1], 16)]) for index, match in matches.items() if match}
-        return [known.get(index, b"") for index in range(self.vocab_size)]
+    def token_bytes(self) -> Ids:
+        """Bytes of text per token id, int64 [vocab_size]; none for ids that stand for no text.
 
-    def _decode_each(self, tokens: dict[int, str]) -> dict[int, bytes]:
+        Over a document they add up to the length of its UTF-8 text: exactly for tokenizers that work on bytes, closely
+        for those that normalise text or add spaces.
+        """
+        special = {index for index, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        tokens = {index: token for token, index in self._vocab.items() if index not in {*special, self.eod_id}}
+        decoder = json.dumps(json.loads(self._inner.to_str()).get("decoder"))
+        if '"ByteLevel"' in decoder:  # which writes each byte as one character of its alphabet
+            alphabet = _byte_level_alphabet()
+            known = {
+                index: len(token) if alphabet.issuperset(token) else len(token.encode())
+                for index, token in tokens.items()
+            }
+        else:
+            known = self._decoded_bytes(tokens)
+            if '"ByteFallback"' in decoder:
+                known |= {index: 1 for index, token in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
+        return np.array([known.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
+
+    def _decoded_bytes(self, tokens: dict[int, str]) -> dict[int, int]:
         # A token at the start of a text loses its leading space in most decoders: decode it after another one.
         before = self.encode("a").tolist()
         prefix = self._inner.decode(before, skip_special_tokens=False)
         texts = self._inner.decode_batch([[*before, index] for index in tokens], skip_special_tokens=False)
-        return {
-            index: text[len(prefix) :].encode("utf-8", "replace") for index, text in zip(tokens, texts, strict=True)
-        }
+        lengths = (len(text[len(prefix) :].encode("utf-8", "replace")) for text in texts)
+        return dict(zip(tokens, lengths, strict=True))
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json."""
         (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
@@ -249,26 +224,7 @@ def _find_eod(vocab: dict[str, int], name: str) -> int:
     )
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    if decoder is None:
-        return set()
-    kinds = {str(decoder.get("type"))}
-    for inner in decoder.get("decoders", ()):
-        kinds |= _decoder_kinds(inner)
-    return kinds
+def _byte_level_alphabet() -> frozenset[str]:
+    from tokenizers import pre_tokenizers
 
-
-def _from_byte_level(token: str) -> bytes:
-    """The bytes behind a token of a byte-level vocabulary, which writes each byte as one printable character."""
-    table = _byte_level_table()
-    try:
-        return bytes(table[character] for character in token)
-    except KeyError:  # a token added later, kept as plain text
-        return token.encode("utf-8")
-
-
-def _byte_level_table() -> dict[str, int]:
-    """Character -> byte as GPT-2 chose it: printable Latin-1 stands for itself, the rest follows from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return frozenset(pre_tokenizers.ByteLevel.alphabet())

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, storage_dtype
-from engine.data.tokenizers import Tokenizer, token_bytes
+from engine.data.tokenizers import Tokenizer
 from engine.run.records import json_text
 
 DOCUMENTS_FILE = "documents.bin"
@@ -81,7 +81,7 @@ class TokenSetWriter:
     def close(self, source: str) -> Manifest:
         """The manifest, written last."""
         self.close_files()
-        token_bytes(self._tokenizer).astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
+        self._tokenizer.token_bytes().astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
         manifest = Manifest(
             dtype=storage_dtype(self._tokenizer.vocab_size),
             vocab_size=self._tokenizer.vocab_size,

@@ -7,28 +7,17 @@ from pathlib import Path
 
 import pytest
 from run_maker import make_run
+from testkit.saved_checkpoints import FILE, save_checkpoint
 
-from engine.checkpoint.commit import commit, hash_file, list_checkpoints, new_folder
-from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
+from engine.checkpoint.commit import list_checkpoints
 from engine.runs import RunFolder
-
-FILE = "rank00000.safetensors"
-
-
-def save(run: RunFolder, step: int) -> Path:
-    folder = new_folder(run.path / "checkpoints", step, f"{step:08x}")
-    (folder / FILE).write_bytes(b"x" * 1000)
-    size, digest = hash_file(folder / FILE)
-    tensors = {"w": TensorFacts("float32", (250,), (Chunk((0,), (250,), FILE, "w@0"),))}
-    state = {"tokens": 1000 * step}
-    return commit(folder, Manifest(step, "ab", "now", {FILE: FileFacts(size, digest, "d")}, tensors, state, {}))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     made: RunFolder = make_run(tmp_path / "runs", state="completed")
     for step in (10, 20, 30, 40):
-        save(made, step)
+        save_checkpoint(made.path / "checkpoints", step, tokens=1000 * step)
     return made
 
 
@@ -84,7 +73,7 @@ def test_the_newest_undamaged_one_stays(burst, run: RunFolder) -> None:
 
 def test_a_living_run_is_left_alone(burst, tmp_path: Path) -> None:
     made = make_run(tmp_path / "runs", state="running")
-    save(made, 1)
+    save_checkpoint(made.path / "checkpoints", 1)
     result = burst("checkpoint", "prune", made.run_id)
     assert result.code == 1
     assert "has not ended" in result.err

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.saved_checkpoints import save_checkpoint
 
 from burst_cli.evaluation import weights_of
-from engine.checkpoint.commit import commit, hash_file, new_folder
-from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import (
     AttentionConfig,
     CheckpointConfig,
@@ -25,7 +24,6 @@ from engine.config import (
 from engine.config_cluster import ClusterConfig
 from engine.runs import RunFolder, create_run
 
-FILE = "rank00000.safetensors"
 CONFIG = RunConfig(
     exp="mine",
     seed=11,
@@ -42,19 +40,11 @@ CONFIG = RunConfig(
 )
 
 
-def save(root: Path, step: int) -> None:
-    folder = new_folder(root, step, f"{step:08x}")
-    (folder / FILE).write_bytes(b"x" * 1000)
-    size, digest = hash_file(folder / FILE)
-    tensors = {"w": TensorFacts("float32", (250,), (Chunk((0,), (250,), FILE, "w@0"),))}
-    commit(folder, Manifest(step, "ab", "now", {FILE: FileFacts(size, digest, "d")}, tensors, {}, {}))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     made = create_run(tmp_path / "runs/mine/20260101-000000-abcdef", {"config.yaml": dump_config(CONFIG)})
     for step in (10, 20):
-        save(made.path / "checkpoints", step)
+        save_checkpoint(made.path / "checkpoints", step)
     return made
 
 
@@ -95,7 +85,7 @@ def test_weights_may_lie_where_the_settings_say(burst: Any, run: RunFolder, tmp_
     store = tmp_path / "it's here"
     settings = replace(CONFIG.train, checkpoint=CheckpointConfig(every_steps=1, folder=str(store)))
     (run.path / "config.yaml").write_text(dump_config(replace(CONFIG, train=settings)))
-    save(store / run.run_id, 30)
+    save_checkpoint(store / run.run_id, 30)
     config = planned(burst, "mine")["config"]
     assert config["train"]["checkpoint"]["resume_from"] == str(store / run.run_id)
 

@@ -9,29 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from testkit.saved_checkpoints import save_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from engine.checkpoint.commit import commit, hash_file, new_folder
-from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import DataConfig, RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.runs import RunFolder, create_run
 
-FILE = "rank00000.safetensors"
 TEXTS = ["the quick brown fox jumps over the lazy dog " * 20]
 
 
 def make_run(base: Path, tokenizer: str) -> RunFolder:
     config = RunConfig(exp="tiny", data=DataConfig(tokenizer=tokenizer))
     run = create_run(base / "runs/tiny/20260101-000000-aaaaaa", {"config.yaml": dump_config(config)})
-    folder = new_folder(run.path / "checkpoints", 1, "ab")
-    save_file({"w": np.ones(4, dtype=np.float32)}, folder / FILE)
-    size, digest = hash_file(folder / FILE)
-    tensors = {"model.norm.weight": TensorFacts("float32", (4,), (Chunk((0,), (4,), FILE, "w"),))}
-    commit(folder, Manifest(1, "ab", "now", {FILE: FileFacts(size, digest, "d")}, tensors, {}, {}))
+    save_checkpoint(run.path / "checkpoints", 1, {"model.norm.weight": np.ones(4, dtype=np.float32)})
     return run
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from testkit.saved_checkpoints import save_checkpoint
 from typer.testing import CliRunner
 
 from burst_cli.app import app
-from engine.checkpoint.commit import commit, hash_file, new_folder
-from engine.checkpoint.manifest import Chunk, FileFacts, Manifest, TensorFacts
 from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
@@ -66,22 +65,9 @@ def run(tmp_path: Path) -> Path:
     run = create_run(
         tmp_path / "runs" / "mine" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig(model=MODEL))}
     )
-    save_one_weight(run.path)
-    return run.path
-
-
-def save_one_weight(run: Path) -> None:
-    """Checkpoint 7 of the run in this folder."""
-    part = new_folder(run / "checkpoints", 7, "ab")
     weight = np.arange(24, dtype=np.float32).reshape(6, 4)
-    save_file({"a": weight[:3], "b": weight[3:]}, part / "rank00000.safetensors")
-    chunks = (
-        Chunk((0, 0), (3, 4), "rank00000.safetensors", "a"),
-        Chunk((3, 0), (3, 4), "rank00000.safetensors", "b"),
-    )
-    files = {"rank00000.safetensors": FileFacts(*hash_file(part / "rank00000.safetensors"), "disk")}
-    tensors = {"model.embedding.weight": TensorFacts("float32", (6, 4), chunks)}
-    commit(part, Manifest(7, "ab", "now", files, tensors, {"updates": 7}, {}))
+    save_checkpoint(run.path / "checkpoints", 7, {"model.embedding.weight": weight}, updates=7)
+    return run.path
 
 
 def hugging_face_folder(folder: Path) -> Path:

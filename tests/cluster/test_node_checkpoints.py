@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from testkit.local_connection import LocalConnection
+from testkit.saved_checkpoints import newest_verified
 
 from burst_cli.checkpoint_view import Pruned, prune_run
 from cluster.access.connection import Connection
 from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
-from engine.checkpoint.commit import Checkpoint, commit, hash_file, new_folder, newest_verified
-from engine.checkpoint.manifest import CheckpointError, Chunk, FileFacts, Manifest, TensorFacts, read_manifest
+from engine.checkpoint.commit import Checkpoint, commit, file_facts, new_folder
+from engine.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorFacts, read_manifest
 from engine.runs import RunFolder, create_run
 
 FILES = ("rank00000.safetensors", "rank00001.safetensors")
@@ -29,8 +30,7 @@ def save(homes: list[Path], step: int, save_id: str = "ab") -> None:
     facts = {}
     for number, folder in enumerate(folders):
         (folder / FILES[number]).write_bytes(PART + bytes([number, step]))
-        size, digest = hash_file(folder / FILES[number])
-        facts[FILES[number]] = FileFacts(size, digest, f"disk{number}")
+        facts[FILES[number]] = file_facts(folder / FILES[number], f"disk{number}")
     chunks = tuple(Chunk((number,), (1,), name, "w") for number, name in enumerate(facts))
     manifest = Manifest(step, save_id, "now", facts, {"w": TensorFacts("float32", (2,), chunks)}, {}, {})
     for number, folder in enumerate(folders):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from testkit.tiny_training import start_run, whole
 
 from engine.checkpoint.checkpointer import Checkpointer
-from engine.checkpoint.state import Weights
+from engine.checkpoint.state import weight_tensors
 from engine.config import AttentionConfig, CheckpointConfig, ParallelConfig, load_config
 from engine.parallel.shard import shard_batch
 
@@ -21,7 +21,7 @@ def own_logits(config_file: str, checkpoints: str, tokens: torch.Tensor) -> torc
     train = replace(config.train, seq_len=tokens.shape[1])
     run = start_run(replace(config, parallel=ParallelConfig(), attention=AttentionConfig(preset="single"), train=train))
     checkpointer = Checkpointer(CheckpointConfig(resume_from=checkpoints), Path(checkpoints), {})
-    checkpointer.restore_from(Path(checkpoints), Weights(run.model), lambda manifest: None)
+    checkpointer.restore_from(Path(checkpoints), weight_tensors(run.model), lambda manifest: None)
     checkpointer.close()
     batch = tokens.numpy()
     local = shard_batch(batch, batch, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)

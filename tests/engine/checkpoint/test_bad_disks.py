@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 from testkit.ranks import Pools
+from testkit.saved_checkpoints import state_hash
 from testkit.tiny_training import start_run, tiny_config
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.commit import hash_file, list_checkpoints
-from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, content_hash
-from engine.checkpoint.state import state_hash, training_tensors
+from engine.checkpoint.commit import file_facts, list_checkpoints
+from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from engine.checkpoint.state import training_tensors
 from engine.config import CheckpointConfig, ParallelConfig
+from engine.files import hash_json
 
 CONFIG = tiny_config(parallel=ParallelConfig(dp_shard_size=2, cp_size=1))
 RANKS = 2
@@ -121,10 +123,10 @@ def plant(checkpoint: Path, name: str, bomb: bytes, *, sign: bool) -> None:
     if not sign:
         return
     document = json.loads((checkpoint / MANIFEST_FILE).read_text())
-    size, digest = hash_file(checkpoint / name)
-    document["files"][name] |= {"bytes": size, "sha256": digest}
+    facts = file_facts(checkpoint / name, "disk")
+    document["files"][name] |= {"bytes": facts.bytes, "sha256": facts.sha256}
     del document["sha256"]
-    document["sha256"] = content_hash(document)
+    document["sha256"] = hash_json(document)
     (checkpoint / MANIFEST_FILE).write_text(json.dumps(document))
 
 

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import pytest
 import torch
 from testkit.ranks import Pools, RankFailedError
+from testkit.saved_checkpoints import state_hash
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from engine.checkpoint.state import state_hash, training_tensors
+from engine.checkpoint.state import training_tensors
 from engine.config import AttentionConfig, CheckpointConfig, MemoryConfig, ParallelConfig, RunConfig
 
 SEQUENCES = 4

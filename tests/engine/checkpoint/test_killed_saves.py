@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from testkit.ranks import fork_server
+from testkit.saved_checkpoints import newest_verified
 from torch import nn
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.commit import Checkpoint, newest_verified
+from engine.checkpoint.commit import Checkpoint
 from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.state import training_tensors
 from engine.config import CheckpointConfig

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
+from engine.data.sampler import Sampler, Samples
 from engine.data.shards import TokenShards, open_token_set
 from engine.data.sources import Document, Source
 from engine.data.split import Piece, iter_pieces
@@ -50,6 +51,11 @@ def write_token_set(folder: Path, tokens: Sequence[int], *, dtype: str = "uint16
     text = json.dumps({key: value for key, value in manifest.items() if value is not None})
     (folder / "manifest.json").write_text(text)
     return folder
+
+
+def packed(shards: TokenShards, seq_len: int, seed: int, **settings: Any) -> Sampler:
+    """Batches of one token set."""
+    return Sampler([Samples(shards, seq_len, seed)], **settings)
 
 
 def make_shards(folder: Path, tokens: Sequence[int], **changes: Any) -> TokenShards:

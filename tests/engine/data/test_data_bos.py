@@ -16,7 +16,7 @@ from tokenizer_families import FAMILIES, write_family
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from engine.config import DataConfig, RunConfig, dump_config, load_config
+from engine.config import DataConfig, RunConfig
 from engine.config_checks import config_problems
 from engine.data import PreparedData, TokenShards, open_prepared, open_training_data, prepare
 from engine.data.sampler import sequential_batches
@@ -102,9 +102,14 @@ def test_a_setting_goes_before_the_template(tmp_path: Path, template: str, bos: 
 
 
 def test_a_first_token_that_nobody_names_is_asked_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", None), bos="on")
+    prepare(config)
+    tokenizer_of(tmp_path / "model", None, bos_token="<|head|>")
+    with pytest.raises(DataError, match="changed since then: tokenizer"):
+        prepare(config)
     path = tokenizer_of(tmp_path / "model", None, bos_token=None)
     with pytest.raises(DataError, match=r"data\.bos=on: the template .* adds no token before a text"):
-        prepare(config_of(tmp_path, path, bos="on"))
+        prepare(config_of(tmp_path, path, bos="on", prepared_dir=str(tmp_path / "other")))
 
 
 def test_data_without_first_tokens_is_not_taken_for_data_with_them(tmp_path: Path) -> None:
@@ -118,14 +123,6 @@ def test_data_without_first_tokens_is_not_taken_for_data_with_them(tmp_path: Pat
     facts_path.write_text(json.dumps(facts))
     with pytest.raises(DataError, match="bos: made with None, now 'auto'"):
         prepare(replace(config, bos="auto"))
-
-
-def test_another_setting_beside_the_tokenizer_is_other_data(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", None), bos="on")
-    prepare(config)
-    tokenizer_of(tmp_path / "model", None, bos_token="<|head|>")
-    with pytest.raises(DataError, match="changed since then: tokenizer"):
-        prepare(config)
 
 
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
@@ -179,12 +176,6 @@ def check_needles(tasks: NeedleTasks) -> None:
 def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], text: str) -> None:
     problems = [problem.text for problem in config_problems(RunConfig(data=DataConfig(**settings)))]
     assert any(text in problem for problem in problems), problems
-
-
-@pytest.mark.parametrize("bos", ["auto", "on", "off"])
-def test_the_setting_survives_a_file(tmp_path: Path, bos: Any) -> None:
-    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(data=DataConfig(bos=bos))))
-    assert load_config(tmp_path / "config.yaml").data.bos == bos
 
 
 def test_corpora_with_and_without_it_do_not_mix(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.config import DataConfig, RunConfig
 from engine.config_checks import config_problems
-from engine.data import TokenShards, open_prepared, prepare, sequential_batches
+from engine.data import TokenShards, prepare, sequential_batches
 from engine.data.build import learned_tokens
 from engine.data.chat import ChatTemplate, find_template, render_chat
 from engine.data.prepare import config_facts, make_identity
@@ -280,13 +280,6 @@ def test_without_conversations_the_identity_is_as_it_always_was(tmp_path: Path) 
     (tmp_path / "a.txt").write_text("x")
     config = DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))
     assert set(make_identity(config, open_source(config))) == {"version", "config", "files_hash", "tokenizer_hash"}
-
-
-def test_other_messages_or_none_are_other_data(tmp_path: Path) -> None:
-    config = config_of(tmp_path, CONVERSATIONS)
-    prepare(config)
-    with pytest.raises(DataError, match=r"messages_field: made with 'messages', now None"):
-        open_prepared(replace(config, messages_field=None, chat_template=None))
 
 
 @pytest.mark.parametrize(

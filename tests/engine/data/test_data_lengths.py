@@ -19,20 +19,20 @@ from engine.config_checks import config_problems
 from engine.data import LengthRule, TokenShards, length_classes, open_training_data, prepare
 from engine.data.lengths import by_length, classify
 from engine.data.manifest import Manifest
-from engine.data.sampler import BLOCK, MixedSampler, PackedSampler
+from engine.data.sampler import BLOCK, Sampler, Samples
 from engine.errors import DataError
 
 SEQ_LEN = 10
 
 
-def corpus_of(folder: Path, lengths: list[int], *, seq_len: int = SEQ_LEN, first_id: int = 0) -> PackedSampler:
+def corpus_of(folder: Path, lengths: list[int], *, seq_len: int = SEQ_LEN, first_id: int = 0) -> Samples:
     """Documents of these lengths; token i of the whole is first_id + i."""
     count = sum(lengths)
     folder.mkdir(parents=True, exist_ok=True)
     np.array([0, *accumulate(lengths[:-1])], dtype="<i8").tofile(folder / "d.bin")
     ids = range(first_id, first_id + count)
     shards = make_shards(folder, list(ids), documents_file="d.bin", vocab_size=max(ids) + 1)
-    return PackedSampler(shards, seq_len, 5)
+    return Samples(shards, seq_len, 5)
 
 
 def class_by_hand(document_of: list[int], sample: int, seq_len: int, buckets: list[int]) -> int:
@@ -57,7 +57,7 @@ def test_classes_are_those_counted_token_by_token(
     lengths = [*lengths, seq_len + 1]
     corpus = corpus_of(tmp_path_factory.mktemp("c"), lengths, seq_len=seq_len)
     document_of = [document for document, length in enumerate(lengths) for _ in range(length)]
-    expected = [class_by_hand(document_of, sample, seq_len, buckets) for sample in range(corpus.samples_per_epoch)]
+    expected = [class_by_hand(document_of, sample, seq_len, buckets) for sample in range(corpus.per_epoch)]
     assert classify(corpus, buckets, chunk_tokens=chunk).tolist() == expected
 
 
@@ -73,8 +73,8 @@ def test_classes_of_a_window_are_those_of_its_own_documents(
         edges = [0, *accumulate([*lengths, 40, 40])]
         document_of = [sum(edge <= position for edge in edges) for position in inside]
         if part.token_count > 5:
-            corpus = PackedSampler(part, 5, 0)
-            expected = [class_by_hand(document_of, sample, 5, [9, 20]) for sample in range(corpus.samples_per_epoch)]
+            corpus = Samples(part, 5, 0)
+            expected = [class_by_hand(document_of, sample, 5, [9, 20]) for sample in range(corpus.per_epoch)]
             assert classify(corpus, [9, 20]).tolist() == expected
 
 
@@ -84,7 +84,7 @@ def test_a_million_samples_are_classified_in_about_a_second(tmp_path: Path) -> N
     starts = np.concatenate(([0], np.cumsum(generator.geometric(1 / 3000, 1_500_000))))
     shards = TokenShards(Manifest("uint16", 10, count, ()), tmp_path, (), starts[starts < count], range(count))
     begin_s = time.process_time()
-    classes = classify(PackedSampler(shards, 4096, 0), (1000, 4096))
+    classes = classify(Samples(shards, 4096, 0), (1000, 4096))
     # 0.3 s of one core at leisure; ten times that is still no loop over samples.
     assert time.process_time() - begin_s < 3
     assert np.bincount(classes).min() > 0
@@ -97,16 +97,16 @@ LENGTHS = [5] * 40 + [30] * 20 + [200]  # 20 samples of short documents, 60 of m
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> PackedSampler:
+def corpus(tmp_path: Path) -> Samples:
     return corpus_of(tmp_path / "c", [*LENGTHS, 1])
 
 
-def mixed(corpus: PackedSampler, rule: LengthRule = RULE) -> MixedSampler:
+def mixed(corpus: Samples, rule: LengthRule = RULE) -> Sampler:
     samplers, weights = by_length(corpus, rule)
-    return MixedSampler(samplers, weights, 1)
+    return Sampler(samplers, weights, 1)
 
 
-def test_every_class_has_exactly_its_share_of_each_block(corpus: PackedSampler) -> None:
+def test_every_class_has_exactly_its_share_of_each_block(corpus: Samples) -> None:
     sampler, classes = mixed(corpus), classify(corpus, RULE.buckets)
     assert np.bincount(classes).tolist() == [20, 60, 20]
     for block in range(2):
@@ -116,15 +116,15 @@ def test_every_class_has_exactly_its_share_of_each_block(corpus: PackedSampler) 
         assert abs(early - RULE.weights).max() < 0.06
 
 
-def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: PackedSampler) -> None:
+def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: Samples) -> None:
     [short, middle, _], _ = by_length(corpus, RULE)
-    epochs = [[short.place_of(epoch * 20 + number)[1] for number in range(20)] for epoch in range(3)]
+    epochs = [[short[epoch * 20 + number] for number in range(20)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert sorted(middle.place_of(number)[1] for number in range(60)) == list(range(20, 80))
+    assert sorted(middle[number] for number in range(60)) == list(range(20, 80))
 
 
-def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(corpus: PackedSampler) -> None:
+def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(corpus: Samples) -> None:
     sampler = mixed(corpus)
     whole = [sampler.batch(step, 0, 0, 1, 8).tokens for step in range(6)]
     parts = [np.concatenate([sampler.batch(step, 0, rank, 4, 2).tokens for rank in range(4)]) for step in range(6)]
@@ -134,20 +134,20 @@ def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(co
     assert (again.batch(4, 0, 0, 1, 8).tokens == whole[4]).all()
 
 
-def test_a_class_of_no_weight_is_left_out(corpus: PackedSampler) -> None:
+def test_a_class_of_no_weight_is_left_out(corpus: Samples) -> None:
     sampler = mixed(corpus, LengthRule((20, 50), (0.5, 0.5, 0.0)))
     assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
     rule = LengthRule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
     assert len(by_length(corpus, rule)[0]) == 2
 
 
-def test_a_class_without_samples_is_an_error_that_tells_what_there_is(corpus: PackedSampler) -> None:
+def test_a_class_without_samples_is_an_error_that_tells_what_there_is(corpus: Samples) -> None:
     text = r"document of 1,000 and more tokens, but .*gives such samples 0\.6.*1 to 19: 20; 20 to 999: 80; 1,000 and"
     with pytest.raises(DataError, match=text):
         by_length(corpus, LengthRule((20, 1000), (0.2, 0.2, 0.6)))
 
 
-def test_classes_are_told_with_their_shares(corpus: PackedSampler) -> None:
+def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
     classes = length_classes(corpus.shards, SEQ_LEN, RULE)
     assert [(one.name, one.samples, one.tokens, one.share, one.weight) for one in classes] == [
         ("1 to 19", 20, 200, 0.2, 0.25),
@@ -194,7 +194,7 @@ def test_each_corpus_of_a_mixture_is_divided_within_itself(tmp_path: Path) -> No
 def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: Path) -> None:
     main = prepared(tmp_path, "main", "a")
     plain = open_training_data(main)
-    assert isinstance(plain.sampler(20, 0, grad_accum_steps=1), PackedSampler)
+    assert plain.sampler(20, 0, grad_accum_steps=1).shares == []
     assert plain.content_hash == plain.main.content_hash
     rules = [((100,), (0.2, 0.8)), ((100,), (0.3, 0.7)), ((90,), (0.2, 0.8))]
     configs = [replace(main, length_buckets=buckets, length_weights=weights) for buckets, weights in rules]
@@ -219,8 +219,3 @@ def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: P
 def test_mistakes_are_named(buckets: tuple[int, ...], weights: tuple[float, ...], text: str) -> None:
     problems = config_problems(RunConfig(data=DataConfig(length_buckets=buckets, length_weights=weights)))
     assert any(text in problem.text for problem in problems), problems
-
-
-def test_shares_that_add_up_to_one_but_for_rounding_are_taken() -> None:
-    data = DataConfig(length_buckets=(4, 5), length_weights=(0.1, 0.2, 0.7))
-    assert not [problem for problem in config_problems(RunConfig(data=data)) if "length" in problem.text]

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_shards, quick
+from data_helpers import make_shards, packed, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.sampler import IGNORE_INDEX, PackedSampler, permute, sequential_batches
+from engine.data.sampler import IGNORE_INDEX, permute, sequential_batches
 from engine.data.shards import TokenShards
 from engine.errors import DataError
-from engine.splitmix import splitmix64
 
 
 @pytest.fixture(scope="module")
@@ -29,34 +28,21 @@ def test_permute_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert sorted(permute(position, size, (seed, epoch)) for position in range(size)) == list(range(size))
 
 
-def test_splitmix_gives_the_published_numbers() -> None:
-    # The first five of the reference implementation for the seed 1234567, whose state grows by this constant.
-    numbers = [splitmix64(1234567 + count * 0x9E3779B97F4A7C15) for count in range(5)]
-    assert numbers == [
-        *(6457827717110365317, 3203168211198807973, 9817491932198370423),
-        *(4593380528125082431, 16408922859458223821),
-    ]
-
-
 def test_orders_stay_what_they_were_as_runs_that_resume_rely_on_it() -> None:
     assert [permute(position, 10, (1, 2)) for position in range(10)] == [8, 9, 6, 1, 4, 3, 7, 2, 0, 5]
     assert [permute(position, 10, (-3, 2**70)) for position in range(10)] == [4, 3, 5, 8, 1, 0, 9, 2, 7, 6]
 
 
-def test_permutations_differ_by_seed_and_epoch() -> None:
-    keys = [(seed, epoch) for seed in range(20) for epoch in range(20)]
-    assert len({tuple(permute(position, 100, key) for position in range(100)) for key in keys}) == len(keys)
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 12])
-def test_every_place_is_equally_likely(size: int) -> None:
-    draws = 3000
-    counts = np.zeros((size, size))
-    for epoch in range(draws):
-        for position in range(size):
-            counts[position, permute(position, size, (7, epoch))] += 1
-    # Standard deviation of a cell is below sqrt(draws / size); five of them are not reached by chance.
-    assert abs(counts - draws / size).max() < 5 * (draws / size) ** 0.5
+def test_batches_stay_what_they_were(counting: TokenShards) -> None:
+    sampler = packed(counting, 37, 1, grad_accum_steps=2)
+    batch = sampler.batch(20, 1, 2, 3, 4)  # in the tenth epoch
+    assert batch.tokens.shape == batch.labels.shape == (4, 37)
+    assert batch.tokens.dtype == batch.labels.dtype == np.int64
+    assert (batch.labels == batch.tokens + 1).all()
+    assert batch.samples == (500, 501, 502, 503)
+    assert (batch.tokens[:, 0] // 37).tolist() == [2, 13, 6, 10]
+    sampler.start_at(20, 7)
+    assert sampler.batch(20, 1, 2, 3, 4).samples == (27, 28, 29, 30)
 
 
 @given(
@@ -70,8 +56,8 @@ def test_every_place_is_equally_likely(size: int) -> None:
 def test_an_epoch_visits_every_sample_once(
     counting: TokenShards, seq_len: int, dp_size: int, batch_size: int, grad_accum_steps: int, seed: int
 ) -> None:
-    sampler = PackedSampler(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
-    wanted, step = 2 * sampler.samples_per_epoch, 0
+    sampler = packed(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
+    wanted, step = 2 * sampler.sources[0].per_epoch, 0
     firsts: list[int] = []
     while len(firsts) < wanted:
         for micro_step in range(grad_accum_steps):
@@ -79,9 +65,9 @@ def test_an_epoch_visits_every_sample_once(
                 batch = sampler.batch(step, micro_step, dp_rank, dp_size, batch_size)
                 firsts += batch.tokens[:, 0].tolist()
         step += 1
-    samples = [seq_len * index for index in range(sampler.samples_per_epoch)]
+    samples = [seq_len * index for index in range(sampler.sources[0].per_epoch)]
     for epoch in range(2):
-        part = firsts[epoch * sampler.samples_per_epoch : (epoch + 1) * sampler.samples_per_epoch]
+        part = firsts[epoch * sampler.sources[0].per_epoch : (epoch + 1) * sampler.sources[0].per_epoch]
         assert sorted(part) == samples
 
 
@@ -92,7 +78,7 @@ def test_a_step_has_the_same_samples_however_it_is_divided(
 ) -> None:
     seen = []
     for grad_accum_steps, dp_size, batch_size in ((1, 1, 12), (1, 4, 3), (3, 2, 2), (12, 1, 1), (2, 6, 1)):
-        sampler = PackedSampler(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
+        sampler = packed(counting, seq_len, seed, grad_accum_steps=grad_accum_steps)
         parts = [
             sampler.batch(step, micro_step, dp_rank, dp_size, batch_size).tokens
             for micro_step in range(grad_accum_steps)
@@ -100,27 +86,6 @@ def test_a_step_has_the_same_samples_however_it_is_divided(
         ]
         seen.append(np.concatenate(parts).tolist())
     assert all(rows == seen[0] for rows in seen)
-
-
-def test_labels_are_the_next_tokens(counting: TokenShards) -> None:
-    batch = PackedSampler(counting, 37, 1).batch(4, 0, 0, 1, 5)
-    assert batch.tokens.shape == batch.labels.shape == (5, 37)
-    assert batch.tokens.dtype == batch.labels.dtype == np.int64
-    assert (batch.labels == batch.tokens + 1).all()
-
-
-def test_the_same_arguments_give_the_same_batch_after_others(counting: TokenShards) -> None:
-    sampler = PackedSampler(counting, 16, 3)
-    first = sampler.batch(9, 0, 1, 2, 2)
-    sampler.batch(10, 0, 0, 2, 2)
-    assert (PackedSampler(counting, 16, 3).batch(9, 0, 1, 2, 2).tokens == first.tokens).all()
-    assert (sampler.batch(9, 0, 1, 2, 2).tokens == first.tokens).all()
-
-
-def test_samples_are_shuffled_and_differ_by_seed(counting: TokenShards) -> None:
-    orders = [[PackedSampler(counting, 10, seed).sample_at(number) for number in range(99)] for seed in (0, 1)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) != orders[0]
 
 
 def test_documents_of_a_row_start_where_the_shards_say(tmp_path: Path) -> None:
@@ -144,16 +109,18 @@ def test_documents_of_a_window_agree_with_its_tokens(
     assert indexed.document_offsets(start, ids).tolist() == plain.document_offsets(start, ids).tolist()
 
 
-def test_a_corpus_shorter_than_a_sample_says_what_would_fit(counting: TokenShards) -> None:
+def test_a_corpus_shorter_than_a_sample_says_what_would_fit(counting: TokenShards, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 1,000 tokens, but seq_len=1,000 needs at least 1,001.*at most 999"):
-        PackedSampler(counting, 1000, 0)
-    assert PackedSampler(counting, 999, 0).samples_per_epoch == 1
+        packed(counting, 1000, 0)
+    assert packed(counting, 999, 0).sources[0].per_epoch == 1
+    with pytest.raises(DataError, match="has 1 tokens; at least 2"):
+        list(sequential_batches(make_shards(tmp_path / "s", [1]), 4, batch_size=1))
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 0, 1, 1), (0, 0, 2, 2, 1), (-1, 0, 0, 1, 1), (0, 0, 0, 1, 0)])
 def test_places_that_do_not_exist_are_refused(counting: TokenShards, arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="step="):
-        PackedSampler(counting, 10, 0).batch(*arguments)
+        packed(counting, 10, 0).batch(*arguments)
 
 
 @given(count=st.integers(2, 80), seq_len=st.integers(1, 100), batch_size=st.integers(1, 3), dp_size=st.integers(1, 4))
@@ -203,17 +170,12 @@ def test_where_documents_are_apart_no_label_is_of_the_next_one(tmp_path: Path, s
     known = {"documents_file": "d.bin"} if indexed else {"eod_id": 9}
     shards = make_shards(tmp_path, tokens, vocab_size=10, **known)
     expected = [-100 if place in starts else tokens[place] for place in range(1, len(tokens))]
-    sampler = PackedSampler(shards, seq_len, 0)
+    sampler = packed(shards, seq_len, 0)
     sampler.documents_apart = True
-    of_training = {sample: sampler.batch(sample, 0, 0, 1, 1) for sample in range(sampler.samples_per_epoch)}
+    of_training = {sample: sampler.batch(sample, 0, 0, 1, 1) for sample in range(sampler.sources[0].per_epoch)}
     for number, batch in of_training.items():
-        first = sampler.sample_at(number) * seq_len
+        first = sampler.sources[0][number] * seq_len
         assert batch.labels[0].tolist() == expected[first : first + seq_len]
     batches = list(sequential_batches(shards, seq_len, batch_size=1, documents_apart=True))
     assert np.concatenate([batch.labels[0] for batch in batches])[: len(expected)].tolist() == expected
     assert all(batch.documents[0][-1] < seq_len for batch in batches)
-
-
-def test_validation_of_a_single_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 1 tokens; at least 2"):
-        list(sequential_batches(make_shards(tmp_path / "s", [1]), 4, batch_size=1))

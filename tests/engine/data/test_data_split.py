@@ -50,16 +50,12 @@ def test_validation_reaches_the_fraction_by_at_most_one_hash_value_more() -> Non
     assert 0.05 <= share <= 0.05 + 3 / 2000  # a hash value of 16 bits rarely has more than a few documents
 
 
-def test_documents_keep_their_side_when_the_order_changes() -> None:
-    documents = [f"text {index}" for index in range(200)]
-    chosen = {piece.text for piece in split(make_pieces(*documents), 0.1)["validation"]}
-    assert {piece.text for piece in split(make_pieces(*reversed(documents)), 0.1)["validation"]} == chosen
-
-
-def test_equal_documents_are_on_the_same_side() -> None:
+def test_equal_documents_are_on_the_same_side_in_any_order() -> None:
     documents = [f"text {index % 50}" for index in range(100)]
     sides = split(make_pieces(*documents), 0.2)
-    assert not {piece.text for piece in sides["train"]} & {piece.text for piece in sides["validation"]}
+    chosen = {piece.text for piece in sides["validation"]}
+    assert not {piece.text for piece in sides["train"]} & chosen
+    assert {piece.text for piece in split(make_pieces(*reversed(documents)), 0.2)["validation"]} == chosen
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
@@ -113,9 +109,6 @@ def test_max_bytes_cuts_ascii_exactly_and_reads_no_further() -> None:
     pieces = make_pieces("abc", texts_with_a_trap(), max_bytes=8)
     assert [piece.data for piece in pieces] == [b"abc", b"12345"]
     assert [piece.data for piece in make_pieces("abc", "12345", max_bytes=7)] == [b"abc", b"1234"]
-
-
-def test_empty_documents_are_not_counted() -> None:
     assert [(piece.document, piece.text) for piece in make_pieces("", "a", ["", ""], "b")] == [(0, "a"), (1, "b")]
 
 

@@ -12,7 +12,7 @@ import pytest
 from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.data.tokenizers import (
     BPE_EOD_TOKEN,
@@ -20,7 +20,6 @@ from engine.data.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
     load_tokenizer_file,
-    token_bytes,
     train_bpe,
 )
 from engine.errors import DataError
@@ -28,7 +27,7 @@ from engine.errors import DataError
 CORPUS = ["def encode(self, text):\n    return text.encode()\n" * 20, "größe €uro 😀 naïve\n" * 10]
 BPE = train_bpe(CORPUS, 320)
 EXACT: list[Any] = [ByteTokenizer(), BPE]
-ID_BYTES = {tokenizer.name: tokenizer.id_bytes() for tokenizer in EXACT}
+TOKEN_BYTES = {tokenizer.name: tokenizer.token_bytes() for tokenizer in EXACT}
 any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 
 
@@ -38,20 +37,14 @@ any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert b"".join(ID_BYTES[tokenizer.name][token] for token in ids) == text.encode()
+    assert TOKEN_BYTES[tokenizer.name][ids].sum() == len(text.encode())
     assert tokenizer.eod_id not in ids
     assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
 
 
 @pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
-def test_token_bytes_of_a_document_add_up_to_its_utf8_length(tokenizer: Any) -> None:
-    text = "".join(CORPUS) + "\x00 unseen: ж漢\r\n"
-    assert token_bytes(tokenizer)[tokenizer.encode(text)].sum() == len(text.encode())
-
-
-@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
 def test_the_end_of_a_document_has_no_text(tokenizer: Any) -> None:
-    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
     assert tokenizer.decode([tokenizer.eod_id]) == ""
 
 
@@ -59,11 +52,6 @@ def test_bytes_use_the_one_byte_that_utf8_never_has() -> None:
     assert (ByteTokenizer.vocab_size, ByteTokenizer.eod_id) == (256, 255)
     every_character = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     assert BYTES_EOD_ID not in every_character.encode()
-
-
-def test_bpe_merges_and_keeps_to_its_size() -> None:
-    assert BPE.vocab_size <= 320
-    assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
 
 
 def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
@@ -81,6 +69,11 @@ def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, json.dumps(CORPUS), str(tmp_path)], check=True, cwd=root)
     BPE.save(tmp_path / "..")
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / ".." / "tokenizer.json").read_bytes()
+    again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
+    assert (again.name, again.vocab_size) == ("bpe", BPE.vocab_size)
+    assert again.encode(CORPUS[0]).tolist() == BPE.encode(CORPUS[0]).tolist()
+    assert BPE.vocab_size <= 320
+    assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
 
 
 def test_special_tokens_in_a_text_are_text() -> None:
@@ -88,13 +81,6 @@ def test_special_tokens_in_a_text_are_text() -> None:
     ids = BPE.encode(text)
     assert BPE.eod_id not in ids
     assert BPE.decode(ids) == text
-
-
-def test_saved_tokenizers_give_the_same_ids(tmp_path: Path) -> None:
-    BPE.save(tmp_path)
-    again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
-    assert again.name == "bpe"
-    assert again.encode_many(CORPUS)[0].tolist() == BPE.encode(CORPUS[0]).tolist()
 
 
 def make_sentencepiece_like() -> Tokenizer:
@@ -115,8 +101,8 @@ def test_byte_fallback_and_spaces_are_counted() -> None:
     tokenizer = FileTokenizer(make_sentencepiece_like(), "llama-like")
     text = "b a é€a a"
     ids = tokenizer.encode(text)
-    assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
-    assert token_bytes(tokenizer)[tokenizer.eod_id] == 0
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
 
 
 def make_word_level(**tokens: int) -> Tokenizer:
@@ -126,9 +112,10 @@ def make_word_level(**tokens: int) -> Tokenizer:
     return inner
 
 
-def test_word_tokens_count_the_space_before_them() -> None:
-    tokenizer = FileTokenizer(make_word_level(**{"</s>": 3}), "words")
-    assert token_bytes(tokenizer)[[0, 1, tokenizer.eod_id]].tolist() == [6, 6, 0]
+def test_word_tokens_count_the_space_before_them_and_ids_may_have_gaps() -> None:
+    tokenizer = FileTokenizer(make_word_level(**{"</s>": 10}), "words")
+    assert tokenizer.token_bytes()[[0, 1, 7, tokenizer.eod_id]].tolist() == [6, 6, 0, 0]
+    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,) == (11,)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
@@ -138,14 +125,6 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer_file(tmp_path / "tokenizer.json")
     assert tokenizer.encode("hello world hello world").tolist() == [0, 1, 0, 1]
-
-
-def test_vocabulary_counts_to_the_highest_id() -> None:
-    inner = make_word_level(**{"</s>": 10})
-    inner.add_tokens([AddedToken("extra", normalized=False)])
-    tokenizer = FileTokenizer(inner, "gaps")
-    assert tokenizer.vocab_size == max(inner.get_vocab().values()) + 1
-    assert token_bytes(tokenizer).shape == (tokenizer.vocab_size,)
 
 
 @pytest.mark.parametrize(

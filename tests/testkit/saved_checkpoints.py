@@ -1,0 +1,76 @@
+"""Checkpoints without a training: committed folders with a few numbers, or bytes that nobody reads as numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from engine.checkpoint.commit import (
+    Checkpoint,
+    commit,
+    file_facts,
+    list_checkpoints,
+    new_folder,
+    open_checkpoint,
+    verify_files,
+)
+from engine.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "rank00000.safetensors"
+
+
+def save_checkpoint(
+    root: Path, step: int, content: bytes | Mapping[str, np.ndarray] = b"x" * 1000, **state: Any
+) -> Path:
+    """The folder of a committed checkpoint of one rank: of fp32 tensors by name, or of one tensor that is no tensor."""
+    folder = new_folder(root, step, os.urandom(4).hex())
+    if isinstance(content, bytes):
+        (folder / FILE).write_bytes(content)
+        shapes: dict[str, tuple[int, ...]] = {"w": (len(content) // 4,)}
+    else:
+        save_file(dict(content), folder / FILE)
+        shapes = {name: array.shape for name, array in content.items()}
+    tensors = {
+        name: TensorFacts("float32", shape, (Chunk((0,) * len(shape), shape, FILE, name),))
+        for name, shape in shapes.items()
+    }
+    files = {FILE: file_facts(folder / FILE, "disk")}
+    return commit(folder, Manifest(step, "ab", "now", files, tensors, state, {}))
+
+
+def newest_verified(
+    root: Path, on_bad: Callable[[Checkpoint, str], None] = lambda *_: None
+) -> tuple[Checkpoint, Manifest] | None:
+    """The newest checkpoint under `root` whose every file is as it was written; `on_bad` is told of damaged ones."""
+    for checkpoint in list_checkpoints(root):
+        try:
+            manifest = open_checkpoint(checkpoint)
+            verify_files(checkpoint.path, manifest)
+        except CheckpointError as error:
+            on_bad(checkpoint, str(error))
+            continue
+        return checkpoint, manifest
+    return None
+
+
+def state_hash(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and whole tensors: the same however they are sharded. All ranks must call."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
+        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
