@@ -17,9 +17,10 @@ from testkit.machine_clock import machine_time
 from burst_cli.check_view import print_usable
 from cluster.access.nodes import parse_nodes
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups import GROUP_NAMES, LoadedGroup
+from cluster.checks.group import CheckGroup
 from cluster.checks.profile import profile_findings
 from cluster.checks.run import CheckOptions, check_nodes
+from cluster.checks.selection import GROUP_NAMES
 from cluster.checks.verdicts import FleetReport
 from cluster.probe.script import build_script, is_complete, new_fence
 from cluster.probe.section import NodeProbe, SectionState
@@ -28,8 +29,8 @@ from engine.config_cluster import ClusterConfig, ExpectedHardware
 CONFIG = ClusterConfig()
 
 
-def check(fleet: FakeFleet, timeout_s: float = 60.0, groups: tuple[LoadedGroup, ...] = GROUPS) -> FleetReport:
-    return check_nodes(fleet.hosts, CONFIG, CheckOptions(groups=groups, connect=fleet.connect, timeout_s=timeout_s))
+def check(fleet: FakeFleet, timeout_s: float = 60.0, groups: tuple[CheckGroup, ...] = GROUPS) -> FleetReport:
+    return check_nodes(fleet.hosts, CONFIG, CheckOptions(all_groups=groups, connect=fleet.connect, timeout_s=timeout_s))
 
 
 def listed(report: FleetReport, *, one_per_line: bool = False) -> str:
@@ -111,7 +112,7 @@ def test_busy_nodes_are_reported_and_not_usable() -> None:
             return [Finding("gpu.busy", probe.node, severity, owner or "free", device="GPU 0")]
 
     fleet = FakeFleet({"n1": answer({"gpu.busy": "70 GiB by alice, 3 h"}), "n2": answer({"gpu.busy": ""})})
-    report = check(fleet, groups=(LoadedGroup(Busy()),))
+    report = check(fleet, groups=(Busy(),))
     assert listed(report) == "n2\n"
     assert "alice" in next(f for f in report.nodes["n1"].findings if f.check == "gpu.busy").observed
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cluster.checks import gpu, host, ib, net
 from cluster.checks.finding import Finding, Verdict
+from cluster.checks.group import CheckGroup
 from cluster.probe.section import NodeProbe, Section, SectionState
 from engine.config_cluster import ClusterConfig
 
@@ -62,7 +63,7 @@ GPU = {
 }
 # Where other traits of the node than its checks' are lost.
 TRAITS: Mapping[str, Set[str]] = {
-    "ib.ports": {"ib.link_layer", "ib.mtu"},
+    "ib.ports": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.lspci": set(),
 }
 
@@ -72,7 +73,7 @@ class Node:
     """A healthy answer, who judges it, and what rests on its sections."""
 
     probe: NodeProbe
-    groups: tuple[host.HostGroup | ib.IbGroup | net.NetGroup | gpu.GpuGroup, ...]
+    groups: tuple[CheckGroup, ...]
     rests_on: Mapping[str, Set[str]]
     config: ClusterConfig
 
@@ -80,7 +81,7 @@ class Node:
         return [finding for group in self.groups for finding in group.check(probe, self.config)]
 
     def traits(self, probe: NodeProbe) -> dict[str, str]:
-        return {trait: value for group in self.groups for trait, value in group.traits(probe).items()}
+        return {trait: value for group in self.groups for trait, value in group.traits(probe, self.config).items()}
 
     def ok(self, probe: NodeProbe) -> set[str]:
         """Checks in which everything is OK."""

@@ -6,14 +6,14 @@ import pytest
 from fabric_nodes import COMPUTE, FabricNode, complaints, damaged, of, port, roce_gids, switch
 
 from cluster.checks.finding import Verdict
-from cluster.checks.ib import GROUP, check_fleet
-from cluster.checks.ib_ports import choose_compute_ports
-from cluster.parse.infiniband import parse_adapters
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.checks.ib import GROUP
+from cluster.checks.ib_ports import FabricView
+from cluster.checks.profile import profile_findings
+from cluster.probe.section import SectionState
 from engine.config_cluster import ClusterConfig, ExpectedHardware
 
 CHECKS = {
-    *("ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie"),
+    *("ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie", "ib.gid"),
     *("ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"),
 }
 ONE = "mlx5_5"
@@ -33,13 +33,13 @@ def roce(node: FabricNode) -> FabricNode:
 
 
 def chosen(node: FabricNode, **expected: object):
-    adapters = parse_adapters(node.probe().section("ib.ports"))
-    return choose_compute_ports(adapters, ExpectedHardware(**expected))
+    return FabricView.of(node.probe(), ClusterConfig(expected=ExpectedHardware(**expected)))
 
 
 def test_a_healthy_node_is_ok_in_every_check(node: FabricNode):
     findings = node.check(hcas=8, hca_rate_gbps=400.0)
-    assert {(finding.check, finding.severity) for finding in findings} == {(check, Verdict.OK) for check in CHECKS}
+    found = {finding.check: finding.severity for finding in findings}
+    assert found == {**dict.fromkeys(CHECKS, Verdict.OK), "ib.gid": Verdict.SKIP}
 
 
 def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
@@ -275,19 +275,23 @@ def test_the_only_adapter_may_be_that_of_management():
 
 
 def test_traits_are_what_all_nodes_must_have_alike(node: FabricNode):
-    assert GROUP.traits(node.probe()) == {"ib.link_layer": "InfiniBand", "ib.mtu": "4092"}
+    told = {"ib.link_layer": "InfiniBand", "ib.mtu": "4092", "ib.rate": "400"}
+    assert GROUP.traits(node.probe(), ClusterConfig()) == {**told, "ib.count": "8"}
+    assert GROUP.traits(node.probe(), ClusterConfig(expected=ExpectedHardware(hcas=8))) == told
 
 
 def test_a_trait_that_one_port_does_not_tell_is_left_out(node: FabricNode):
     node.ports[ONE]["netdev_mtu"] = ""
-    assert "ib.mtu" not in GROUP.traits(node.probe())
-    assert GROUP.traits(damaged(node.probe(), "ib.ports", exit_code=1)) == {}
+    assert "ib.mtu" not in GROUP.traits(node.probe(), ClusterConfig())
+    assert GROUP.traits(damaged(node.probe(), "ib.ports", exit_code=1), ClusterConfig()) == {}
 
 
-def fleet(*nodes: FabricNode, **expected: object) -> list[tuple[str, str, Verdict]]:
-    probes: dict[str, NodeProbe] = {f"n{number}": one.probe(f"n{number}") for number, one in enumerate(nodes, start=1)}
-    found = check_fleet(probes, ClusterConfig(expected=ExpectedHardware(**expected)))
-    return [(finding.node, finding.check, finding.severity) for finding in found]
+def fleet(*nodes: FabricNode, **expected: object) -> set[tuple[str, str, Verdict]]:
+    """What comparing nodes says of who is odd."""
+    config = ClusterConfig(expected=ExpectedHardware(**expected))
+    traits = {f"n{at}": GROUP.traits(one.probe(f"n{at}"), config) for at, one in enumerate(nodes, start=1)}
+    found = profile_findings(traits, config.expected)
+    return {(one.node, one.check, one.severity) for one in found if one.severity in (WARN, FAIL)}
 
 
 def test_the_node_with_another_number_or_rate_of_ports_is_named():
@@ -295,20 +299,12 @@ def test_the_node_with_another_number_or_rate_of_ports_is_named():
     less.ports[ONE]["state"] = "1: DOWN"
     slow.all_compute(rate="200 Gb/sec (4X HDR)")
     healthy = [FabricNode.healthy() for _ in range(3)]
-    assert fleet(*healthy) == []
-    assert fleet(*healthy, less) == [("n4", "ib.count", FAIL)]
-    assert fleet(*healthy, less, hcas=7) == []
-    assert fleet(*healthy, slow, hca_rate_gbps=200.0) == []
-    assert fleet(*healthy, slow) == [("n4", "ib.rate", FAIL)]
-    assert fleet(*healthy, bare()) == [("n4", "ib.count", FAIL)]
-
-
-def test_a_node_that_did_not_answer_is_not_compared():
-    probes = {
-        "n1": FabricNode.healthy().probe("n1"),
-        "n2": damaged(bare().probe("n2"), "ib.ports", state=SectionState.MISSING),
-    }
-    assert check_fleet(probes, ClusterConfig()) == []
+    assert fleet(*healthy) == set()
+    assert fleet(*healthy, less) == {("n4", "ib.count", FAIL)}
+    assert fleet(*healthy, less, hcas=7) == set()
+    assert fleet(*healthy, slow, hca_rate_gbps=200.0) == set()
+    assert fleet(*healthy, slow) == {("n4", "ib.rate", FAIL)}
+    assert fleet(*healthy, bare()) == {("n4", "ib.count", FAIL)}
 
 
 def test_unreadable_ports_make_every_check_unknown(node: FabricNode):
@@ -317,3 +313,54 @@ def test_unreadable_ports_make_every_check_unknown(node: FabricNode):
         (check, None, UNKNOWN) for check in dict.fromkeys(f.check for f in node.check())
     ]
     assert {finding.check for finding in node.check()} == CHECKS
+
+
+# What tools of this kind are known to let pass.
+
+
+def fine(node: FabricNode) -> set[str]:
+    """Names of the checks in which everything is OK."""
+    findings = node.check()
+    return {one.check for one in findings} - {one.check for one in findings if one.severity is not Verdict.OK}
+
+
+def test_one_good_port_does_not_make_a_good_node(node: FabricNode):
+    for name in set(COMPUTE) - {ONE}:
+        node.ports[name] |= {"state": "1: DOWN", "phys_state": "2: Polling"}
+    assert len(node.complaints()) == 7
+    assert "ib.count" not in fine(node)
+
+
+def test_good_ports_of_another_network_do_not_make_up_for_a_bad_one(node: FabricNode):
+    node.ports["mlx5_4"] |= {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
+    node.ports[ONE] |= {"state": "1: DOWN", "phys_state": "3: Disabled"}
+    assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
+
+
+def test_no_port_up_is_not_all_ports_fine(node: FabricNode):
+    node.all_compute(state="1: DOWN", phys_state="3: Disabled")
+    assert fine(node) <= {"ib.pcie", "ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"}
+
+
+def test_a_rate_of_a_port_that_is_down_does_not_count(node: FabricNode):
+    node.ports[ONE] |= {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "800 Gb/sec (4X XDR)"}
+    assert node.complaints() == [("ib.state", f"{ONE}:1", FAIL)]
+
+
+def test_adapters_that_no_driver_offers_are_not_a_node_without_adapters():
+    node = bare()
+    node.gpus, node.others = [], [("driverless", {"path": "/sys/devices"})]
+    assert ("ib.count", "an unknown address", FAIL) in node.complaints()
+
+
+@pytest.mark.parametrize("text", ["", "?", "-", "N/A", "4"])
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *(("state", "state"), ("phys_state", "state"), ("rate", "rate")),
+        *(("width", "pcie"), ("width_max", "pcie"), ("netdev_mtu", "mtu")),
+    ],
+)
+def test_no_field_of_a_port_can_turn_to_nonsense_unseen(node: FabricNode, key: str, name: str, text: str):
+    node.ports[ONE][key] = text
+    assert f"ib.{name}" not in fine(node)

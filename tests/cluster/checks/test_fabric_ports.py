@@ -1,26 +1,13 @@
-"""Adapters, counters and the kernel's words: from the lines of the probe to values."""
+"""Ports of adapters: from the lines of the probe to values."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from fabric_nodes import COMPUTE, FabricNode, damaged, ended, lines, port, roce_gids
-from hypothesis import given
-from hypothesis import strategies as st
+from fabric_nodes import COMPUTE, FabricNode, ended, lines, port, roce_gids
 
-from cluster.parse.infiniband import (
-    ipv4_of_gid,
-    parse_adapters,
-    parse_counters,
-    parse_gpudirect,
-    parse_kernel,
-    parse_ports,
-    pci_path,
-    roce_gid_index,
-)
+from cluster.parse.infiniband import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
 from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section, SectionState
+from cluster.probe.section import Section
 
 
 def ports_section(*fields: dict[str, object]) -> Section:
@@ -35,7 +22,7 @@ def test_a_port_has_all_that_the_probe_told():
     found = one_port()
     assert (found.name, found.state, found.phys_state, found.rate_gbps) == ("mlx5_0:1", "ACTIVE", "LinkUp", 400.0)
     assert found.pci_path == ("0000:0c:01.0", "0000:0d:00.0", "0000:0e:01.0", "0000:10:00.0")
-    assert (found.pcie_width, found.pcie_width_max, found.pcie_gts, found.pcie_gts_max) == (16, 16, 32.0, 32.0)
+    assert (found.pcie_width, found.pcie_width_max, found.pcie_gts) == (16, 16, 32.0)
     assert (found.netdev, found.netdev_is_up, found.netdev_mtu, found.numa_node) == ("ib0", True, 4092, 0)
     assert found.is_active
     assert (found.is_bond, found.is_virtual_function, found.has_default_route) == (False, False, False)
@@ -76,21 +63,10 @@ def test_virtual_functions_and_bonds_are_known_as_such():
 
 
 def test_ports_are_ordered_as_people_count():
-    names = [found.device for found in parse_ports(FabricNode.healthy().probe())]
+    names = [found.device for found in parse_adapters(FabricNode.healthy().probe().section("ib.ports")).ports]
     assert names[:3] == ["mlx5_0", "mlx5_1", "mlx5_2"]
     assert names.index("mlx5_11") > names.index("mlx5_8")
     assert len(names) == len(COMPUTE) + 3
-
-
-def test_parse_ports_adds_the_counters_of_the_second_sample():
-    node = FabricNode.healthy()
-    node.later = {"mlx5_0": {"symbol_error": 9}}
-    assert parse_ports(node.probe())[0].counters["symbol_error"] == 9
-
-
-def test_parse_ports_lives_without_counters():
-    probe = damaged(FabricNode.healthy().probe(), "ib.counters", state=SectionState.TIMED_OUT)
-    assert {len(found.counters) for found in parse_ports(probe)} == {0}
 
 
 @pytest.mark.parametrize("device", ["", "../../etc", "mlx5_0\x1b[31m", "a b", "x" * 65, "$(reboot)"])
@@ -147,83 +123,3 @@ def test_pci_paths_keep_addresses_only():
     assert pci_path(path) == ("0000:0c:01.0", "0000:0d:00.0")
     assert pci_path("/sys/devices/pci10000:00/10000:00:02.0") == ("10000:00:02.0",)
     assert pci_path("") == ()
-
-
-def test_counters_give_differences_of_what_both_samples_tell():
-    node = FabricNode.healthy()
-    node.later = {"mlx5_0": {"symbol_error": 5, "new": 1}}
-    samples = parse_counters(node.probe().section("ib.counters"))
-    assert samples.deltas("mlx5_0:1") == {
-        "link_downed": 0,
-        "symbol_error": 5,
-        "out_of_sequence": 0,
-        "port_xmit_data": 0,
-    }
-    assert samples.deltas("mlx5_99:1") == {}
-
-
-def test_samples_about_different_ports_are_unreadable():
-    section = ended("ib.counters", lines([("sample1", {"dev": "mlx5_0", "port": 1, "link_downed": 0})]))
-    with pytest.raises(UnreadableError, match="same ports"):
-        parse_counters(section)
-
-
-@pytest.mark.parametrize("text", ["-1", "N/A", "18446744073709551616", "9" * 400])
-def test_what_is_no_counter_is_unreadable(text: str):
-    samples = [(f"sample{number}", {"dev": "mlx5_0", "port": 1, "link_downed": text}) for number in (1, 2)]
-    with pytest.raises(UnreadableError, match="no counter"):
-        parse_counters(ended("ib.counters", lines(samples)))
-
-
-def test_kernel_lines_have_time_and_device():
-    node = FabricNode.healthy()
-    node.kernel.append("[  123.456789] node7 kernel: mlx5_core 0000:9c:00.0 ib3: Link down")
-    log = parse_kernel(node.probe().section("ib.kernel"))
-    assert log.uptime_s == 900000.0
-    assert (log.events[-1].at_s, log.events[-1].address) == (123.456789, "0000:9c:00.0")
-
-
-@pytest.mark.parametrize("output", ["end", "uptime\t5\nend", "first\tx", "", "dmesg: read kernel buffer failed"])
-def test_a_kernel_log_without_a_line_is_unreadable(output: str):
-    with pytest.raises(UnreadableError):
-        parse_kernel(ended("ib.kernel", output))
-
-
-def test_gpudirect_tells_modules_and_driver():
-    node = FabricNode.healthy()
-    node.gpudirect = {"driver": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15", "dmabuf": "yes"}
-    found = parse_gpudirect(node.probe().section("ib.gpudirect"))
-    assert (found.peer_memory, found.has_open_driver, found.kernel_has_dmabuf) == (None, True, True)
-
-
-def test_gpudirect_that_lost_a_line_is_unreadable():
-    section = FabricNode.healthy().probe().section("ib.gpudirect")
-    rows = [
-        row for row in section.output.splitlines() if not row.startswith(("driver", "kernel", "exists\t/sys/kernel"))
-    ]
-    for lost in range(len(rows)):
-        if "peermem" not in rows[lost]:
-            with pytest.raises(UnreadableError):
-                parse_gpudirect(replace(section, output="\n".join(rows[:lost] + rows[lost + 1 :])))
-
-
-def test_gpudirect_with_another_answer_than_yes_or_no_is_unreadable():
-    node = FabricNode.healthy()
-    node.gpudirect = {"peermem": "maybe"}
-    with pytest.raises(UnreadableError):
-        parse_gpudirect(node.probe().section("ib.gpudirect"))
-
-
-@given(st.text(max_size=400), st.sampled_from(["ib.ports", "ib.counters", "ib.kernel", "ib.gpudirect"]))
-def test_any_text_is_read_or_refused(text: str, name: str):
-    parse = {
-        "ib.ports": parse_adapters,
-        "ib.counters": parse_counters,
-        "ib.kernel": parse_kernel,
-        "ib.gpudirect": parse_gpudirect,
-    }[name]
-    for output in (text, f"{text}\nend", f"{text}\nend\t0", f"port\t{text}\nend\t1"):
-        try:
-            parse(ended(name, output))
-        except UnreadableError as error:
-            assert str(error)  # noqa: PT017

@@ -8,10 +8,10 @@ import pytest
 from gpu_rehearsal import bad, check, ended, fixture_text, healthy, only, with_section, with_text
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu import CHECKS, GROUP
+from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ContainerConfig
+from engine.config_cluster import ClusterConfig, ContainerConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0 = "GPU 0"
@@ -336,7 +336,7 @@ def test_a_repair_that_waits_is_named() -> None:
 
 
 def test_traits_are_what_nodes_must_share() -> None:
-    traits = GROUP.traits(healthy())
+    traits = GROUP.traits(healthy(), ClusterConfig())
     assert traits["gpu.driver"] == "550.127.05"
     assert traits["gpu.nvlink"] == "18 x 26.562 GB/s"
     assert traits["gpu.power_limit"] == "700 W"
@@ -344,13 +344,13 @@ def test_traits_are_what_nodes_must_share() -> None:
 
 
 def test_a_trait_that_is_not_known_is_left_out() -> None:
-    assert "gpu.model" not in GROUP.traits(first_gpu(healthy(), "product_name", "ERR!"))
-    assert GROUP.traits(with_section(healthy(), "gpu.smi", exit_code=1)) == {}
+    assert "gpu.model" not in GROUP.traits(first_gpu(healthy(), "product_name", "ERR!"), ClusterConfig())
+    assert GROUP.traits(with_section(healthy(), "gpu.smi", exit_code=1), ClusterConfig()) == {}
 
 
 def test_every_check_gives_a_finding_with_its_own_name() -> None:
     names = [found.check for found in check(healthy())]
-    assert len(names) == len(set(names)) == len(CHECKS)
+    assert len(names) == len(set(names)) == len(GROUP.checks)
     assert all(name.startswith("gpu.") for name in names)
 
 

@@ -10,6 +10,7 @@ from gpu_rehearsal import bad, check, ended, healthy, only, with_section, with_t
 from cluster.checks.finding import Verdict
 from cluster.checks.gpu import GROUP
 from cluster.probe.section import NodeProbe
+from engine.config_cluster import ClusterConfig
 
 
 def passed(probe: NodeProbe) -> set[str]:
@@ -20,7 +21,7 @@ def passed(probe: NodeProbe) -> set[str]:
 def test_a_node_that_answered_nothing_passes_nothing() -> None:
     probe = NodeProbe("node1")
     assert passed(probe) == set()
-    assert GROUP.traits(probe) == {}
+    assert GROUP.traits(probe, ClusterConfig()) == {}
 
 
 def test_no_expected_gpus_and_no_sign_of_any_is_skipped() -> None:
@@ -30,7 +31,7 @@ def test_no_expected_gpus_and_no_sign_of_any_is_skipped() -> None:
     )
     for expected in (None, 0):
         assert [found.severity for found in check(probe, gpus=expected)] == [Verdict.SKIP]
-    assert GROUP.traits(probe) == {"gpu.count": "0"}
+    assert GROUP.traits(probe, ClusterConfig()) == {"gpu.count": "0"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_regression_counting_kinds_of_one_gpu_does_not_make_a_node_uniform() -> 
     """A count of different values that is taken over one line is always 1."""
     probe = with_text(healthy(), "gpu.smi", "<product_name>NVIDIA H100 80GB HBM3<", "<product_name>NVIDIA A100<")
     assert ("gpu.model", "GPU 0", Verdict.FAIL) in bad(check(probe))
-    assert "," in GROUP.traits(probe)["gpu.model"]
+    assert "," in GROUP.traits(probe, ClusterConfig())["gpu.model"]
 
 
 def test_regression_a_tool_that_failed_with_healthy_words_is_not_healthy() -> None:
