@@ -10,7 +10,7 @@ from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_busy import check_busy
 from cluster.checks.gpu_kernel import check_sxid, check_xid
-from cluster.checks.gpu_links import check_fabric_manager, check_nvlink, check_p2p, check_pcie, nvlink_trait
+from cluster.checks.gpu_links import check_fabric_manager, check_nvlink, check_pcie, nvlink_trait
 from cluster.checks.gpu_smoke import check_cuda_smoke
 from cluster.checks.gpu_view import GpuView, known_numbers, spread
 from cluster.checks.group import CheckGroup, Judge
@@ -365,7 +365,6 @@ class GpuGroup(CheckGroup):
         "gpu.row_remap": check_row_remap,
         "gpu.pcie": check_pcie,
         "gpu.nvlink": check_nvlink,
-        "gpu.p2p": check_p2p,
         "gpu.fabric_manager": check_fabric_manager,
         "gpu.throttle": check_throttle,
         "gpu.power_limit": check_power_limit,

@@ -1,4 +1,4 @@
-"""How GPUs are connected: PCIe, NVLink (`nvidia-smi nvlink` and `topo -p2p`), NVSwitches and the daemon for them."""
+"""How GPUs are connected: PCIe, NVLink (`nvidia-smi nvlink`), NVSwitches and the daemon for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView
 from cluster.parse.gpus import NvidiaDevice
-from cluster.parse.nvidia_smi import MAX_GPUS, Gap, GapError, Gpu
+from cluster.parse.nvidia_smi import Gap, GapError, Gpu
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import Section
 from cluster.remote_text import one_line
@@ -31,8 +31,6 @@ _PCIE = "pci/pci_gpu_link_info"
 _TITLE = re.compile(r"GPU (\d{1,3}): .*")
 _LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)
 _ALL_DOWN = re.compile(r"unable to retrieve nvlink information", re.IGNORECASE)
-_CELL = re.compile(r"X|OK|CNS|GNS|TNS|NS|U|DR|DIS|N/A")
-_COLUMN = re.compile(r"GPU(\d{1,3})")
 
 # link -> GB/s in one direction, None when it is there and down; None for a GPU all of whose links are down.
 Links = Mapping[int, float | None]
@@ -134,40 +132,6 @@ def nvlink_trait(view: GpuView) -> str | None:
         return None
     kinds = {f"{len(gpu)} x {speed:g} GB/s" for gpu in links.values() if gpu for speed in gpu.values() if speed}
     return ", ".join(sorted(kinds)) or "none"
-
-
-def check_p2p(check: Check, view: GpuView) -> list[Finding]:
-    """Every GPU reaches every other over NVLink, without going through the host."""
-    count = len(view.answer().gpus)
-    pairs = read_p2p(view.probe.section("gpu.p2p"))
-    if pairs is None or ({index for pair in pairs for index in pair} != set(range(count)) and count > 1):
-        raise view.unreadable("the peer-to-peer matrix cannot be read", "gpu.p2p")
-    if count == 1:
-        return [check.skip("one GPU")]
-    if not _expects_nvlink(view) and "OK" not in pairs.values():
-        return [check.skip("GPUs without NVLink")]
-    bad = {pair: word for pair, word in pairs.items() if word != "OK"}
-    if not bad:
-        return [check.ok(f"{len(pairs)} of {len(pairs)} pairs reach each other")]
-    words = ", ".join(f"GPU {i} to {j}: {word}" for (i, j), word in list(bad.items())[:4])
-    remedy = "see gpu.nvlink and gpu.fabric_manager; NCCL falls back to PCIe and is many times slower"
-    return [check.expecting("all pairs").fail(f"{len(bad)} of {len(pairs)} pairs cannot", remedy, words)]
-
-
-def read_p2p(section: Section) -> Mapping[tuple[int, int], str] | None:
-    """Whether GPU i reaches GPU j over NVLink, (i, j) -> OK, NS, ...; None when the matrix is not whole."""
-    rows = [line.split() for line in section.output.partition("\nLegend")[0].splitlines() if line.strip()]
-    header = next((at for at, row in enumerate(rows) if all(map(_COLUMN.fullmatch, row))), None)
-    if not section.ok or header is None:
-        return None
-    names = rows[header]
-    body = [row for row in rows[header + 1 :] if _COLUMN.fullmatch(row[0])]
-    if len(names) > MAX_GPUS or len(set(names)) != len(names) or sorted(row[0] for row in body) != sorted(names):
-        return None
-    if any(len(row) != len(names) + 1 or not all(map(_CELL.fullmatch, row[1:])) for row in body):
-        return None
-    cells = {(row[0], name): word for row in body for name, word in zip(names, row[1:], strict=True)}
-    return {(int(one[3:]), int(other[3:])): word for (one, other), word in cells.items() if one != other}
 
 
 def check_fabric_manager(check: Check, view: GpuView) -> list[Finding]:

@@ -52,11 +52,6 @@ command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi topo -m
 END
 
-    section gpu.p2p 20 <<'END'
-command -v nvidia-smi >/dev/null || exit 127
-nvidia-smi topo -p2p n
-END
-
     section gpu.nvlink 20 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi nvlink --status
