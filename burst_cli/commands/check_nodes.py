@@ -142,7 +142,7 @@ def _explain(check: str, *, as_json: bool) -> None:
     from rich.text import Text
 
     from burst_cli import render
-    from cluster.checks.explain import explain
+    from cluster.checks.selection import explain
 
     if as_json:
         render.emit_json({"checks": explain(check)})
@@ -189,7 +189,7 @@ def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> F
     if not hosts:
         report = run.check_this_machine(config.cluster, options)
     else:
-        names, groups = [host.name for host in hosts], [group.name for group in options.loaded_groups()]
+        names, groups = [host.name for host in hosts], [group.name for group in options.groups]
         with open_check_view(console, names, groups) as view:
             report = run.check_nodes(hosts, config.cluster, options, view)
     print_notes(console, report.notes)

@@ -2,94 +2,424 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
-from cluster.checks import gpu_identity, gpu_kernel, gpu_links, gpu_memory, gpu_smoke, gpu_speed
-from cluster.checks.finding import CheckGroup, Finding, Verdict
-from cluster.checks.gpu_view import GpuView, Opinion, spread
-from cluster.parse.nvidia_smi import Gpu, SmiLog
-from cluster.parse.nvidia_smi_xml import Gap, Number
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.gpu_busy import check_busy
+from cluster.checks.gpu_kernel import check_sxid, check_xid
+from cluster.checks.gpu_links import check_fabric_manager, check_nvlink, check_pcie, nvlink_trait
+from cluster.checks.gpu_smoke import check_cuda_smoke
+from cluster.checks.gpu_view import GpuView, known_numbers, spread
+from cluster.checks.group import CheckGroup, Judge
+from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog
 from cluster.probe.section import NodeProbe
 from engine.config_cluster import ClusterConfig
 
-# In the order of a person's questions: does it answer, is all there, is it healthy, is it fast, is it free?
-CHECKS: tuple[Callable[[GpuView], list[Finding]], ...] = (
-    gpu_identity.check_nvidia_smi,
-    gpu_identity.check_lost,
-    gpu_identity.check_count,
-    gpu_identity.check_model,
-    gpu_identity.check_driver,
-    gpu_kernel.check_xid,
-    gpu_kernel.check_sxid,
-    gpu_memory.check_recovery,
-    gpu_memory.check_ecc_mode,
-    gpu_memory.check_ecc,
-    gpu_memory.check_sram,
-    gpu_memory.check_row_remap,
-    gpu_links.check_pcie,
-    gpu_links.check_nvlink,
-    gpu_links.check_p2p,
-    gpu_links.check_fabric_manager,
-    gpu_speed.check_throttle,
-    gpu_speed.check_power_limit,
-    gpu_speed.check_clocks,
-    gpu_identity.check_mig,
-    gpu_memory.check_busy,
-    gpu_smoke.check_cuda_smoke,
-)
+SRAM_AGGREGATE_WARN = 1  # errors over the life of the board
+REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
+# Bits of the mask of throttle reasons, by the end of the element's name; its beginning changed with driver 535. Idle,
+# clocks as set and at the power limit are normal; the others warn, and what the hardware does to save itself fails.
+THROTTLE_REASONS = {
+    "hw_slowdown": 0x8,
+    "sync_boost": 0x10,
+    "sw_thermal_slowdown": 0x20,
+    "hw_thermal_slowdown": 0x40,
+    "hw_power_brake_slowdown": 0x80,
+    "display_clocks_setting": 0x100,
+}
+_DMESG = "look for NVRM and Xid in `dmesg` on the node"
+_RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
+_REMEDIES = {
+    SmiFailure.NOT_INSTALLED: "install the NVIDIA driver with its tools, or put nvidia-smi into PATH for ssh commands",
+    SmiFailure.NO_ANSWER: f"the driver or a GPU is stuck: {_DMESG}, drain the node and reboot it",
+    SmiFailure.GPU_LOST: "see gpu.lost",
+    SmiFailure.NO_DRIVER: "load the kernel module (`modprobe nvidia`); after a kernel update reinstall the driver",
+    SmiFailure.MISMATCH: "the driver was updated under a loaded module: stop what uses GPUs and reboot the node",
+    SmiFailure.NO_DEVICES: f"the driver finds no GPU: {_DMESG}, reboot the node",
+    SmiFailure.FAILED: f"run `nvidia-smi` on the node; {_DMESG}",
+    SmiFailure.CUT_OFF: f"nvidia-smi died in the middle of its answer: {_DMESG}, reboot the node",
+    SmiFailure.NOT_XML: "run `nvidia-smi -q -x` on the node: another program of that name may come first in PATH",
+}
+
+# Fields that several drivers name differently: up to driver 525 one counter for SRAM, then two by kind; before Ampere
+# counters by single and double bit.
+MODEL, ECC_MODE, MIG = "product_name", "ecc_mode/current_ecc", "mig_mode/current_mig"
+_SRAM = ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded")
+_VOLATILE = (*(f"ecc_errors/volatile/{name}" for name in (*_SRAM, "dram_uncorrectable")),)
+_UNCORRECTABLE = (*_VOLATILE, "ecc_errors/volatile/double_bit/total")
+_SRAM_AGGREGATE = tuple(f"ecc_errors/aggregate/{name}" for name in _SRAM)
+_POWER = ("gpu_power_readings", "power_readings")
+_LIMITS = ("current_power_limit", "enforced_power_limit", "power_limit")
+_POWER_LIMIT = tuple(f"{parent}/{name}" for parent in _POWER for name in _LIMITS)
+_POWER_DEFAULT = tuple(f"{parent}/default_power_limit" for parent in _POWER)
+_SM_MAX, _MEMORY_MAX = "max_clocks/sm_clock", "max_clocks/mem_clock"
 
 
-class _GpuGroup:
-    """See `CheckGroup`."""
+def check_nvidia_smi(check: Check, view: GpuView) -> list[Finding]:
+    """nvidia-smi answers, whole and in time. A driver that hangs here hangs in training, too."""
+    if isinstance(view.smi, SmiLog):
+        if not view.smi.notes:
+            return [check.ok(f"{len(view.gpus)} GPUs answer")]
+        note = view.smi.notes[0]
+        return [check.expecting("no warnings").warn(f"nvidia-smi warns: {note}", _DMESG, note)]
+    trouble = view.smi
+    # A lost GPU is the cause, and a finding of its own; what nvidia-smi could say about the others stays unknown.
+    severity = Verdict.UNKNOWN if trouble.failure is SmiFailure.GPU_LOST else Verdict.FAIL
+    observed, remedy = f"nvidia-smi: {trouble.failure.value}", _REMEDIES[trouble.failure]
+    return [check.expecting("an answer").finding(severity, observed, remedy, trouble.evidence)]
+
+
+def check_lost(check: Check, view: GpuView) -> list[Finding]:
+    """Every GPU can be reached by the driver. One that fell off the bus needs a reboot, if that helps."""
+    remedy = "drain and reboot the node; if it comes back, reseat or replace the GPU"
+    if not isinstance(view.smi, SmiLog) and view.smi.failure is SmiFailure.GPU_LOST:
+        place = view.smi.address
+        where = check.on(view.device(place)) if place is not None else check
+        text = f"the driver cannot reach the GPU{f' at {place}' if place else ''}"
+        return [where.fail(text, remedy, view.smi.evidence)]
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        broken = list(gpu.broken())
+        if not broken:
+            return None
+        return check.fail(f"{len(broken)} fields cannot be read", remedy, "; ".join(broken[:5]))
+
+    return view.each(check.expecting("every field readable"), "", judge, "the driver reaches every GPU")
+
+
+def check_count(check: Check, view: GpuView) -> list[Finding]:
+    """nvidia-smi, the PCI bus and the configuration (else the other nodes) agree on the number of GPUs."""
+    log = view.answer()
+    try:
+        counts = {"nvidia-smi": len(log.gpus), "driver": int(log.number("attached_gpus"))}
+    except GapError:
+        return [check.unknown("nvidia-smi does not say how many GPUs are attached")]
+    if view.pci is None or view.pci.total == 0:
+        trouble = view.probe.section("gpu.lspci").trouble()
+        return [check.unknown("PCI devices cannot be read from sysfs", evidence=trouble)]
+    counts["PCI"] = len(view.pci.gpus)
+    expected = view.config.expected.gpus
+    wanted = max(counts.values()) if expected is None else expected
+    if set(counts.values()) == {wanted} and wanted:
+        return [check.ok(f"{wanted} GPUs")]
+    observed = ", ".join(f"{count} by {source}" for source, count in counts.items())
+    seen = {gpu.address for gpu in log.gpus}
+    missing = [gpu.address for gpu in view.pci.gpus if gpu.address not in seen]
+    evidence = f"not in nvidia-smi: {', '.join(missing)}" if missing else ""
+    remedy = f"{_DMESG}; drain and reboot the node, and check what cluster.expected.gpus says"
+    return [check.expecting(f"{wanted} GPUs" if wanted else "at least one GPU").fail(observed, remedy, evidence)]
+
+
+def check_model(check: Check, view: GpuView) -> list[Finding]:
+    """All GPUs are of one model, the expected one. Mixed ones run at the speed of the slowest."""
+    expected = view.config.expected.gpu_model
+    known = Counter(model for gpu in view.gpus if isinstance(model := gpu.look(MODEL), str))
+    usual = known.most_common(1)[0][0] if known else ""
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        model = gpu.word(MODEL)
+        if expected is not None and expected not in model:
+            remedy = "take the node out of the list, or correct cluster.expected.gpu_model"
+            return check.expecting(f"model {expected}").fail(f"model {model}", remedy)
+        if model != usual:
+            remedy = "replace the GPU: ranks of one job wait for the slowest"
+            return check.expecting(f"model {usual}, as most GPUs of the node").fail(f"model {model}", remedy)
+        return None
+
+    return view.each(check, "model", judge, f"model {spread(known)}", is_optional=False)
+
+
+def check_driver(check: Check, view: GpuView) -> list[Finding]:
+    """The driver has the expected version, else that of most nodes. NCCL between different ones may fail."""
+    driver, expected = view.answer().look("driver_version"), view.config.expected.driver
+    if isinstance(driver, Gap):
+        return [check.unknown(f"driver version: {driver.value}")]
+    # `550.54.15` fits `550`, `550.54` and itself, but not `55`.
+    if expected is None or f"{driver}.".startswith(f"{expected.rstrip('.')}."):
+        return [check.ok(f"driver {driver}")]
+    remedy = f"install driver {expected} on the node, or correct cluster.expected.driver"
+    return [check.expecting(f"driver {expected}").fail(f"driver {driver}", remedy)]
+
+
+def check_mig(check: Check, view: GpuView) -> list[Finding]:
+    """No GPU is cut into instances (MIG): a rank takes a whole GPU."""
+    remedy = "switch it off with `nvidia-smi -mig 0` and reset the GPU"
+    is_uniform = len({gpu.look(MIG) for gpu in view.gpus}) == 1
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        if gpu.look(MIG) is Gap.NOT_SUPPORTED:
+            return None  # not MIG at all: a whole GPU, too
+        mode, pending = gpu.word(MIG), gpu.look("mig_mode/pending_mig")
+        if mode != "Disabled":
+            check = check.expecting("MIG Disabled on every GPU")
+            return check.warn(f"MIG {mode}", remedy) if is_uniform else check.fail(f"MIG {mode}", remedy)
+        if pending not in (mode, Gap.NOT_SUPPORTED, Gap.MISSING):
+            return check.expecting("MIG Disabled").warn(f"MIG will be {_said(pending)} after a reset", remedy)
+        return None
+
+    return view.each(check, "MIG mode", judge, "MIG is off")
+
+
+def check_recovery(check: Check, view: GpuView) -> list[Finding]:
+    """The driver asks for no reset, drain or reboot of a GPU."""
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        action = _recovery_action(gpu)
+        if action == "None":
+            return None
+        remedy = "drain and reboot the node" if "reboot" in action.lower() else _RESET
+        return check.fail(f"the driver asks for: {action}", remedy)
+
+    return view.each(check.expecting("no recovery action"), "recovery action", judge, "no reset is required")
+
+
+def _recovery_action(gpu: Gpu) -> str:
+    """`None`, or what is asked for. Drivers before 570 had two yes-or-no fields instead, before 525 neither."""
+    if gpu.look("gpu_recovery_action") is not Gap.MISSING:
+        return gpu.word("gpu_recovery_action")
+    asks = [gpu.look(f"gpu_reset_status/{name}") for name in ("reset_required", "drain_and_reset_recommended")]
+    if "Yes" in asks:
+        return "Reset" if asks[0] == "Yes" else "Drain and Reset"
+    if asks == ["No", "No"]:
+        return "None"
+    raise GapError(Gap.UNREADABLE if Gap.UNREADABLE in asks else Gap.NOT_SUPPORTED)
+
+
+def check_ecc_mode(check: Check, view: GpuView) -> list[Finding]:
+    """Memory errors are corrected and counted (ECC is on), and no change of that waits for a reboot."""
+    remedy = "`nvidia-smi -e 1` and a reset; without ECC a flipped bit goes into the weights unseen"
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        mode, pending = gpu.word(ECC_MODE), gpu.look("ecc_mode/pending_ecc")
+        if mode != "Enabled":
+            return check.warn(f"ECC {mode}", remedy)
+        if pending not in ("Enabled", Gap.NOT_SUPPORTED, Gap.MISSING):
+            return check.warn(f"ECC pending: {_said(pending)}", remedy)
+        return None
+
+    return view.each(check.expecting("ECC Enabled"), "ECC", judge, "ECC is on")
+
+
+def check_ecc(check: Check, view: GpuView) -> list[Finding]:
+    """No uncorrectable memory error since the driver loaded; after one, results cannot be trusted."""
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        try:
+            errors = gpu.total(*_UNCORRECTABLE)
+        except GapError as error:
+            # A GPU that counts errors and does not tell them is not known to be healthy.
+            is_hidden = error.gap is Gap.NOT_SUPPORTED and gpu.look(ECC_MODE) == "Enabled"
+            raise GapError(Gap.UNREADABLE if is_hidden else error.gap) from error
+        return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", _RESET) if errors else None
+
+    return view.each(check.expecting("0"), "uncorrectable ECC errors", judge, "no uncorrectable ECC errors")
+
+
+def check_sram(check: Check, view: GpuView) -> list[Finding]:
+    """Uncorrectable errors of caches over the life of the board; past the threshold it must be replaced."""
+    remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        is_exceeded = gpu.look("ecc_errors/aggregate/sram_threshold_exceeded")
+        if is_exceeded == "Yes":
+            return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
+        if is_exceeded is Gap.UNREADABLE:
+            return check.unknown("SRAM error threshold: unreadable")
+        try:
+            errors = gpu.total(*_SRAM_AGGREGATE)
+        except GapError as error:
+            is_left_out = error.gap is Gap.MISSING and gpu.look(ECC_MODE) == "Enabled"
+            raise GapError(Gap.NOT_SUPPORTED if is_left_out else error.gap) from error
+        if errors < SRAM_AGGREGATE_WARN:
+            return None
+        text = f"{errors:.0f} uncorrectable SRAM errors in the life of the board"
+        return check.expecting("0").warn(text, remedy)
+
+    return view.each(check, "SRAM errors", judge, "no uncorrectable SRAM errors")
+
+
+def check_row_remap(check: Check, view: GpuView) -> list[Finding]:
+    """Repairs of bad memory rows: one that waits needs a reset, one that failed a new board."""
+    repairs = ("channel_repair_pending", "tpc_repair_pending", "unrepairable_memory")
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        rows = {name: gpu.look(f"remapped_rows/remapped_row_{name}") for name in ("pending", "failure")}
+        if rows["failure"] == "Yes":
+            remedy = "replace the GPU: no spare rows are left where they are needed"
+            return check.expecting("no failure").fail("a row remapping failed", remedy)
+        # Before Ampere pages were retired instead.
+        pages = [gpu.look(f"retired_pages/{name}") for name in ("pending_retirement", "pending_blacklist")]
+        open_repairs = [name for name in repairs if gpu.look(f"ecc_errors/{name}") == "Yes"]
+        if open_repairs or "Yes" in (rows["pending"], *pages):
+            words = "; ".join(f"{name.replace('_', ' ')}: Yes" for name in open_repairs)
+            check = check.expecting("nothing pending")
+            return check.fail(words or "a row remapping waits for a reset", _RESET)
+        if rows["pending"] is Gap.MISSING and pages[0] == "No":
+            return None
+        for word in rows.values():
+            if isinstance(word, Gap):
+                raise GapError(word)
+            if word != "No":
+                return check.unknown(f"row remapping: {word}")
+        remapped = gpu.total(*(f"remapped_rows/remapped_row_{kind}" for kind in ("corr", "unc")))
+        if remapped < REMAPPED_ROWS_WARN:
+            return None
+        remedy = "plan to replace the GPU: its spare rows run out"
+        return check.expecting(f"below {REMAPPED_ROWS_WARN}").warn(f"{remapped:.0f} rows remapped", remedy)
+
+    return view.each(check, "row remapping", judge, "no repair of the memory waits")
+
+
+def check_throttle(check: Check, view: GpuView) -> list[Finding]:
+    """Nothing holds the clocks down: heat, power brake or the power supply."""
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        active = _throttle_reasons(gpu)
+        if not active:
+            return None
+        mask = sum(THROTTLE_REASONS[name] for name in active)
+        text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)} (0x{mask:x})"
+        severity = Verdict.FAIL if any(name.startswith("hw_") for name in active) else Verdict.WARN
+        return check.finding(
+            severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
+        )
+
+    return view.each(check.expecting("full clocks"), "throttle reasons", judge, "nothing slows a GPU down")
+
+
+def _throttle_reasons(gpu: Gpu) -> list[str]:
+    for word in ("event", "throttle"):
+        parent = f"clocks_{word}_reasons"
+        if gpu.element.find(parent) is None:
+            continue
+        states = {name: gpu.look(f"{parent}/clocks_{word}_reason_{name}") for name in THROTTLE_REASONS}
+        if Gap.UNREADABLE in states.values():
+            raise GapError(Gap.UNREADABLE)
+        if states["hw_slowdown"] not in ("Active", "Not Active"):
+            is_absent = states["hw_slowdown"] is Gap.NOT_SUPPORTED
+            raise GapError(Gap.NOT_SUPPORTED if is_absent else Gap.UNREADABLE)
+        return [name for name, state in states.items() if state == "Active"]
+    raise GapError(Gap.MISSING)
+
+
+def check_power_limit(check: Check, view: GpuView) -> list[Finding]:
+    """Nobody lowered the power limit, and all GPUs have the same."""
+    limits = known_numbers(view.gpus, *_POWER_LIMIT)
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        limit, default = gpu.number(*_POWER_LIMIT), gpu.number(*_POWER_DEFAULT)
+        remedy = f"`nvidia-smi -pl {default:g}`; ranks of one job wait for the slowest GPU"
+        if limit < default:
+            return check.expecting(f"{default:g} W, the default").warn(f"limited to {limit:g} W", remedy)
+        if limit < max(limits):
+            return check.expecting(f"{max(limits):g} W, as other GPUs here").warn(f"limited to {limit:g} W", remedy)
+        return None
+
+    return view.each(check, "power limit", judge, f"power limit {spread(limits)} W")
+
+
+def check_clocks(check: Check, view: GpuView) -> list[Finding]:
+    """Nobody locked the clocks below the default, and all GPUs can reach the same."""
+    highest = known_numbers(view.gpus, _SM_MAX)
+    remedy = "`nvidia-smi -rac` and `nvidia-smi -rgc` take settings of clocks back"
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        most = gpu.number(_SM_MAX)
+        if most < max(highest):
+            return check.expecting(f"{max(highest):g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
+        # Newer drivers have no application clocks any more; a value that cannot be read is another matter.
+        try:
+            set_to = gpu.number("applications_clocks/graphics_clock")
+            default = gpu.number("default_applications_clocks/graphics_clock")
+        except GapError as error:
+            if error.gap is Gap.UNREADABLE:
+                raise
+            return None
+        if set_to < default:
+            return check.expecting(f"{default:g} MHz, the default").warn(f"clocks set to {set_to:g} MHz", remedy)
+        return None
+
+    return view.each(check, "clocks", judge, f"up to {spread(highest)} MHz")
+
+
+class GpuGroup(CheckGroup):
+    """See `CheckGroup`. The checks come in the order of a person's questions: does it answer, is all there, is it
+    healthy, is it fast, is it free?"""
 
     name = "gpu"
+    checks: ClassVar[Mapping[str, Judge]] = {
+        "gpu.nvidia_smi": check_nvidia_smi,
+        "gpu.lost": check_lost,
+        "gpu.count": check_count,
+        "gpu.model": check_model,
+        "gpu.driver": check_driver,
+        "gpu.xid": check_xid,
+        "gpu.sxid": check_sxid,
+        "gpu.recovery": check_recovery,
+        "gpu.ecc_mode": check_ecc_mode,
+        "gpu.ecc": check_ecc,
+        "gpu.sram": check_sram,
+        "gpu.row_remap": check_row_remap,
+        "gpu.pcie": check_pcie,
+        "gpu.nvlink": check_nvlink,
+        "gpu.fabric_manager": check_fabric_manager,
+        "gpu.throttle": check_throttle,
+        "gpu.power_limit": check_power_limit,
+        "gpu.clocks": check_clocks,
+        "gpu.mig": check_mig,
+        "gpu.busy": check_busy,
+        "gpu.cuda_smoke": check_cuda_smoke,
+    }
+
+    def look(self, probe: NodeProbe, config: ClusterConfig) -> GpuView:
+        """The answers of nvidia-smi and what sysfs lists."""
+        return GpuView.of(probe, config)
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
         """Findings of every check; one SKIP for a node that has no GPU and needs none."""
-        view = GpuView.of(probe, config)
-        if view.has_no_gpus:
-            # The kernel log may remember those that fell off the bus.
-            lost = [finding for finding in gpu_kernel.check_xid(view) if finding.severity is Verdict.FAIL]
-            return [view.node("gpu.count", Opinion(Verdict.SKIP, "no NVIDIA GPU in this node")), *lost]
-        return [finding for check in CHECKS for finding in check(view)]
+        view = self.look(probe, config)
+        if not view.has_no_gpus:
+            return super().check(probe, config)
+        # The kernel log may remember those that fell off the bus.
+        lost = [one for one in self._run(Check(probe.node, "gpu.xid"), view) if one.severity is Verdict.FAIL]
+        return [Check(probe.node, "gpu.count").skip("no NVIDIA GPU in this node"), *lost]
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
         """What all nodes must have in common. A node without GPUs has the count 0: among others it stands out."""
         view = GpuView.of(probe, ClusterConfig())
         if view.has_no_gpus:
             return {"gpu.count": "0"}
         if not isinstance(view.smi, SmiLog) or not view.gpus:
             return {}
-        values = {name: _common(map(value, view.gpus)) for name, value in _TRAITS.items()}
-        values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": gpu_links.nvlink_trait(view)}
-        values["gpu.driver"] = _common([view.smi.driver])
+        driver = view.smi.look("driver_version")
+        values = {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
+        values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": nvlink_trait(view)}
+        values["gpu.driver"] = driver if isinstance(driver, str) else None
         return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
-def _common(values: Iterable[object]) -> str | None:
-    """The values of all GPUs in one word; None as soon as one is not known."""
-    listed = list(values)
-    return None if any(isinstance(value, Gap) for value in listed) else spread(listed)
-
-
-def _with_unit(value: Number, unit: str) -> object:
-    return value if isinstance(value, Gap) else f"{value:g} {unit}"
-
-
-def _clocks(gpu: Gpu) -> object:
-    clocks = gpu.clocks
-    for value in (clocks.sm_max, clocks.memory_max):
-        if isinstance(value, Gap):
-            return value
-    return f"{clocks.sm_max:g}/{clocks.memory_max:g} MHz"
-
-
-_TRAITS: Mapping[str, Callable[[Gpu], object]] = {
-    "gpu.model": lambda gpu: gpu.model,
-    "gpu.ecc_mode": lambda gpu: gpu.ecc.mode,
-    "gpu.mig": lambda gpu: gpu.mig,
-    "gpu.power_limit": lambda gpu: _with_unit(gpu.power_limit_w, "W"),
-    "gpu.clocks": _clocks,
+_TRAITS: Mapping[str, Callable[[Gpu], str]] = {
+    "gpu.model": lambda gpu: gpu.word(MODEL),
+    "gpu.ecc_mode": lambda gpu: gpu.word(ECC_MODE),
+    "gpu.mig": lambda gpu: gpu.word(MIG),
+    "gpu.power_limit": lambda gpu: f"{gpu.number(*_POWER_LIMIT):g} W",
+    "gpu.clocks": lambda gpu: f"{gpu.number(_SM_MAX):g}/{gpu.number(_MEMORY_MAX):g} MHz",
 }
 
-GROUP: CheckGroup = _GpuGroup()
+
+def _common(read: Callable[[Gpu], str], gpus: Iterable[Gpu]) -> str | None:
+    """The values of all GPUs in one word; None as soon as one is not known."""
+    try:
+        return spread(read(gpu) for gpu in gpus)
+    except GapError:
+        return None
+
+
+def _said(word: str | Gap) -> str:
+    return word.value if isinstance(word, Gap) else word
+
+
+GROUP = GpuGroup()

@@ -1,21 +1,43 @@
-"""What the drivers complained about in the kernel log since boot."""
+"""What the NVIDIA drivers wrote into the kernel log since boot: Xid (of a GPU), SXid (of an NVSwitch), lost GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView, Opinion, unknown
-from cluster.parse.kernel_log import FALLEN_XID, KernelLog, Xid, XidClass, read_kernel_log
+from cluster.checks.gpu_view import GpuView
+from cluster.parse.nvidia_smi import normal_address
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import Section
+from cluster.remote_text import one_line
 
 KERNEL_SECTION = "gpu.kernel"
+MAX_LINE = 2000  # characters; the patterns below take time in the square of it
+RECOVERY_XID = 154  # its text says what has to be done
+FALLEN_XID = 79
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
-_SEVERITIES = {
-    XidClass.RESTART_APP: Verdict.WARN,
-    XidClass.UNKNOWN: Verdict.WARN,
-    XidClass.RESET: Verdict.FAIL,
-    XidClass.REBOOT: Verdict.FAIL,
+
+
+class XidClass(enum.Enum):
+    """What a driver's error asks for, mildest first."""
+
+    RESTART_APP = "the program that ran on it fails; the GPU goes on"
+    UNKNOWN = "not in the catalogue"
+    RESET = "the GPU has to be reset"
+    REBOOT = "the node has to be rebooted"
+
+
+_CODES = {
+    XidClass.RESTART_APP: (13, 31, 32, 43, 45, 63, 92, 94, 121, 137),
+    XidClass.RESET: (46, 48, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143),
+    XidClass.REBOOT: (79, 151, 168),
 }
+XID_CLASSES = {code: kind for kind, codes in _CODES.items() for code in codes}
+_ORDER = list(XidClass)
 _REMEDIES = {
     XidClass.RESTART_APP: "a program's fault, or a sign of a weak GPU when it comes with different programs: watch it",
     XidClass.UNKNOWN: "look the code up in the driver's Xid catalogue",
@@ -24,75 +46,153 @@ _REMEDIES = {
 }
 
 
-def check_xid(view: GpuView) -> list[Finding]:
-    """gpu.xid: no error of a GPU since boot that needs a reset or a reboot. One finding per GPU, by its worst."""
-    log = read_kernel_log(view.probe.section(KERNEL_SECTION))
-    if log is None:
-        return [_unread(view, "gpu.xid")]
-    standing = [xid for xid in log.xids if xid.kind is not None]
-    findings = [_xid_finding(view, address, found) for address, found in _by_address(standing).items()]
-    unread = [
-        view.node("gpu.xid", unknown("a line about an Xid that was not understood", evidence=line))
-        for line in log.unread
-        if "SXid" not in line
-    ]
-    return [*findings, *unread] or [_silence(view, "gpu.xid", log, "Xid")]
+@dataclass(frozen=True)
+class Xid:
+    """One kind of error of one GPU. address: `0000:0f:00.0`. count: how often. line: the last one. process: words."""
+
+    address: str
+    code: int
+    kind: XidClass | None  # None: it takes an earlier one back
+    count: int
+    line: str
+    process: str = ""
 
 
-def check_sxid(view: GpuView) -> list[Finding]:
-    """gpu.sxid: no error of an NVSwitch since boot; a fatal one stops traffic until the node is reset."""
+@dataclass(frozen=True)
+class SwitchXid:
+    """One kind of error of one NVSwitch. grade: `fatal`, `non-fatal`, or empty when the line does not say."""
+
+    address: str
+    code: int
+    grade: str
+    count: int
+    line: str
+
+
+@dataclass
+class KernelLog:
+    """reader: journalctl or dmesg. reaches_boot: whether nothing since boot has been forgotten.
+
+    unread: lines that speak of an Xid in a way that was not understood.
+    """
+
+    reader: str
+    lines: int
+    reaches_boot: bool
+    xids: list[Xid] = field(default_factory=list)
+    switch_xids: list[SwitchXid] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def check_xid(check: Check, view: GpuView) -> list[Finding]:
+    """Errors (Xid) that the kernel logged for a GPU since boot: some need a reset, some a reboot."""
     log = read_kernel_log(view.probe.section(KERNEL_SECTION))
-    if log is None:
-        return [_unread(view, "gpu.sxid")]
-    findings = []
+    standing: dict[str, list[Xid]] = {}
+    for xid in log.xids:
+        if xid.kind is not None:
+            standing.setdefault(xid.address, []).append(xid)
+    told = [_judge_gpu(check.on(view.device(address)), found) for address, found in standing.items()]
+    return told + _silence(check, log, "Xid", lambda line: "SXid" not in line, not told)
+
+
+def check_sxid(check: Check, view: GpuView) -> list[Finding]:
+    """Errors (SXid) of NVSwitches since boot; a fatal one stops all traffic between GPUs of the node."""
+    log = read_kernel_log(view.probe.section(KERNEL_SECTION))
+    check = check.expecting("none")
+    told = []
     for xid in log.switch_xids:
-        severity = {True: Verdict.FAIL, False: Verdict.WARN, None: Verdict.UNKNOWN}[xid.is_fatal]
-        grade = {True: "fatal", False: "not fatal", None: "of unknown gravity"}[xid.is_fatal]
-        remedy = "watch it" if xid.is_fatal is False else "drain and reboot the node; if it recurs, replace the board"
-        observed = f"SXid {xid.code}, {grade}{_times(xid.count)}"
-        findings.append(view.node("gpu.sxid", Opinion(severity, observed, "none", remedy, xid.line), xid.address))
-    unread = [
-        view.node("gpu.sxid", unknown("a line about an SXid that was not understood", evidence=line))
-        for line in log.unread
-        if "SXid" in line
-    ]
-    return [*findings, *unread] or [_silence(view, "gpu.sxid", log, "SXid")]
+        severity = {"fatal": Verdict.FAIL, "non-fatal": Verdict.WARN}.get(xid.grade, Verdict.UNKNOWN)
+        remedy = "watch it" if severity is Verdict.WARN else "drain and reboot; if it recurs, replace the board"
+        text = f"SXid {xid.code}, {xid.grade or 'of unknown gravity'}{_times(xid.count)}"
+        told.append(check.on(xid.address).finding(severity, text, remedy, xid.line))
+    return told + _silence(check, log, "SXid", lambda line: "SXid" in line, not told)
 
 
-def _xid_finding(view: GpuView, address: str, found: list[Xid]) -> Finding:
-    order = list(XidClass)
-    worst = max(found, key=lambda xid: order.index(xid.kind or XidClass.UNKNOWN))
+def _judge_gpu(check: Check, found: list[Xid]) -> Finding:
+    """One finding for a GPU, by the worst of its errors."""
+    worst = max(found, key=lambda xid: _ORDER.index(xid.kind or XidClass.UNKNOWN))
     kind = worst.kind or XidClass.UNKNOWN
     words = ", ".join(f"Xid {xid.code}{_times(xid.count)}" for xid in found[:6])
-    if worst.code == FALLEN_XID:
-        words += ": fallen off the bus"
-    if worst.process:
-        words += f" (last of {worst.process}{f', pid {worst.pid}' if worst.pid else ''})"
-    opinion = Opinion(_SEVERITIES[kind], words, "no Xid since boot", f"{kind.value}: {_REMEDIES[kind]}", worst.line)
-    return view.node("gpu.xid", opinion, view.device(address))
+    words += ": fallen off the bus" if worst.code == FALLEN_XID else ""
+    words += f" (last of {worst.process})" if worst.process else ""
+    severity = Verdict.FAIL if kind in (XidClass.RESET, XidClass.REBOOT) else Verdict.WARN
+    check = check.expecting("no Xid since boot")
+    return check.finding(severity, words, f"{kind.value}: {_REMEDIES[kind]}", worst.line)
 
 
-def _by_address(xids: Iterable[Xid]) -> Mapping[str, list[Xid]]:
-    groups: dict[str, list[Xid]] = {}
-    for xid in xids:
-        groups.setdefault(xid.address, []).append(xid)
-    return groups
-
-
-def _silence(view: GpuView, check: str, log: KernelLog, what: str) -> Finding:
-    """Nothing was found: fine, if the log reaches back to the boot."""
+def _silence(
+    check: Check, log: KernelLog, what: str, is_meant: Callable[[str], bool], nothing_found: bool
+) -> list[Finding]:
+    """What is not known beside what was found; nothing found is fine, if the log reaches back to the boot."""
+    unread = [line for line in log.unread if is_meant(line)]
+    if unread or not nothing_found:
+        return [check.unknown(f"a line about an {what} that was not understood", evidence=line) for line in unread]
     if log.reaches_boot:
-        return view.node(check, Opinion(Verdict.OK, f"no {what} since boot"))
+        return [check.ok(f"no {what} since boot")]
     observed = f"no {what} in {log.lines} lines of {log.reader}, but older ones are forgotten"
-    return view.node(check, Opinion(Verdict.WARN, observed, "a log since boot", "keep the journal on disk, or reboot"))
-
-
-def _unread(view: GpuView, check: str) -> Finding:
-    section = view.probe.section(KERNEL_SECTION)
-    said = section.output.strip().splitlines()
-    evidence = said[-1][:200] if said else section.trouble()
-    return view.node(check, unknown("the kernel log cannot be read", evidence=evidence, remedy=_ALLOW))
+    return [check.expecting("a log since boot").warn(observed, "keep the journal on disk, or reboot")]
 
 
 def _times(count: int) -> str:
     return f" ({count} times)" if count > 1 else ""
+
+
+_SXID = re.compile(r"\bSXid \(PCI:([^)]+)\): *(\d{1,6}), *(?:(Non-fatal|Fatal)\b)?", re.IGNORECASE)
+_XID = re.compile(r"\bXid \((?:PCI:)?([^)]+)\): *(\d{1,4})\b,?(.*)")
+_FALLEN = re.compile(r"fallen off the bus", re.IGNORECASE)
+_PID = re.compile(r"\bpid='?(\d{1,10})")
+_NAME = re.compile(r"\bname=([^,<\s][^,]*)")
+_CHANGE = re.compile(r"\bto 0x[0-9a-f]+ \(([^)]*)\)", re.IGNORECASE)
+
+
+def read_kernel_log(section: Section) -> KernelLog:
+    """The log in `section`. Raises UnreadableError: no permission, no log, a broken answer."""
+    seen: list[tuple[int, str]] = []
+    log: KernelLog | None = None
+    for whole in section.output.splitlines() if section.ok else ():
+        line = whole[:MAX_LINE]
+        kind, *words = line.split("\t", 2 if line.startswith("seen") else 3)
+        if kind == "seen" and len(words) == 2 and words[0].isdigit():
+            seen.append((int(words[0]), words[1]))
+        elif kind == "log" and len(words) == 3 and words[1].isdigit():
+            log = KernelLog(one_line(words[0], 20), int(words[1]), words[2] == "since boot")
+    if log is None or log.lines == 0:
+        said = section.output.strip().splitlines()[-1:]
+        raise UnreadableError("the kernel log cannot be read", said[0][:200] if said else section.trouble(), _ALLOW)
+    for count, line in seen:
+        _take(log, count, line)
+    # That a GPU fell off the bus is told by its Xid, too.
+    told = {xid.address for xid in log.xids if xid.code == FALLEN_XID and _XID.search(xid.line)}
+    log.xids = [xid for xid in log.xids if xid.address not in told or _XID.search(xid.line)]
+    return log
+
+
+def recovery_class(text: str) -> XidClass | None:
+    """What the text of Xid 154 asks for; None when it says that nothing is left to do."""
+    change = _CHANGE.search(text)
+    asks = (change.group(1) if change else text).lower()
+    if change and asks.strip() == "none":
+        return None
+    return XidClass.REBOOT if "reboot" in asks or not change else XidClass.RESET
+
+
+def _take(log: KernelLog, count: int, line: str) -> None:
+    text = one_line(line)
+    switch, xid = _SXID.search(line), _XID.search(line)
+    if switch:
+        place, code, grade = switch.groups()
+        log.switch_xids.append(SwitchXid(_place(place), int(code), (grade or "").lower(), count, text))
+    elif xid:
+        code, rest = int(xid[2]), xid[3]
+        kind = recovery_class(rest) if code == RECOVERY_XID else XID_CLASSES.get(code, XidClass.UNKNOWN)
+        name, pid = _NAME.search(rest), _PID.search(rest)
+        process = f"{one_line(name[1], 60)}{f', pid {pid[1]}' if pid else ''}" if name else ""
+        log.xids.append(Xid(_place(xid[1]), code, kind, count, text, process))
+    elif _FALLEN.search(line):
+        log.xids.append(Xid(normal_address(line) or "?", FALLEN_XID, XidClass.REBOOT, count, text))
+    elif re.search(r"\bS?Xid\b", line):
+        log.unread.append(text)
+
+
+def _place(text: str) -> str:
+    return normal_address(text) or one_line(text, 40)

@@ -1,20 +1,19 @@
-"""How GPUs are connected: PCIe, NVLink, NVSwitches and the daemon that sets them up."""
+"""How GPUs are connected: PCIe, NVLink (`nvidia-smi nvlink`), NVSwitches and the daemon for them."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping
 
+from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView, Opinion, gap_opinion, unknown
-from cluster.parse.gpus_links import (
-    FabricManager,
-    GpuLinks,
-    read_fabric_manager,
-    read_nvlinks,
-    read_p2p,
-)
-from cluster.parse.nvidia_smi import Gpu, SmiTrouble
-from cluster.parse.nvidia_smi_xml import Gap
+from cluster.checks.gpu_view import GpuView
+from cluster.parse.gpus import NvidiaDevice
+from cluster.parse.nvidia_smi import Gap, GapError, Gpu
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import Section
+from cluster.remote_text import one_line
 
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
 NVLINKS_OF_MODEL = {
@@ -28,99 +27,102 @@ NVLINKS_OF_MODEL = {
     "NVIDIA B200": 18,
 }
 _RESEAT = "drain the node and power it off and on; if it comes back, reseat or replace the board"
+_PCIE = "pci/pci_gpu_link_info"
+_TITLE = re.compile(r"GPU (\d{1,3}): .*")
+_LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)
+_ALL_DOWN = re.compile(r"unable to retrieve nvlink information", re.IGNORECASE)
+
+# link -> GB/s in one direction, None when it is there and down; None for a GPU all of whose links are down.
+Links = Mapping[int, float | None]
 
 
-def check_pcie(view: GpuView) -> list[Finding]:
-    """gpu.pcie: all lanes are up, and at full clocks the full generation, too: idle links slow down to save power."""
-    lanes = {device.address: device for device in view.pci.gpus} if view.pci is not None else {}
+def check_pcie(check: Check, view: GpuView) -> list[Finding]:
+    """All PCIe lanes are up, and at full clocks the full generation. Fewer lanes slow copies to the host."""
+    places = {device.address: device for device in view.pci.gpus} if view.pci is not None else {}
 
-    def judge(gpu: Gpu) -> Opinion | None:
-        link, device = gpu.pcie, lanes.get(gpu.address)
-        width = link.width
-        top = device.width_max if link.width_max is Gap.NOT_SUPPORTED and device else link.width_max
-        if width is Gap.NOT_SUPPORTED and device and device.width:
-            width = device.width
-        if top is None or isinstance(width, Gap) or isinstance(top, Gap):
-            return gap_opinion(width if isinstance(width, Gap) else top or Gap.MISSING, "PCIe lanes")
-        if width < top:
-            return Opinion(Verdict.FAIL, f"{width:g} PCIe lanes", f"{top:g} lanes", _RESEAT)
-        if isinstance(gpu.performance_state, Gap):
-            return unknown("performance state: not told")
-        if gpu.performance_state != "P0":
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        place = places.get(gpu.address)
+        width = _lanes(gpu, "current_link_width", place.width if place else None)
+        most = _lanes(gpu, "max_link_width", place.width_max if place else None)
+        if width < most:
+            return check.expecting(f"{most:g} lanes").fail(f"{width:g} PCIe lanes", _RESEAT)
+        state = gpu.look("performance_state")
+        if isinstance(state, Gap):
+            return check.unknown("performance state: not told")
+        if state != "P0":  # idle links slow down to save power
             return None
-        now, best = link.generation, link.generation_max
-        if isinstance(now, Gap) or isinstance(best, Gap):
-            return gap_opinion(now if isinstance(now, Gap) else best, "PCIe generation")
+        now, best = (gpu.number(f"{_PCIE}/pcie_gen/{name}") for name in ("current_link_gen", "max_link_gen"))
         if now < best:
-            return Opinion(Verdict.FAIL, f"PCIe generation {now:g} at P0", f"generation {best:g}", _RESEAT)
+            return check.expecting(f"generation {best:g}").fail(f"PCIe generation {now:g} at P0", _RESEAT)
         return None
 
-    return view.each("gpu.pcie", judge, "PCIe links at full width")
+    return view.each(check, "PCIe lanes or generation", judge, "PCIe links at full width")
 
 
-def check_nvlink(view: GpuView) -> list[Finding]:
-    """gpu.nvlink: every link is up, every GPU has as many as the others, at the same speed."""
-    check = "gpu.nvlink"
+def _lanes(gpu: Gpu, name: str, in_sysfs: int | None) -> float:
+    try:
+        return gpu.number(f"{_PCIE}/link_widths/{name}")
+    except GapError as error:
+        if error.gap is Gap.NOT_SUPPORTED and in_sysfs:
+            return in_sysfs
+        raise
+
+
+def check_nvlink(check: Check, view: GpuView) -> list[Finding]:
+    """Every NVLink is up, as many per GPU as on the others, at the same speed."""
+    view.answer()
     links = read_nvlinks(view.probe.section("gpu.nvlink"))
-    silent = view.unanswered(check)
-    if silent:
-        return silent
     if links is None:
-        return [view.node(check, unknown("NVLinks cannot be read", evidence=_evidence(view, "gpu.nvlink")))]
-    if not _expects_nvlink(view) and not any(gpu.active for gpu in links.values()):
-        return [view.node(check, Opinion(Verdict.SKIP, "GPUs without NVLink"))]
-    usual = Counter(len(gpu.links) for gpu in links.values()).most_common(1)[0][0] if links else 0
-    speeds = Counter(speed for gpu in links.values() for speed in gpu.links.values() if speed is not None)
-    speed = speeds.most_common(1)[0][0] if speeds else None
+        raise view.unreadable("NVLinks cannot be read", "gpu.nvlink")
+    speeds = Counter(speed for gpu in links.values() for speed in (gpu or {}).values() if speed is not None)
+    if not _expects_nvlink(view) and not speeds:
+        return [check.skip("GPUs without NVLink")]
+    counts = Counter(len(gpu or {}) for gpu in links.values())
+    usual, speed = (found.most_common(1)[0][0] if found else 0 for found in (counts, speeds))
 
-    def judge(gpu: Gpu) -> Opinion | None:
-        wanted = NVLINKS_OF_MODEL.get(gpu.model, usual) if isinstance(gpu.model, str) else usual
-        return _judge_links(links.get(gpu.index), wanted, speed)
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        if gpu.index not in links:
+            return check.unknown("not in the answer of `nvidia-smi nvlink --status`")
+        model = gpu.look("product_name")
+        wanted = NVLINKS_OF_MODEL.get(model, int(usual)) if isinstance(model, str) else int(usual)
+        return _judge_links(check, links[gpu.index], wanted, speed)
 
-    return view.each(check, judge, f"{usual} NVLinks of {speed} GB/s per GPU")
-
-
-def check_p2p(view: GpuView) -> list[Finding]:
-    """gpu.p2p: every GPU reaches every other over NVLink."""
-    check = "gpu.p2p"
-    silent = view.unanswered(check)
-    if silent:
-        return silent
-    pairs = read_p2p(view.probe.section("gpu.p2p"))
-    count = len(view.gpus)
-    if pairs is None or ({index for pair in pairs for index in pair} != set(range(count)) and count > 1):
-        return [view.node(check, unknown("the peer-to-peer matrix cannot be read", evidence=_evidence(view, check)))]
-    if count == 1:
-        return [view.node(check, Opinion(Verdict.SKIP, "one GPU"))]
-    if not _expects_nvlink(view) and "OK" not in pairs.values():
-        return [view.node(check, Opinion(Verdict.SKIP, "GPUs without NVLink"))]
-    bad = {pair: word for pair, word in pairs.items() if word != "OK"}
-    if not bad:
-        return [view.node(check, Opinion(Verdict.OK, f"{len(pairs)} of {len(pairs)} pairs reach each other"))]
-    words = ", ".join(f"GPU {i} to {j}: {word}" for (i, j), word in list(bad.items())[:4])
-    remedy = "see gpu.nvlink and gpu.fabric_manager; NCCL falls back to PCIe and is many times slower"
-    opinion = Opinion(Verdict.FAIL, f"{len(bad)} of {len(pairs)} pairs cannot", "all pairs", remedy, words)
-    return [view.node(check, opinion)]
+    return view.each(check, "", judge, f"{usual} NVLinks of {speed} GB/s per GPU")
 
 
-def check_fabric_manager(view: GpuView) -> list[Finding]:
-    """gpu.fabric_manager: NVSwitches are set up, and by a daemon of the driver's version."""
-    check = "gpu.fabric_manager"
-    silent = view.unanswered(check)
-    if silent:
-        return silent
-    states = view.each(check, _judge_fabric, "the NVLink fabric is set up")
-    bad = [finding for finding in states if finding.severity in (Verdict.FAIL, Verdict.UNKNOWN)]
-    if bad:
-        return bad
-    if view.pci is None:
-        return [view.node(check, unknown("NVSwitches: PCI devices cannot be read from sysfs"))]
-    if not view.pci.nvswitches:
-        return states if states[0].severity is Verdict.OK else [view.node(check, Opinion(Verdict.SKIP, "no NVSwitch"))]
-    manager = read_fabric_manager(view.probe.section(check))
-    if manager is None:
-        return [view.node(check, unknown("the fabric manager cannot be looked for", evidence=_evidence(view, check)))]
-    return [view.node(check, _judge_manager(view, manager))]
+def _judge_links(check: Check, links: Links | None, wanted: int, speed: float) -> Finding | None:
+    remedy = f"see gpu.xid and gpu.fabric_manager; {_RESEAT}"
+    check = check.expecting(f"{wanted} links up")
+    inactive = [link for link, found in (links or {}).items() if found is None]
+    if not links or len(inactive) == len(links):
+        return check.fail("no NVLink is up", remedy)
+    if inactive:
+        return check.fail(f"NVLink {', '.join(map(str, inactive))} inactive", remedy)
+    if len(links) != wanted:
+        return check.fail(f"{len(links)} NVLinks", remedy)
+    slow = ", ".join(f"{link} at {found:g} GB/s" for link, found in links.items() if found != speed)
+    return check.expecting(f"{speed} GB/s, as other links here").fail(f"NVLink {slow}", remedy) if slow else None
+
+
+def read_nvlinks(section: Section) -> Mapping[int, Links | None] | None:
+    """Links by index of the GPU; None when the answer cannot be believed. A GPU without links has none."""
+    if not section.ok:
+        return None
+    found: dict[int, dict[int, float | None] | None] = {}
+    index = -1
+    for line in filter(str.strip, section.output.splitlines()):
+        title, link = _TITLE.fullmatch(line), _LINK.fullmatch(line)
+        links = found.get(index)
+        if title:
+            index = int(title[1])
+            found.setdefault(index, {})
+        elif link and links is not None:
+            links[int(link[1])] = float(link[2]) if link[2] else None
+        elif _ALL_DOWN.search(line) and index in found:
+            found[index] = None
+        else:
+            return None
+    return found
 
 
 def nvlink_trait(view: GpuView) -> str | None:
@@ -128,64 +130,69 @@ def nvlink_trait(view: GpuView) -> str | None:
     links = read_nvlinks(view.probe.section("gpu.nvlink"))
     if not links:
         return None
-    kinds = {f"{len(gpu.links)} x {speed:g} GB/s" for gpu in links.values() for speed in gpu.links.values() if speed}
+    kinds = {f"{len(gpu)} x {speed:g} GB/s" for gpu in links.values() if gpu for speed in gpu.values() if speed}
     return ", ".join(sorted(kinds)) or "none"
 
 
-def _judge_links(found: GpuLinks | None, wanted: int, speed: float | None) -> Opinion | None:
-    if found is None:
-        return unknown("not in the answer of `nvidia-smi nvlink --status`")
-    remedy = f"see gpu.xid and gpu.fabric_manager; {_RESEAT}"
-    if found.all_down or not found.active:
-        return Opinion(Verdict.FAIL, "no NVLink is up", f"{wanted} links", remedy)
-    if found.inactive:
-        names = ", ".join(map(str, found.inactive))
-        return Opinion(Verdict.FAIL, f"NVLink {names} inactive", f"{wanted} links up", remedy)
-    if len(found.links) != wanted:
-        return Opinion(Verdict.FAIL, f"{len(found.links)} NVLinks", f"{wanted} links", remedy)
-    slow = [link for link, value in found.links.items() if value != speed]
-    if slow:
-        words = ", ".join(f"{link} at {found.links[link]:g} GB/s" for link in slow)
-        return Opinion(Verdict.FAIL, f"NVLink {words}", f"{speed} GB/s, as other links here", remedy)
-    return None
+def check_fabric_manager(check: Check, view: GpuView) -> list[Finding]:
+    """The daemon that sets up NVSwitches runs, in the driver's version; without it CUDA fails."""
+    states = view.each(check, "fabric state", _judge_fabric, "the NVLink fabric is set up")
+    bad = [finding for finding in states if finding.severity in (Verdict.FAIL, Verdict.UNKNOWN)]
+    if bad:
+        return bad
+    if view.pci is None:
+        raise UnreadableError("NVSwitches: PCI devices cannot be read from sysfs")
+    if not view.pci.nvswitches:
+        return states if states[0].severity is Verdict.OK else [check.skip("no NVSwitch")]
+    return [_judge_manager(check, view, view.pci.nvswitches)]
 
 
-def _judge_fabric(gpu: Gpu) -> Opinion | None:
+def _judge_fabric(gpu: Gpu, check: Check) -> Finding | None:
     """From Hopper on a GPU says itself whether it was let into the fabric; older ones say N/A or nothing."""
-    if Gap.UNREADABLE in (gpu.fabric_state, gpu.fabric_status):
-        return unknown("fabric state: unreadable")
-    if isinstance(gpu.fabric_state, Gap):
-        return Opinion(Verdict.SKIP, "fabric state: not supported by this GPU")
-    if gpu.fabric_state == "Completed" and gpu.fabric_status in ("Success", Gap.MISSING):
+    state, status = gpu.look("fabric/state"), gpu.look("fabric/status")
+    if Gap.UNREADABLE in (state, status):
+        raise GapError(Gap.UNREADABLE)
+    if isinstance(state, Gap):
+        raise GapError(Gap.NOT_SUPPORTED)
+    if state == "Completed" and status in ("Success", Gap.MISSING):
         return None
-    status = "" if isinstance(gpu.fabric_status, Gap) else f", {gpu.fabric_status}"
+    text = f"fabric state {state}" + ("" if isinstance(status, Gap) else f", {status}")
     remedy = "`systemctl restart nvidia-fabricmanager` while no program uses a GPU; see /var/log/fabricmanager.log"
-    return Opinion(Verdict.FAIL, f"fabric state {gpu.fabric_state}{status}", "Completed, Success", remedy)
+    return check.expecting("Completed, Success").fail(text, remedy)
 
 
-def _judge_manager(view: GpuView, manager: FabricManager) -> Opinion:
-    driver = None if isinstance(view.smi, SmiTrouble) else view.smi.driver
-    switches = len(view.pci.nvswitches) if view.pci is not None else 0
-    if not manager.is_running:
-        state = f" ({manager.unit})" if manager.unit else ""
+def _judge_manager(check: Check, view: GpuView, switches: tuple[NvidiaDevice, ...]) -> Finding:
+    told = _read_manager(view)
+    # `systemctl is-active` prints one word; anything else is a complaint of its own, such as "no bus".
+    unit = told.get("unit", "") if re.fullmatch(r"[a-z-]+", told.get("unit", "")) else ""
+    version = re.search(r"\d+\.\d+(\.\d+)*", told.get("version", ""))
+    driver = view.answer().look("driver_version")
+    if "process" not in told:
+        text = f"fabric manager does not run{f' ({unit})' if unit else ''}"
         remedy = "`systemctl enable --now nvidia-fabricmanager`: without it CUDA programs fail to start on this node"
-        return Opinion(
-            Verdict.FAIL, f"fabric manager does not run{state}", f"running, for {switches} NVSwitches", remedy
-        )
-    if manager.unit == "failed":
+        return check.expecting(f"running, for {len(switches)} NVSwitches").fail(text, remedy)
+    if unit == "failed":
         remedy = "`systemctl restart nvidia-fabricmanager`, see /var/log/fabricmanager.log"
-        return Opinion(Verdict.FAIL, "the unit nvidia-fabricmanager failed", "active", remedy)
-    if manager.version and isinstance(driver, str) and manager.version != driver:
+        return check.expecting("active").fail("the unit nvidia-fabricmanager failed", remedy)
+    if version and isinstance(driver, str) and version[0] != driver:
         remedy = f"install nvidia-fabricmanager {driver}: it must be of the driver's very version"
-        return Opinion(Verdict.FAIL, f"fabric manager {manager.version}", f"version {driver}", remedy)
-    return Opinion(Verdict.OK, f"fabric manager runs, {switches} NVSwitches")
+        return check.expecting(f"version {driver}").fail(f"fabric manager {version[0]}", remedy)
+    return check.ok(f"fabric manager runs, {len(switches)} NVSwitches")
+
+
+def _read_manager(view: GpuView) -> Mapping[str, str]:
+    """What was told, by key. Raises UnreadableError when neither systemd nor the list of processes could be read."""
+    section = view.probe.section("gpu.fabric_manager")
+    values: dict[str, str] = {}
+    for line in section.output.splitlines():
+        key, _, value = line.partition("\t")
+        values.setdefault(key, one_line(value))
+    if not section.ok or not re.fullmatch(r"[1-9]\d* end", values.get("scanned", "")):
+        raise view.unreadable("the fabric manager cannot be looked for", "gpu.fabric_manager")
+    return values
 
 
 def _expects_nvlink(view: GpuView) -> bool:
     """Whether there must be NVLinks: NVSwitches are there, or boards that come with them."""
     switches = view.pci is None or bool(view.pci.nvswitches)
-    return switches or any(gpu.model in NVLINKS_OF_MODEL for gpu in view.gpus)
-
-
-def _evidence(view: GpuView, section: str) -> str:
-    return view.probe.section(section).trouble() or "the answer is incomplete or of an unknown form"
+    return switches or any(gpu.look("product_name") in NVLINKS_OF_MODEL for gpu in view.gpus)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView, Opinion, unknown
-from cluster.parse.nvidia_smi import SmiLog
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding
+from cluster.checks.gpu_view import GpuView
 from engine.config_cluster import ContainerConfig
 
 SMOKE_SECTION = "gpu.smoke"
@@ -37,22 +37,20 @@ def cuda_smoke_section(container: ContainerConfig) -> str | None:
     return f"section {SMOKE_SECTION} {SMOKE_SECONDS} <<'END'\n{command}\nEND\n"
 
 
-def check_cuda_smoke(view: GpuView) -> list[Finding]:
-    """gpu.cuda_smoke: what the program above said; SKIP when it was not asked for."""
-    check, section = "gpu.cuda_smoke", view.probe.sections.get(SMOKE_SECTION)
+def check_cuda_smoke(check: Check, view: GpuView) -> list[Finding]:
+    """A matrix product on every GPU inside the run image; only with --cuda-smoke."""
+    section = view.probe.sections.get(SMOKE_SECTION)
     if section is None:
-        return [view.node(check, Opinion(Verdict.SKIP, "CUDA was not tried inside an image"))]
+        return [check.skip("CUDA was not tried inside an image")]
     last = section.output.strip().splitlines()[-1:] or [""]
     evidence = last[0][:200]
     found = re.fullmatch(r"cuda works on (\d{1,3})", evidence)
     if section.exit_code is None:
-        return [view.node(check, unknown(section.trouble(), evidence=evidence))]
+        return [check.unknown(section.trouble(), evidence=evidence)]
     if not section.ok or found is None:
         remedy = "run the image by hand on the node: `docker run --rm --gpus all IMAGE nvidia-smi`"
-        opinion = Opinion(Verdict.FAIL, f"CUDA fails in the image: {section.trouble()}", "it works", remedy, evidence)
-    elif isinstance(view.smi, SmiLog) and int(found.group(1)) != len(view.gpus):
+        return [check.expecting("it works").fail(f"CUDA fails in the image: {section.trouble()}", remedy, evidence)]
+    if view.gpus and int(found[1]) != len(view.gpus):
         remedy = "check the container runtime (nvidia-container-toolkit, CDI) and CUDA_VISIBLE_DEVICES in the image"
-        opinion = Opinion(Verdict.FAIL, f"{found.group(1)} GPUs in the image", f"{len(view.gpus)} GPUs", remedy)
-    else:
-        opinion = Opinion(Verdict.OK, evidence)
-    return [view.node(check, opinion)]
+        return [check.expecting(f"{len(view.gpus)} GPUs").fail(f"{found[1]} GPUs in the image", remedy)]
+    return [check.ok(evidence)]

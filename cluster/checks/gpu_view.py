@@ -1,32 +1,22 @@
-"""One node as the checks of its GPUs see it: everything parsed once, and a way to turn opinions into findings."""
+"""One node as the checks of its GPUs see it: everything read once, and the way from fields of GPUs to findings."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.parse.gpus import LSPCI_SECTION, SMI_SECTION, PciDevices, read_pci_devices
-from cluster.parse.nvidia_smi import Gpu, SmiFailure, SmiLog, SmiTrouble, read_smi
-from cluster.parse.nvidia_smi_xml import Gap
+from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog, SmiTrouble, read_smi
+from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
 from engine.config_cluster import ClusterConfig
 
 AGAIN_SECTION = "gpu.again"
-
-
-@dataclass(frozen=True)
-class Opinion:
-    """What a rule thinks of one GPU, or of the node; see the fields of the same name of `Finding`."""
-
-    severity: Verdict
-    observed: str
-    expected: str = ""
-    remedy: str = ""
-    evidence: str = ""
-
-
-Judge = Callable[[Gpu], Opinion | None]
+# What a rule says of one GPU, by a check on that device; None where all is well.
+GpuJudge = Callable[[Gpu, Check], Finding | None]
 
 
 @dataclass(frozen=True)
@@ -41,14 +31,9 @@ class GpuView:
 
     @classmethod
     def of(cls, probe: NodeProbe, config: ClusterConfig) -> GpuView:
-        """The parsed answer of a node."""
-        return cls(
-            probe,
-            config,
-            read_smi(probe.section(SMI_SECTION)),
-            read_smi(probe.section(AGAIN_SECTION)),
-            read_pci_devices(probe.section(LSPCI_SECTION)),
-        )
+        """The answer of a node, read."""
+        smi, again = (read_smi(probe.section(name)) for name in (SMI_SECTION, AGAIN_SECTION))
+        return cls(probe, config, smi, again, read_pci_devices(probe.section(LSPCI_SECTION)))
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -61,7 +46,7 @@ class GpuView:
         if self.pci is None or self.pci.gpus or self.config.expected.gpus:
             return False
         if isinstance(self.smi, SmiLog):
-            return not self.smi.gpus and self.smi.attached == 0
+            return not self.smi.gpus and self.smi.look("attached_gpus") == "0"
         # Without a PCI bus to look at, a tool that is installed and fails may be hiding GPUs. A driver that runs and
         # finds no device (NO_DEVICES) has lost those it was loaded for.
         absent = {SmiFailure.NOT_INSTALLED, SmiFailure.NO_DRIVER}
@@ -69,69 +54,66 @@ class GpuView:
 
     def device(self, address: str) -> str:
         """`GPU 3` for a PCI address that nvidia-smi or sysfs lists, else the address."""
-        known = (
-            [gpu.address for gpu in self.gpus] or [gpu.address for gpu in self.pci.gpus if self.pci] if self.pci else []
-        )
-        known = known or [gpu.address for gpu in self.gpus]
+        known = [gpu.address for gpu in self.gpus or (self.pci.gpus if self.pci else ())]
         return f"GPU {known.index(address)}" if address in known else address
 
-    def node(self, check: str, opinion: Opinion, device: str | None = None) -> Finding:
-        """`opinion` as a finding about the node, or about `device`."""
-        return Finding(
-            check,
-            self.probe.node,
-            opinion.severity,
-            opinion.observed,
-            opinion.expected,
-            opinion.remedy,
-            device,
-            opinion.evidence,
-        )
+    def answer(self) -> SmiLog:
+        """The answer of nvidia-smi. Raises UnreadableError."""
+        if isinstance(self.smi, SmiLog):
+            return self.smi
+        cause = "gpu.lost" if self.smi.failure is SmiFailure.GPU_LOST else "gpu.nvidia_smi"
+        raise UnreadableError(f"nvidia-smi: {self.smi.failure.value}", remedy=f"see {cause}")
 
-    def unanswered(self, check: str) -> list[Finding]:
-        """UNKNOWN for a check that rests on nvidia-smi, which did not answer; empty when it did."""
-        if isinstance(self.smi, SmiTrouble):
-            words = f"nvidia-smi: {self.smi.failure.value}"
-            cause = "gpu.lost" if self.smi.failure is SmiFailure.GPU_LOST else "gpu.nvidia_smi"
-            return [self.node(check, unknown(words, remedy=f"see {cause}"))]
-        return []
+    def unreadable(self, text: str, section: str) -> UnreadableError:
+        """The error of a section that cannot be believed."""
+        why = self.probe.section(section).trouble() or "the answer is incomplete or of an unknown form"
+        return UnreadableError(text, why)
 
-    def each(self, check: str, judge: Judge, fine: str, gpus: Iterable[Gpu] | None = None) -> list[Finding]:
-        """A finding for every GPU that `judge` has an opinion about; one OK with `fine` when it has none at all.
+    def each(
+        self,
+        check: Check,
+        what: str,
+        judge: GpuJudge,
+        fine: str,
+        *,
+        gpus: Iterable[Gpu] | None = None,
+        is_optional: bool = True,
+    ) -> list[Finding]:
+        """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
 
-        The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
+        A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`; `what`
+        names the field. The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
         """
-        listed = self.gpus if gpus is None else tuple(gpus)
-        silent = self.unanswered(check)
-        if silent:
-            return silent
+        listed = self.answer().gpus if gpus is None else tuple(gpus)
         if not listed:
-            return [self.node(check, unknown("nvidia-smi lists no GPU"))]
-        opinions = [(gpu, judge(gpu)) for gpu in listed]
-        given = [(gpu, opinion) for gpu, opinion in opinions if opinion is not None]
+            return [check.unknown("nvidia-smi lists no GPU")]
+        told = [_judge(gpu, check.on(gpu.device), what, judge, is_optional) for gpu in listed]
+        given = [finding for finding in told if finding is not None]
         if not given:
-            return [self.node(check, Opinion(Verdict.OK, fine))]
-        first = given[0][1]
-        vague = first.severity in (Verdict.SKIP, Verdict.UNKNOWN)
-        if vague and len(given) == len(listed) and all(opinion == first for _, opinion in given):
-            return [self.node(check, first)]
-        return [self.node(check, opinion, gpu.device) for gpu, opinion in given]
+            return [check.ok(fine)]
+        whole = {replace(finding, device=None) for finding in given}
+        is_vague = given[0].severity in (Verdict.SKIP, Verdict.UNKNOWN)
+        return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
 
 
-def unknown(observed: str, *, evidence: str = "", remedy: str = "") -> Opinion:
-    """What could not be seen."""
-    return Opinion(Verdict.UNKNOWN, observed, remedy=remedy, evidence=evidence)
-
-
-def gap_opinion(value: object, what: str) -> Opinion | None:
-    """SKIP for a field that this GPU does not have, UNKNOWN for one that is not told, None for a value."""
-    if not isinstance(value, Gap):
-        return None
-    if value is Gap.NOT_SUPPORTED:
-        return Opinion(Verdict.SKIP, f"{what}: not supported by this GPU")
-    return unknown(f"{what}: {value.value}", remedy="compare with `nvidia-smi -q` on the node")
+def known_numbers(gpus: Iterable[Gpu], *paths: str) -> set[float]:
+    """The different numbers of those GPUs that tell one."""
+    found = set()
+    for gpu in gpus:
+        with contextlib.suppress(GapError):
+            found.add(gpu.number(*paths))
+    return found
 
 
 def spread(values: Iterable[object]) -> str:
     """The different values in order, for one line: `8` or `8, 16`."""
     return ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
+
+
+def _judge(gpu: Gpu, check: Check, what: str, judge: GpuJudge, is_optional: bool) -> Finding | None:
+    try:
+        return judge(gpu, check)
+    except GapError as error:
+        if error.gap is Gap.NOT_SUPPORTED and is_optional:
+            return check.skip(f"{what}: not supported by this GPU")
+        return check.unknown(f"{what}: {error.gap.value}", "compare with `nvidia-smi -q` on the node")

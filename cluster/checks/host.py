@@ -1,89 +1,287 @@
-"""Group `host`: the machine itself, without GPUs and networks."""
+"""Group `host`: the machine itself, without GPUs and networks: room, limits and what runs on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
-from cluster.checks import host_processes, host_room, host_software
+from cluster.access.connection import Connection
+from cluster.checks.check import GIB, Check, age, gib
 from cluster.checks.finding import Finding
-from cluster.checks.host_fleet import check_fleet, check_memory
-from cluster.checks.host_software import nccl_trait
-from cluster.checks.report import run_parts
-from cluster.parse.host import (
-    parse_engine,
-    parse_image,
-    parse_nccl_settings,
-    parse_software,
+from cluster.checks.group import CheckGroup, Judge, TestBetween
+from cluster.checks.host_engine import (
+    check_docker,
+    check_docker_disk,
+    check_docker_gpu,
+    check_image,
+    engine_version,
+    image_findings,
+    read_image,
 )
+from cluster.checks.host_software import (
+    check_nccl,
+    check_nccl_conf,
+    check_python,
+    check_torch,
+    nccl_trait,
+    own_software,
+)
+from cluster.checks.host_view import HostView, judge_room
+from cluster.checks.storage import check_shared, check_shared_folder
+from cluster.parse.host import Answer, Filesystem
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
+from cluster.remote_text import one_line
 from engine.config_cluster import ClusterConfig
 
-__all__ = ["GROUP", "HostGroup", "check_fleet", "check_memory", "probe_settings"]
-
-PARTS = (*host_room.PARTS, *host_processes.PARTS, *host_software.PARTS)
-
-
-def probe_settings(config: ClusterConfig) -> dict[str, str]:
-    """What host.sh must know of the configuration: variables to export, quoted, before its sections."""
-    settings = {
-        "BURST_RUNTIME": config.container.runtime,
-        "BURST_PYTHON": config.python if config.container.runtime == "bare" else None,
-        "BURST_ENGINE": config.container.command,
-        "BURST_IMAGE": config.container.image,
-        "BURST_SHARED_FOLDER": config.shared_folder,
-    }
-    return {name: value for name, value in settings.items() if value}
+T = TypeVar("T")
+# Free bytes: below the first a run cannot work, below the second it may soon not.
+DISK_FREE_BYTES = {"root": ("/", (1 * GIB, 10 * GIB)), "tmp": ("/tmp", (GIB // 2, 5 * GIB))}
+# 64 MiB is what containers get by default: less than one pair of ranks and a data loader take.
+SHM_FREE_BYTES = ((64 << 20) + 1, GIB)
+INODES_FREE_SHARE = (0.01, 0.05)
+MEMORY_FREE_SHARE = (0.05, 0.20)
+MEMORY_TOLERANCE = 0.03
+# Sockets and files of eight ranks with their data loaders on many nodes; 1024 is what sessions often get.
+NOFILE = (1024, 8192)
+_NAMED = 5
 
 
-class HostGroup:
-    """See `cluster.checks.finding.CheckGroup`."""
+def check_disk(check: Check, view: HostView) -> list[Finding]:
+    """Free space on the root file system and for temporary files."""
+    answer, found = view.answer("host.disk"), []
+    for name, (place, limits) in DISK_FREE_BYTES.items():
+        found.append(judge_room(check.on(place), answer.filesystem(name), limits))
+    return found
+
+
+def check_inodes(check: Check, view: HostView) -> list[Finding]:
+    """Free inodes: without them no file can be made, whatever space there is."""
+    answer, check = view.answer("host.disk"), check.expecting("at least 5% free")
+    return [_inodes(check.on(place), answer.filesystem(name)) for name, (place, _) in DISK_FREE_BYTES.items()]
+
+
+def _inodes(check: Check, room: Filesystem | None) -> Finding:
+    if room is None:
+        return check.unknown("not there")
+    if room.inodes == 0:
+        return check.ok(f"made as needed ({room.kind})")
+    share = room.inodes_free / room.inodes
+    remedy = "remove folders with very many small files, such as old caches and environments"
+    return check.above(share, INODES_FREE_SHARE, f"{share:.0%} of {room.inodes} free", remedy)
+
+
+def check_shm(check: Check, view: HostView) -> list[Finding]:
+    """Free space in /dev/shm, through which ranks of a node talk."""
+    check = check.on("/dev/shm").expecting(f"a tmpfs with at least {gib(SHM_FREE_BYTES[1])} free")
+    room = view.answer("host.disk").filesystem("shm")
+    remedy = "mount a larger tmpfs there (containers: --ipc host or --shm-size), or remove what runs left in it"
+    if room is None:
+        return [check.fail("not there: NCCL and data loaders need it", remedy)]
+    if room.kind not in ("tmpfs", "ramfs"):
+        return [check.warn(f"on a disk ({room.kind}), not in memory", remedy)]
+    text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)}"
+    return [check.above(room.free_bytes, SHM_FREE_BYTES, text, remedy)]
+
+
+def check_memlock(check: Check, view: HostView) -> list[Finding]:
+    """How much memory a session may lock; RDMA needs all of it."""
+    answer, check = view.answer("host.limits"), check.expecting("unlimited where RDMA adapters are")
+    locked_kib, adapters = answer.number("memlock", math.inf), len(answer.values("rdma"))
+    if math.isinf(locked_kib):
+        return [check.ok("unlimited")]
+    text = f"{gib(locked_kib * 1024)} in an SSH session"
+    if view.in_containers:
+        return [check.ok(f"{text}; containers get a limit of their own")]
+    remedy = "set `* - memlock unlimited` in /etc/security/limits.d and LimitMEMLOCK=infinity for sshd"
+    if adapters:
+        return [check.fail(f"{text}, and {adapters} RDMA adapters must lock what they send", remedy)]
+    return [check.ok(f"{text}; only RDMA adapters need more, and there is none")]
+
+
+def check_nofile(check: Check, view: HostView) -> list[Finding]:
+    """How many files a session may open."""
+    answer = view.answer("host.limits")
+    answer.number("memlock", math.inf)  # of an answer that was cut off nothing is believed
+    soft, hard = (answer.number(name, math.inf) for name in ("nofile_soft", "nofile_hard"))
+    check, text = check.expecting(f"at least {NOFILE[1]}"), f"{soft:g} open files, at most {hard:g}"
+    remedy = "set `* - nofile 1048576` in /etc/security/limits.d"
+    return [check.fail(text, remedy) if hard < NOFILE[0] else check.above(soft, (0, NOFILE[1]), text, remedy)]
+
+
+def check_memory_free(check: Check, view: HostView) -> list[Finding]:
+    """How much main memory is free: what else sits there."""
+    total, available = read_memory(view.answer("host.memory"))
+    share = available / total
+    text = f"{gib(available)} ({share:.0%}) available of {gib(total)}"
+    check = check.expecting(f"at least {MEMORY_FREE_SHARE[1]:.0%} free")
+    return [check.above(share, MEMORY_FREE_SHARE, text, "look with `top -o %MEM` on the node for what holds it")]
+
+
+def read_memory(answer: Answer) -> tuple[int, int]:
+    """(total, available) in bytes."""
+    found = dict(re.findall(r"^(\w+): (\d{1,15}) kB$", answer.section.output, re.M))
+    total, available = (int(found.get(name, -1)) << 10 for name in ("MemTotal", "MemAvailable"))
+    if total <= 0 or available < 0:
+        raise answer.unreadable("MemTotal or MemAvailable is missing or 0")
+    return total, available
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run. owner: a user name or `uid 1000`. name: as it calls itself, whatever that is."""
+
+    pid: int
+    owner: str
+    age_s: float
+    name: str
+    run_id: str
+
+
+def check_runs(check: Check, view: HostView) -> list[Finding]:
+    """Processes of earlier runs of ours that are still there."""
+    answer, check = view.answer("host.runs"), check.expecting("no run is under way")
+    processes, unread = read_runs(answer), int(answer.number("unread"))
+    if not processes:
+        others = f" among those of this user ({unread} of others: only root may look into them)" if unread else ""
+        return [check.ok(f"none{others}")]
+    runs = sorted({process.run_id for process in processes})
+    return [_run(check.on(one_line(run, 100)), [one for one in processes if one.run_id == run]) for run in runs]
+
+
+def _run(check: Check, processes: Sequence[Process]) -> Finding:
+    owners = ", ".join(sorted({process.owner for process in processes}))
+    many = "1 process" if len(processes) == 1 else f"{len(processes)} processes"
+    oldest = sorted(processes, key=lambda one: -one.age_s)[:_NAMED]
+    shown = ", ".join(f"{one.pid} {one_line(one.name, 40) or '(no name)'} ({age(one.age_s)})" for one in oldest)
+    shown += f" and {len(processes) - _NAMED} more" if len(processes) > _NAMED else ""
+    return check.warn(f"{many} of {owners}: {shown}", "if nobody waits for it, kill these processes")
+
+
+def read_runs(answer: Answer) -> list[Process]:
+    """Processes with BURST_RUN_ID in their environment."""
+    if answer.last != "end":
+        raise answer.unreadable("it stops midway")
+    if answer.number("read") + answer.number("unread") < 1:
+        raise answer.unreadable("not one process was seen")
+    owners, ids = answer.pairs("owner"), answer.pairs("id")
+    uptime_s, ticks = answer.number("uptime"), answer.number("ticks")
+    found = []
+    for line in answer.values("run"):
+        match = re.fullmatch(r"(\d{1,9}) (\d{1,10}|\?) (\d{1,18}) ?(.*)", line)
+        if match is None or match[1] not in ids:
+            raise answer.unreadable(f"no process: {line[:40]!r}")
+        age_s = max(0.0, uptime_s - int(match[3]) / ticks) if ticks else 0.0
+        owner = owners.get(match[2]) or f"uid {match[2]}"
+        found.append(Process(int(match[1]), owner, age_s, match[4], ids[match[1]]))
+    return found
+
+
+class HostGroup(CheckGroup):
+    """See `CheckGroup`."""
 
     name = "host"
+    checks: ClassVar[Mapping[str, Judge]] = {
+        "host.disk": check_disk,
+        "host.inodes": check_inodes,
+        "host.shm": check_shm,
+        "host.memlock": check_memlock,
+        "host.nofile": check_nofile,
+        "host.memory_free": check_memory_free,
+        "host.runs": check_runs,
+        "host.python": check_python,
+        "host.torch": check_torch,
+        "host.nccl": check_nccl,
+        "host.nccl_conf": check_nccl_conf,
+        "host.docker": check_docker,
+        "host.docker_disk": check_docker_disk,
+        "host.docker_gpu": check_docker_gpu,
+        "host.image": check_image,
+        "host.shared": check_shared,
+    }
+    compared: ClassVar[Mapping[str, str]] = {
+        "host.memory": "The same main memory on all nodes, within 3%: a module may have failed."
+    }
 
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        """Findings of one node."""
-        return run_parts(PARTS, probe, config)
+    def look(self, probe: NodeProbe, config: ClusterConfig) -> HostView:
+        """Every check reads a section of its own."""
+        return HostView(probe, config)
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
         """What must be the same everywhere: versions, NCCL settings and the image."""
-        found = {name: _known(read, probe) for name, read in _TRAITS.items()}
+        found = {name: _known(read, HostView(probe, config)) for name, read in _TRAITS.items()}
         return {name: value for name, value in found.items() if value}
 
+    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+        """Each node's main memory against the median; who lacks the image, and who cannot take it."""
+        views = {node: HostView(probe, config) for node, probe in probes.items()}
+        return [*memory_findings(views), *image_findings(views)]
 
-def _python(probe: NodeProbe) -> str | None:
-    software = parse_software(probe)
-    return None if software.in_image else software.python
+    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
+        """A file written to the shared folder by every node and looked for by all."""
+        folder = config.shared_folder
+        if folder is None:
+            return {}
+
+        def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
+            return check_shared_folder(connections, folder)
+
+        return {"host.shared": test}
+
+    def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
+        """What host.sh must know of the configuration: variables to export, quoted, before its sections."""
+        settings = {
+            "BURST_RUNTIME": config.container.runtime,
+            "BURST_PYTHON": config.python if config.container.runtime == "bare" else None,
+            "BURST_ENGINE": config.container.command,
+            "BURST_IMAGE": config.container.image,
+            "BURST_SHARED_FOLDER": config.shared_folder,
+        }
+        return {name: value for name, value in settings.items() if value}
 
 
-def _torch(probe: NodeProbe) -> str | None:
-    software = parse_software(probe)
-    return None if software.in_image or software.packages is None else software.packages.get("torch")
-
-
-def _nccl(probe: NodeProbe) -> str | None:
-    software = parse_software(probe)
-    return None if software.in_image else software.nccl
-
-
-def _image(probe: NodeProbe) -> str | None:
-    image = parse_image(probe)
-    return None if image is None else image.identity
-
-
-_TRAITS: Mapping[str, Callable[[NodeProbe], str | None]] = {
-    "host.python": _python,
-    "host.torch": _torch,
-    "host.nccl": _nccl,
-    "host.nccl_conf": lambda probe: nccl_trait(parse_nccl_settings(probe)),
-    "host.docker": lambda probe: parse_engine(probe).version,
-    "host.image": _image,
+_TRAITS: Mapping[str, Callable[[HostView], str | None]] = {
+    "host.python": lambda view: own_software(view).python,
+    "host.torch": lambda view: own_software(view).packages.get("torch"),
+    "host.nccl": lambda view: own_software(view).nccl,
+    "host.nccl_conf": nccl_trait,
+    "host.docker": engine_version,
+    "host.image": lambda view: read_image(view).identity,
 }
 
 
-def _known(read: Callable[[NodeProbe], str | None], probe: NodeProbe) -> str | None:
+def memory_findings(views: Mapping[str, HostView]) -> list[Finding]:
+    """host.memory: UNKNOWN for a node that did not tell.
+
+    Kernels and firmware keep a little back, and not the same on equal machines: hence a tolerance, and no trait.
+    """
+    totals = {node: _known(_total_memory, view) for node, view in views.items()}
+    known = [total for total in totals.values() if total is not None]
+    usual = statistics.median(known) if known else 0.0
+    expected = f"{gib(usual)} within {MEMORY_TOLERANCE:.0%}" if len(known) > 1 else ""
+    return [_memory(Check(node, "host.memory", expected), total, usual) for node, total in totals.items()]
+
+
+def _total_memory(view: HostView) -> int:
+    return read_memory(view.answer("host.memory"))[0]
+
+
+def _memory(check: Check, total: int | None, usual: float) -> Finding:
+    if total is None:
+        return check.unknown("the node did not tell how much memory it has", "run the check again")
+    if abs(total - usual) > MEMORY_TOLERANCE * usual:
+        remedy = "a module may be missing or switched off: `dmidecode -t memory`"
+        return check.warn(f"{gib(total)}, the usual node has {gib(usual)}", remedy)
+    return check.ok(gib(total))
+
+
+def _known(read: Callable[[HostView], T], view: HostView) -> T | None:
     try:
-        return read(probe)
+        return read(view)
     except UnreadableError:
         return None
 

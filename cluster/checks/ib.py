@@ -5,71 +5,223 @@ What cannot be read is UNKNOWN, and a check that looked at no port is never OK.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
+from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.ib_health import check_counters, check_gpudirect, check_kernel
-from cluster.checks.ib_links import (
-    check_count,
-    check_gid,
-    check_mtu,
-    check_pcie,
-    check_rate,
-    check_state,
-)
-from cluster.checks.ib_ports import ETHERNET, ComputePorts, choose_compute_ports
-from cluster.checks.profile import profile_findings
-from cluster.checks.report import Report
-from cluster.parse.infiniband import Adapters, parse_adapters
+from cluster.checks.group import CheckGroup, Judge
+from cluster.checks.ib_health import check_counters, check_flaps, check_gpudirect, check_health
+from cluster.checks.ib_ports import ETHERNET, FabricView, usual
+from cluster.parse.fabric import HcaPort
+from cluster.parse.infiniband import roce_gid_index
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config_cluster import ClusterConfig
 
-_PORT_CHECKS: Mapping[str, Callable[[Report, ComputePorts], list[Finding]]] = {
-    "ib.state": check_state,
-    "ib.rate": check_rate,
-    "ib.mtu": check_mtu,
-    "ib.pcie": check_pcie,
+# 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
+_PCIE_EFFICIENCY = {2.5: 0.8, 5.0: 0.8}
+_PCIE_NEWER_EFFICIENCY = 128 / 130
+# A packet of RoCE must fit one of 256, 512, 1024, 2048 and 4096 bytes and its headers into the MTU.
+_ROCE_MTU = 4200
+_STATE_REMEDIES = {
+    "Polling": "nobody answers at the other end: look at the cable, its transceivers and the switch port",
+    "Disabled": "the port is switched off: enable it (ibportstate, mlxlink --port_state UP) or its cable is missing",
+    "LinkUp": "the link is there and no subnet manager has set up the port: look at opensm or the switch",
+    "Sleep": "the port sleeps: wake it from the switch",
+    "LinkErrorRecovery": "the link recovers from errors over and over: look at the cable and its transceivers",
 }
-_OTHER_CHECKS = ("ib.counters", "ib.flaps", "ib.health", "ib.gpudirect")
 
 
-class InfinibandGroup:
-    """See `cluster.checks.finding.CheckGroup`."""
+def check_count(check: Check, view: FabricView) -> list[Finding]:
+    """As many InfiniBand or RoCE ports as configured, else as on most nodes; each with a driver."""
+    up, total, wanted = len(view.active), len(view.ports), view.config.expected.hcas
+    left_out = "; ".join(f"{name}: {reason}" for name, reason in list(view.reasons.items())[:8])
+    observed = f"{up} of {total} ports for training are up" if up < total else f"{up} ports for training are up"
+    check = check.expecting(f"{wanted} (cluster.expected.hcas)" if wanted else "")
+    findings = list(_lost_adapters(check, view, left_out))
+    if wanted and up < wanted:
+        findings.append(check.fail(observed, "see the ports that are down, and why others are left out", left_out))
+    if findings:
+        return findings
+    if not up:
+        return [check.fail(observed, "see ib.state", left_out)]
+    if up < total and not wanted:
+        return [check.skip(f"{observed}; ib.state says which are not")]
+    return [check.ok(observed, left_out)]
+
+
+def _lost_adapters(check: Check, view: FabricView, left_out: str) -> Iterator[Finding]:
+    for path in view.adapters.driverless_paths:
+        address = path[-1] if path else "an unknown address"
+        text = f"the InfiniBand adapter at {address} has no driver"
+        yield check.on(address).fail(text, "modprobe mlx5_ib, or look for its error in dmesg")
+    for device in view.adapters.portless:
+        yield check.on(device).fail("the adapter shows no port", "look for its error in dmesg; reset or swap it")
+    # That a GPU's adapter has no driver is told above.
+    told = {path[:1] for path in view.adapters.driverless_paths}
+    for path in view.lonely_gpus:
+        if path[:1] not in told:
+            text = "no adapter is beside this GPU, while the others have one"
+            remedy = "look for a lost adapter (lspci, dmesg); if the node is built so, set cluster.expected.hcas"
+            yield check.on(f"GPU at {path[-1]}").fail(text, remedy, left_out)
+
+
+def check_state(check: Check, view: FabricView) -> list[Finding]:
+    """Every port for training is up: ACTIVE and LinkUp. One good port says nothing about the others."""
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        if port.is_active:
+            return None
+        observed = f"{port.state or 'state not readable'}, {port.phys_state or 'physical state not readable'}"
+        if not port.state or not port.phys_state:
+            return check.unknown(observed, "look at /sys/class/infiniband on the node")
+        remedy = _STATE_REMEDIES.get(port.phys_state, "look at the cable, the switch port and dmesg")
+        return check.fail(
+            observed, f"{remedy}; if it is not in use, say how many are: cluster.expected.hcas", _shown(port)
+        )
+
+    return view.each(check.expecting("ACTIVE, LinkUp"), judge, f"all {len(view.ports)} are up", view.ports)
+
+
+def check_rate(check: Check, view: FabricView) -> list[Finding]:
+    """Every port that is up runs at the configured rate, else at that of the others."""
+    rate = view.rate_gbps or 0.0
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        if port.rate_gbps is None:
+            return check.unknown("its rate is not readable", "look at ibstat on the node")
+        if port.rate_gbps >= rate:
+            return None
+        remedy = "look at the cable (mlxlink -c), its transceivers and the speed of the switch port"
+        return check.fail(f"{port.rate_gbps:g} Gb/s", remedy, _shown(port))
+
+    return view.each(check.expecting(f"{rate:g} Gb/s"), judge, f"{rate:g} Gb/s on all", view.active)
+
+
+def check_mtu(check: Check, view: FabricView) -> list[Finding]:
+    """The interfaces of the ports have one MTU, which does not cut the packets of RoCE."""
+    ports = [port for port in view.active if port.netdev is not None and port.netdev_is_up is not False]
+    if view.active and not ports:
+        return [check.skip("no port carries IP")]
+    most = usual(port.netdev_mtu for port in ports if port.netdev_mtu is not None) or 0
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        if port.netdev_mtu is None:
+            return check.unknown(f"{port.netdev}: MTU not readable", f"look at ip link show {port.netdev}")
+        if port.netdev_mtu == most:
+            return None
+        severity = Verdict.FAIL if port.link_layer == ETHERNET else Verdict.WARN
+        return check.finding(severity, f"{port.netdev}: {port.netdev_mtu}", f"ip link set {port.netdev} mtu {most:g}")
+
+    check = check.expecting(f"{most:g}" if most else "")
+    found = view.each(check, judge, f"{most:g} on all", ports)
+    if found[0].severity is Verdict.OK and most < _ROCE_MTU and any(port.link_layer == ETHERNET for port in ports):
+        text = f"{most:g} on all: packets of RoCE are cut to 1024 bytes or less"
+        return [check.warn(text, "an MTU of 9000 on interfaces and switches is usual")]
+    return found
+
+
+def check_pcie(check: Check, view: FabricView) -> list[Finding]:
+    """Every adapter has all its PCIe lanes, and PCIe is as fast as its port."""
+    devices = {port.device: port for port in view.ports}
+    if devices and all(port.pcie_width is None and port.pcie_width_max is None for port in devices.values()):
+        return [check.skip("this machine tells no width of PCIe links, as virtual machines do")]
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        check, width, most = check.on(port.device), port.pcie_width, port.pcie_width_max
+        look = f"lspci -vv -s {port.pci_address}"
+        if width is None or most is None or width > most:
+            return check.unknown("its PCIe width makes no sense or is not readable", look)
+        check = check.expecting(f"x{most}")
+        if width < most:
+            text = f"x{width}{f' at {port.pcie_gts:g} GT/s' if port.pcie_gts else ''}"
+            return check.fail(text, f"seat the adapter or its riser anew ({port.pci_address}); look at the BIOS")
+        if not port.is_active:
+            return None
+        if port.pcie_gts is None:
+            return check.unknown("the speed of its PCIe lanes is not readable", look)
+        carried = port.pcie_gts * width * _PCIE_EFFICIENCY.get(port.pcie_gts, _PCIE_NEWER_EFFICIENCY)
+        if port.rate_gbps is None or carried >= port.rate_gbps:
+            return None
+        text = f"x{width} at {port.pcie_gts:g} GT/s carries {carried:.0f} Gb/s, its port {port.rate_gbps:g} Gb/s"
+        return check.fail(text, f"look at the speed of the slot in the BIOS ({port.pci_address})")
+
+    return view.each(check, judge, "all lanes are there", devices.values())
+
+
+def check_gid(check: Check, view: FabricView) -> list[Finding]:
+    """Every RoCE port has a GID of RoCE v2 over IPv4, at one index on all ports."""
+    ports = [port for port in view.active if port.link_layer == ETHERNET]
+    if not any(port.link_layer == ETHERNET for port in view.ports):
+        return [check.skip("InfiniBand needs none")]
+    indices: dict[int, list[str]] = defaultdict(list)
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        index = roce_gid_index(port)
+        if index is not None:
+            indices[index].append(port.name)
+            return None
+        remedy = f"give {port.netdev or 'its interface'} an IPv4 address; RoCE v2 must be on (cma_roce_mode, show_gids)"
+        return check.fail("no GID of RoCE v2 over IPv4", remedy)
+
+    findings = view.each(check, judge, "", ports)
+    shown = "; ".join(f"index {index}: {', '.join(names)}" for index, names in sorted(indices.items()))
+    if len(indices) > 1:  # NCCL_IB_GID_INDEX is one number
+        remedy = "give the interfaces their addresses in the same order; NCCL from 2.21 on finds the index itself"
+        findings.append(check.warn(shown, remedy))
+    elif indices and findings[0].severity is Verdict.OK:
+        findings = [check.ok(f"index {min(indices)}")]
+    return findings
+
+
+class InfinibandGroup(CheckGroup):
+    """See `CheckGroup`."""
 
     name = "ib"
+    checks: ClassVar[Mapping[str, Judge]] = {
+        "ib.count": check_count,
+        "ib.state": check_state,
+        "ib.rate": check_rate,
+        "ib.mtu": check_mtu,
+        "ib.pcie": check_pcie,
+        "ib.gid": check_gid,
+        "ib.counters": check_counters,
+        "ib.flaps": check_flaps,
+        "ib.health": check_health,
+        "ib.gpudirect": check_gpudirect,
+    }
+    compared: ClassVar[Mapping[str, str]] = {
+        "ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."
+    }
+
+    def look(self, probe: NodeProbe, config: ClusterConfig) -> FabricView:
+        """The ports for training. Raises UnreadableError."""
+        return FabricView.of(probe, config)
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
         """Findings about the adapters of one node; one SKIP where there are none and none are expected."""
         try:
-            adapters = parse_adapters(probe.section("ib.ports"))
-        except UnreadableError as error:
-            return [
-                Report(probe.node, check).unknown(str(error), "run the check again; see the evidence", error.evidence)
-                for check in ("ib.count", *_PORT_CHECKS, *_OTHER_CHECKS)
-            ]
-        compute = choose_compute_ports(adapters, config.expected)
-        if not compute.ports and not config.expected.hcas and not _is_broken(adapters):
-            why = "; ".join(f"{name} {reason}" for name, reason in list(compute.reasons.items())[:4])
-            return [Report(probe.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")]
-        findings = check_count(Report(probe.node, "ib.count"), compute, adapters, config.expected)
-        for name, run in _PORT_CHECKS.items():
-            findings += run(Report(probe.node, name), compute)
-        if any(port.link_layer == ETHERNET for port in compute.ports):
-            findings += check_gid(Report(probe.node, "ib.gid"), compute)
-        findings += check_counters(Report(probe.node, "ib.counters"), compute, probe.section("ib.counters"))
-        findings += check_kernel(probe.node, compute, probe.section("ib.kernel"))
-        return findings + check_gpudirect(Report(probe.node, "ib.gpudirect"), adapters, probe.section("ib.gpudirect"))
+            view = self.look(probe, config)
+        except UnreadableError:
+            return super().check(probe, config)
+        if view.ports or config.expected.hcas or view.adapters.portless or view.adapters.driverless_paths:
+            return super().check(probe, config)
+        why = "; ".join(f"{name} {reason}" for name, reason in list(view.reasons.items())[:4])
+        return [Check(probe.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")]
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
-        """What all nodes must have alike: link layer and MTU. Count and rate: see `check_fleet`."""
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
+        """What all nodes must have alike, where the configuration does not say the right number of ports."""
         try:
-            active = choose_compute_ports(parse_adapters(probe.section("ib.ports")), ExpectedHardware()).active
+            view = self.look(probe, config)
         except UnreadableError:
             return {}
         values: dict[str, list[object]] = {
-            "ib.link_layer": [port.link_layer or None for port in active],
-            "ib.mtu": [port.netdev_mtu for port in active],
+            "ib.link_layer": [port.link_layer or None for port in view.active],
+            "ib.mtu": [port.netdev_mtu for port in view.active],
+            "ib.rate": [f"{view.rate_gbps:g}" if view.rate_gbps is not None else None],
+            "ib.count": [len(view.active) if config.expected.hcas is None else None],
         }
         # A port that does not tell leaves the trait out: what the others have is not what the node has.
         told = {check: found for check, found in values.items() if found and None not in found}
@@ -79,22 +231,6 @@ class InfinibandGroup:
 GROUP = InfinibandGroup()
 
 
-def _is_broken(adapters: Adapters) -> bool:
-    return bool(adapters.portless or adapters.driverless_paths)
-
-
-def check_fleet(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-    """Nodes with another number or rate of ports than most have, where the configuration does not say the right one."""
-    traits: dict[str, dict[str, str]] = {}
-    for node, probe in probes.items():
-        try:
-            compute = choose_compute_ports(parse_adapters(probe.section("ib.ports")), config.expected)
-        except UnreadableError:
-            continue  # its own checks are UNKNOWN
-        traits[node] = {}
-        if config.expected.hcas is None:
-            traits[node]["ib.count"] = str(len(compute.active))
-        if compute.rate_gbps is not None:
-            traits[node]["ib.rate"] = f"{compute.rate_gbps:g}"
-    compared = profile_findings(traits, ExpectedHardware())
-    return [finding for finding in compared if finding.severity in (Verdict.WARN, Verdict.FAIL)]
+def _shown(port: HcaPort) -> str:
+    rate = "?" if port.rate_gbps is None else f"{port.rate_gbps:g} Gb/s"
+    return f"state {port.state}, phys_state {port.phys_state}, rate {rate}, {port.link_layer}, {port.pci_address}"

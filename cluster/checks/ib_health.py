@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
+from cluster.checks.check import Check, age
 from cluster.checks.finding import Finding
-from cluster.checks.ib_ports import ComputePorts
-from cluster.checks.report import Report, age
+from cluster.checks.ib_ports import FabricView
 from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import (
-    Adapters,
-    CounterSamples,
-    GpuDirect,
-    KernelEvent,
-    KernelLog,
-    parse_counters,
-    parse_gpudirect,
-    parse_kernel,
-)
+from cluster.parse.infiniband import GpuDirect, known_lines, parse_gpudirect, port_name, whole_lines
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import Section
+from cluster.remote_text import one_line
 
+_COUNTER = re.compile(r"[0-9]{1,20}")
+_STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
+_KERNEL_DEVICE = re.compile(r"\bmlx[45]_core ([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b")
 # None of these grows on a sound link, not within the second between two samples.
 _ERROR_COUNTERS = frozenset(
     {
@@ -56,64 +50,98 @@ _FLAPS = 3
 _LINK_REMEDY = "clean or swap the cable and its transceivers; look at the switch port"
 
 
-def check_counters(report: Report, compute: ComputePorts, section: Section) -> list[Finding]:
-    """Whether errors are being counted. Only what grows fails: what a counter stands at may be years old."""
-    try:
-        samples = parse_counters(section)
-    except UnreadableError as error:
-        return [report.unknown(str(error), "run the check again; see the evidence", error.evidence)]
-    findings = [finding for port in compute.ports for finding in _port_counters(report.on(port.name), port, samples)]
-    if findings:
-        return findings
-    if not compute.ports:
-        return [report.unknown("no port to look at", "see ib.count")]
-    return [report.ok("no errors were counted in a second")]
+def check_counters(check: Check, view: FabricView) -> list[Finding]:
+    """Errors that are being counted now, over two looks; what a counter stands at may be years old."""
+    samples = read_counters(view.probe.section("ib.counters"))
+    found = [one for port in view.ports for one in _judge_counters(check.on(port.name), port, samples)]
+    if not view.ports:
+        return [check.unknown("no port to look at", "see ib.count")]
+    return found or [check.ok("no errors were counted in a second")]
 
 
-def check_kernel(node: str, compute: ComputePorts, section: Section) -> list[Finding]:
-    """What the kernel says about the adapters for training: links that flap, firmware that fails, PCIe that is slow."""
-    flaps, health = Report(node, "ib.flaps"), Report(node, "ib.health")
-    try:
-        log = parse_kernel(section)
-    except UnreadableError as error:
-        remedy = "let the user read the kernel log: group systemd-journal or adm, or kernel.dmesg_restrict=0"
-        return [report.unknown(f"kernel log: {error}", remedy, error.evidence) for report in (flaps, health)]
-    devices = {port.pci_address: port for port in compute.ports if port.pci_address}
-    events: dict[str, list[KernelEvent]] = defaultdict(list)
-    for event in log.events:
-        events[event.address or ""].append(event)
-    flapping: list[Finding] = []
-    sick: list[Finding] = []
-    for address, port in devices.items():
-        flapping += _flaps(flaps.on(port.device), events[address], log)
-        sick += _sickness(health.on(port.device), port, events[address])
+def read_counters(section: Section) -> Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]]:
+    """Counters of each port (`mlx5_0:1`) by name, and the same about a second later. Raises UnreadableError."""
+    samples: dict[str, dict[str, Mapping[str, int]]] = {"sample1": {}, "sample2": {}}
+    for word, fields in known_lines(section):
+        if word in samples:
+            told = {name: text for name, text in fields.items() if name not in ("dev", "port")}
+            bad = next((text for text in told.values() if not _COUNTER.fullmatch(text) or int(text) >> 64), None)
+            if bad is not None:
+                raise UnreadableError(f"{section.name}: {one_line(bad, 40)!r} is no counter")
+            samples[word][port_name(fields, section.name)] = {name: int(text) for name, text in told.items()}
+    first, second = samples.values()
+    if first.keys() != second.keys():
+        raise UnreadableError(f"{section.name}: the two samples are not about the same ports")
+    return {port: (first[port], second[port]) for port in first}
+
+
+@dataclass(frozen=True)
+class KernelEvent:
+    """A line of the kernel log about adapters. address: the PCI device that it is about. at_s: seconds after boot;
+    age_s: before now. None where the node did not tell."""
+
+    address: str | None
+    text: str
+    at_s: float | None
+    age_s: float | None
+
+
+def check_flaps(check: Check, view: FabricView) -> list[Finding]:
+    """What the kernel logged of links that go up and down."""
+    found = [finding for port, events in _events(view) for finding in _flaps(check.on(port.device), events)]
+    return found or [check.ok("no link was lost")]
+
+
+def check_health(check: Check, view: FabricView) -> list[Finding]:
+    """What the kernel logged of adapters: failing firmware, PCIe links that are too slow."""
+    found = [finding for port, events in _events(view) for finding in _sickness(check.on(port.device), port, events)]
+    return found or [check.ok("no complaint in the kernel log")]
+
+
+def _events(view: FabricView) -> list[tuple[HcaPort, list[KernelEvent]]]:
+    """What the log says of each adapter for training. Raises UnreadableError."""
+    log = read_kernel(view.probe.section("ib.kernel"))
+    devices = {port.pci_address: port for port in view.ports if port.pci_address}
     if not devices:
-        return [report.unknown("no adapter has a known place on the PCI bus") for report in (flaps, health)]
-    return (flapping or [flaps.ok("no link was lost")]) + (sick or [health.ok("no complaint in the kernel log")])
+        raise UnreadableError("no adapter has a known place on the PCI bus")
+    return [(port, [event for event in log if event.address == address]) for address, port in devices.items()]
 
 
-def check_gpudirect(report: Report, adapters: Adapters, section: Section) -> list[Finding]:
-    """Whether adapters may reach GPU memory; else NCCL copies everything through host memory, without a word."""
-    report = replace(report, expected="nvidia_peermem, or DMA-BUF of the open driver")
+def read_kernel(section: Section) -> list[KernelEvent]:
+    """What the drivers of adapters said since boot. Raises UnreadableError."""
+    allow = "let the user read the kernel log: group systemd-journal or adm, or kernel.dmesg_restrict=0"
     try:
-        found = parse_gpudirect(section)
+        lines = whole_lines(section)
     except UnreadableError as error:
-        return [report.unknown(str(error), "run the check again; see the evidence", error.evidence)]
-    ways = gpudirect_ways(found)
+        raise UnreadableError(f"kernel log: {error}", one_line(section.output), allow) from error
+    if not any(line[0] == "first" for line in lines):
+        raise UnreadableError(f"kernel log: {section.name}: no line of one", one_line(section.output), allow)
+    told = next((line[1] for line in lines if line[0] == "uptime" and len(line) == 2), "")
+    uptime_s = float(told) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", told) else None
+    events = []
+    for line in lines:
+        if line[0] == "line":
+            text = one_line(" ".join(line[1:]), 300)
+            stamp, address = _STAMP.match(text), _KERNEL_DEVICE.search(text)
+            at_s = float(stamp[1]) if stamp else None
+            age_s = max(0.0, uptime_s - at_s) if at_s is not None and uptime_s is not None else None
+            events.append(KernelEvent(address[1] if address else None, text, at_s, age_s))
+    return events
+
+
+def check_gpudirect(check: Check, view: FabricView) -> list[Finding]:
+    """Adapters may reach GPU memory (nvidia_peermem or DMA-BUF); else traffic goes through the host."""
+    found = parse_gpudirect(view.probe.section("ib.gpudirect"))
+    check, ways = check.expecting("nvidia_peermem, or DMA-BUF of the open driver"), gpudirect_ways(found)
     if ways:
-        return [report.ok(ways, found.peer_memory or "")]
-    if not found.has_driver and not adapters.gpu_paths:
-        return [report.skip("no GPU of NVIDIA")]
+        return [check.ok(ways, found.peer_memory or "")]
+    if not found.has_driver and not view.adapters.gpu_paths:
+        return [check.skip("no GPU of NVIDIA")]
     if found.has_open_driver and found.kernel_has_dmabuf is None:
         text = "no module nvidia_peermem; whether the kernel has DMA-BUF cannot be read"
-        return [report.unknown(text, "modprobe nvidia_peermem, or let the user read /proc/kallsyms")]
-    return [
-        report.fail(
-            "adapters cannot reach GPU memory",
-            "modprobe nvidia_peermem (and have it loaded at boot)",
-            f"kernel {found.kernel}",
-        )
-    ]
+        return [check.unknown(text, "modprobe nvidia_peermem, or let the user read /proc/kallsyms")]
+    remedy = "modprobe nvidia_peermem (and have it loaded at boot)"
+    return [check.fail("adapters cannot reach GPU memory", remedy, f"kernel {found.kernel}")]
 
 
 def gpudirect_ways(found: GpuDirect) -> str:
@@ -126,57 +154,52 @@ def gpudirect_ways(found: GpuDirect) -> str:
     return " and ".join(ways)
 
 
-def _port_counters(report: Report, port: HcaPort, samples: CounterSamples) -> Iterable[Finding]:
-    now, grown = samples.second.get(port.name), samples.deltas(port.name)
-    if not now or "link_downed" not in grown:
+def _judge_counters(
+    check: Check, port: HcaPort, samples: Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]]
+) -> Iterable[Finding]:
+    before, now = samples.get(port.name, ({}, {}))
+    grown = {name: now[name] - value for name, value in before.items() if name in now}
+    if "link_downed" not in grown:
         if port.is_virtual_function:
-            yield report.skip("a virtual function tells no error counters")
+            yield check.skip("a virtual function tells no error counters")
         else:
-            yield report.unknown("its error counters are not readable", "look at ports/1/counters below /sys")
+            yield check.unknown("its error counters are not readable", "look at ports/1/counters below /sys")
         return
     bad = {name: by for name, by in grown.items() if by > 0 and name in _ERROR_COUNTERS}
     crowded = {name: by for name, by in grown.items() if by > 0 and name in _CROWD_COUNTERS}
     reset = sorted(name for name, by in grown.items() if by < 0 and name in _ERROR_COUNTERS | _CROWD_COUNTERS)
     if bad:
-        yield report.fail(f"errors are being counted: {_shown(bad)}", _LINK_REMEDY)
+        yield check.fail(f"errors are being counted: {_shown(bad)}", _LINK_REMEDY)
     if reset:
-        yield report.unknown(f"{', '.join(reset)} went backwards: reset meanwhile", "run the check again")
+        yield check.unknown(f"{', '.join(reset)} went backwards: reset meanwhile", "run the check again")
     if crowded and not bad:
-        yield report.warn(f"packets are lost or late: {_shown(crowded)}", "look for congestion or another job")
+        yield check.warn(f"packets are lost or late: {_shown(crowded)}", "look for congestion or another job")
     for name in _NARROW_COUNTERS:
         value = now.get(name, 0)
         if value >= _NARROW_END:
             text = f"{name} stands at {value}, where it ends: new losses cannot be seen"
-            yield report.warn(text, f"set it back (perfquery -R) and watch it; {_LINK_REMEDY} if it grows again")
+            yield check.warn(text, f"set it back (perfquery -R) and watch it; {_LINK_REMEDY} if it grows again")
         elif value >= _MANY_LINK_LOSSES and name not in bad:
-            yield report.warn(f"{name} stands at {value}", f"watch it; {_LINK_REMEDY} if it grows")
+            yield check.warn(f"{name} stands at {value}", f"watch it; {_LINK_REMEDY} if it grows")
 
 
 def _shown(counters: Mapping[str, int]) -> str:
     return ", ".join(f"{name} +{by}" for name, by in sorted(counters.items()))
 
 
-def _flaps(report: Report, events: Iterable[KernelEvent], log: KernelLog) -> Iterable[Finding]:
+def _flaps(check: Check, events: Iterable[KernelEvent]) -> Iterable[Finding]:
     lost = [event for event in events if _LINK_DOWN.search(event.text) and (event.at_s is None or event.at_s > _BOOT_S)]
-    if not lost:
-        return
-    ages = [_age_s(event, log) for event in lost]
-    recent = sum(seconds < _RECENT_S for seconds in ages)
-    last = "" if log.uptime_s is None else f", the last {age(ages[-1])} ago"
-    text = f"its link was lost {len(lost)} time{'s' if len(lost) > 1 else ''} since boot{last}"
-    make = report.fail if recent >= _FLAPS else report.warn
-    yield make(text, _LINK_REMEDY, lost[-1].text)
+    if lost:
+        last = "" if lost[-1].age_s is None else f", the last {age(lost[-1].age_s)} ago"
+        text = f"its link was lost {len(lost)} time{'s' if len(lost) > 1 else ''} since boot{last}"
+        recent = sum(event.age_s is None or event.age_s < _RECENT_S for event in lost)
+        yield (check.fail if recent >= _FLAPS else check.warn)(text, _LINK_REMEDY, lost[-1].text)
 
 
-def _age_s(event: KernelEvent, log: KernelLog) -> float:
-    """0, so recent, when it cannot be told."""
-    return 0.0 if event.at_s is None or log.uptime_s is None else max(0.0, log.uptime_s - event.at_s)
-
-
-def _sickness(report: Report, port: HcaPort, events: Iterable[KernelEvent]) -> Iterable[Finding]:
+def _sickness(check: Check, port: HcaPort, events: Iterable[KernelEvent]) -> Iterable[Finding]:
     for pattern, text, make, remedy in (
-        (_SICK, "its firmware failed", report.fail, "reset the adapter or reboot; update its firmware"),
-        (_HOT, "it is too hot", report.warn, "look at fans and airflow"),
+        (_SICK, "its firmware failed", check.fail, "reset the adapter or reboot; update its firmware"),
+        (_HOT, "it is too hot", check.warn, "look at fans and airflow"),
     ):
         said = [event for event in events if pattern.search(event.text)]
         if said:
@@ -189,5 +212,5 @@ def _sickness(report: Report, port: HcaPort, events: Iterable[KernelEvent]) -> I
         carried = float(limited[1])
         if port.rate_gbps is not None and carried < port.rate_gbps and port.pcie_width == port.pcie_width_max:
             text = f"PCIe carries {carried:.0f} Gb/s to it, its port {port.rate_gbps:g} Gb/s: limited by {limited[2]}"
-            yield report.fail(text, "look at the slot, the riser and the PCIe settings of the BIOS", event.text)
+            yield check.fail(text, "look at the slot, the riser and the PCIe settings of the BIOS", event.text)
         break

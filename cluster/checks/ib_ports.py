@@ -6,12 +6,15 @@ A port that is down is not left out for being down: then eight good ports and se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding
 from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import Adapters
-from engine.config_cluster import ExpectedHardware
+from cluster.parse.infiniband import Adapters, parse_adapters
+from cluster.probe.section import NodeProbe
+from engine.config_cluster import ClusterConfig, ExpectedHardware
 
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 # Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.
@@ -19,7 +22,7 @@ _MAX_GPUS_WITHOUT_PORT = 0.25
 
 
 @dataclass(frozen=True)
-class ComputePorts:
+class FabricView:
     """The ports for training, in the order of their names; reasons: why each other port is none of them.
 
     rate_gbps: what each must run at: as configured, else as most of those that are up do; None when none is up.
@@ -27,20 +30,59 @@ class ComputePorts:
     beside them while most have.
     """
 
+    probe: NodeProbe
+    config: ClusterConfig
+    adapters: Adapters
     ports: tuple[HcaPort, ...] = ()
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     rate_gbps: float | None = None
     beside_gpus: bool = False
     lonely_gpus: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(cls, probe: NodeProbe, config: ClusterConfig) -> FabricView:
+        """The answer of a node, read. Raises UnreadableError."""
+        adapters = parse_adapters(probe.section("ib.ports"))
+        ports, reasons, beside = _choose(adapters, config.expected)
+        lonely = [path for path in adapters.gpu_paths if path and not any(_share(path, port) for port in ports)]
+        rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
+        return cls(
+            probe,
+            config,
+            adapters,
+            tuple(ports),
+            reasons,
+            config.expected.hca_rate_gbps or rate,
+            beside,
+            tuple(lonely) if beside else (),
+        )
 
     @property
     def active(self) -> tuple[HcaPort, ...]:
         """Those that traffic can pass."""
         return tuple(port for port in self.ports if port.is_active)
 
+    def each(
+        self,
+        check: Check,
+        judge: Callable[[Check, HcaPort], Finding | None],
+        fine: str,
+        ports: Iterable[HcaPort],
+    ) -> list[Finding]:
+        """A finding for every port that `judge` says something of; one OK with `fine` when it says nothing at all.
 
-def choose_compute_ports(adapters: Adapters, expected: ExpectedHardware) -> ComputePorts:
-    """The ports for training among all of the node."""
+        UNKNOWN when there is no port to look at: all of none is no good news.
+        """
+        ports = list(ports)
+        told = [judge(check.on(port.name), port) for port in ports]
+        found = [finding for finding in told if finding is not None]
+        if found:
+            return found
+        return [check.ok(fine)] if ports else [check.unknown("no port is up to look at", "see ib.state")]
+
+
+def _choose(adapters: Adapters, expected: ExpectedHardware) -> tuple[list[HcaPort], dict[str, str], bool]:
+    """(the ports for training among all of the node, why the others are none, whether their place told)."""
     reasons: dict[str, str] = {}
     left = list(adapters.ports)
 
@@ -75,10 +117,9 @@ def choose_compute_ports(adapters: Adapters, expected: ExpectedHardware) -> Comp
         if wanted and sum(port.is_active for port in left) >= wanted:
             others = f"down, while {wanted} others are up as cluster.expected.hcas says"
             leave_out(lambda port: port.state == "DOWN", lambda port: others, spare_all=False)
-        return ComputePorts(tuple(left), reasons, _rate(left, expected))
+        return left, reasons, False
     leave_out(lambda port: port.name not in beside, lambda port: "not beside a GPU", spare_all=False)
-    lonely = tuple(path for path in adapters.gpu_paths if path and not any(_share(path, port) for port in left))
-    return ComputePorts(tuple(left), reasons, _rate(left, expected), beside_gpus=True, lonely_gpus=lonely)
+    return left, reasons, True
 
 
 def usual(values: Iterable[float]) -> float | None:
@@ -111,9 +152,3 @@ def _link_layer(ports: Sequence[HcaPort], gpu_paths: Sequence[Sequence[str]]) ->
     if counts[INFINIBAND] != counts[ETHERNET]:
         return INFINIBAND if counts[INFINIBAND] > counts[ETHERNET] else ETHERNET
     return INFINIBAND if any(port.link_layer == INFINIBAND for port in ports) else ETHERNET
-
-
-def _rate(ports: Sequence[HcaPort], expected: ExpectedHardware) -> float | None:
-    if expected.hca_rate_gbps is not None:
-        return expected.hca_rate_gbps
-    return usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)

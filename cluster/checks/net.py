@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import ClassVar
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.profile import profile_findings
-from cluster.checks.report import Report
+from cluster.access.connection import Connection
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding
+from cluster.checks.group import CheckGroup, Judge, TestBetween
+from cluster.checks.pairs import check_pairs
 from cluster.parse.fabric import NetInterface
-from cluster.parse.interfaces import choose_interface, explain_interface, parse_interfaces, read_interfaces
+from cluster.parse.interfaces import InterfaceChoice, explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
 from engine.config_cluster import ClusterConfig
@@ -18,42 +21,67 @@ from engine.config_cluster import ClusterConfig
 _MIN_MTU = 1280
 
 
-class NetworkGroup:
-    """See `cluster.checks.finding.CheckGroup`."""
+def check_interface(check: Check, choice: InterfaceChoice) -> list[Finding]:
+    """There is one interface that other nodes can reach: up, with IPv4, not of containers."""
+    check = check.expecting("an interface that others reach")
+    if choice.interface is None:
+        return [check.fail(choice.reason, "name the one that nodes share: cluster.interface=NAME")]
+    return [check.ok(f"{choice.interface.name}, {', '.join(choice.interface.addresses)}", choice.reason)]
+
+
+def check_mtu(check: Check, choice: InterfaceChoice) -> list[Finding]:
+    """These interfaces have one MTU; different ones lose large packets without a word."""
+    check, interface = check.expecting(f"at least {_MIN_MTU}"), choice.interface
+    if interface is None:
+        return [check.skip("no interface was chosen")]
+    if interface.mtu is None:
+        return [check.unknown(f"{interface.name}: not readable", f"look at ip link show {interface.name}")]
+    if interface.mtu < _MIN_MTU:
+        return [check.warn(str(interface.mtu), f"ip link set {interface.name} mtu 1500")]
+    return [check.ok(str(interface.mtu))]
+
+
+class NetworkGroup(CheckGroup):
+    """See `CheckGroup`."""
 
     name = "net"
+    checks: ClassVar[Mapping[str, Judge]] = {"net.interface": check_interface, "net.mtu": check_mtu}
+    compared: ClassVar[Mapping[str, str]] = {
+        "net.subnet": "The interfaces that nodes talk over lie in one subnet, and no two nodes have one address.",
+        "net.pairs": "Every node can open a TCP connection to every other, in both directions.",
+    }
 
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        """Whether there is one interface that others can reach, and what it can do."""
-        report = Report(probe.node, "net.interface", expected=config.interface or "an interface that others reach")
+    def look(self, probe: NodeProbe, config: ClusterConfig) -> InterfaceChoice:
+        """The interface that the node talks over. Raises UnreadableError."""
+        return explain_interface(read_interfaces(probe), config.interface)
+
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
+        """The MTU of the interface."""
+        interface = self._interface(probe, config)
+        return {"net.mtu": str(interface.mtu)} if interface is not None and interface.mtu is not None else {}
+
+    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+        """Whether the interfaces lie in one subnet."""
+        return check_subnets({node: self._interface(probe, config) for node, probe in probes.items()})
+
+    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
+        """Connects of all pairs."""
+
+        def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
+            found = {node: self._interface(probe, config) for node, probe in probes.items()}
+            addresses = {node: one.addresses[0] if one is not None else "" for node, one in found.items()}
+            return check_pairs(connections, addresses)
+
+        return {"net.pairs": test}
+
+    def _interface(self, probe: NodeProbe, config: ClusterConfig) -> NetInterface | None:
         try:
-            choice = explain_interface(read_interfaces(probe), config.interface)
-        except UnreadableError as error:
-            return [report.unknown(str(error), "run the check again; see the evidence", error.evidence)]
-        interface = choice.interface
-        if interface is None:
-            return [report.fail(choice.reason, "name the one that nodes share: cluster.interface=NAME")]
-        shown = f"{interface.name}, {', '.join(interface.addresses)}"
-        return [report.ok(shown, choice.reason), _mtu(probe.node, interface)]
-
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
-        """None: which interface counts is known with the configuration only, see `check_fleet`."""
-        return {}
+            return self.look(probe, config).interface
+        except UnreadableError:
+            return None
 
 
 GROUP = NetworkGroup()
-
-
-def check_fleet(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-    """Whether the interfaces that the nodes talk over lie in one subnet, and which has another MTU."""
-    chosen = {node: choose_interface(parse_interfaces(probe), config.interface) for node, probe in probes.items()}
-    traits = {}
-    for node, interface in chosen.items():
-        if interface is not None:
-            traits[node] = {} if interface.mtu is None else {"net.mtu": str(interface.mtu)}
-    compared = profile_findings(traits, config.expected)
-    odd = [finding for finding in compared if finding.severity in (Verdict.WARN, Verdict.FAIL)]
-    return check_subnets(chosen) + odd
 
 
 def check_subnets(interfaces_by_node: Mapping[str, NetInterface | None]) -> list[Finding]:
@@ -72,38 +100,27 @@ def check_subnets(interfaces_by_node: Mapping[str, NetInterface | None]) -> list
         for address in {address.partition("/")[0] for address in addresses}:
             owners[address].append(node)
     usual = max(votes, key=lambda network: votes[network], default="")
-    findings = []
-    for node, interface in interfaces_by_node.items():
-        report = Report(node, "net.subnet", expected=usual, device=interface.name if interface else None)
-        findings.append(_subnet(report, interface, usual, owners))
-    return findings
+    return [
+        _subnet(Check(node, "net.subnet", usual), interface, owners) for node, interface in interfaces_by_node.items()
+    ]
 
 
-def _subnet(report: Report, interface: NetInterface | None, usual: str, owners: Mapping[str, list[str]]) -> Finding:
+def _subnet(check: Check, interface: NetInterface | None, owners: Mapping[str, list[str]]) -> Finding:
     if interface is None:
-        return report.unknown("no interface was chosen", "see net.interface")
-    shown = ", ".join(interface.addresses)
+        return check.unknown("no interface was chosen", "see net.interface")
+    check, shown = check.on(interface.name), ", ".join(interface.addresses)
     for address in interface.addresses:
-        others = [node for node in owners[address.partition("/")[0]] if node != report.node]
+        others = [node for node in owners[address.partition("/")[0]] if node != check.node]
         if others:
             text = f"{shown}, and so has {', '.join(others[:4])}"
-            return report.fail(text, "name an interface that leads to the other nodes: cluster.interface=NAME")
+            return check.fail(text, "name an interface that leads to the other nodes: cluster.interface=NAME")
     networks = {_network(address) for address in interface.addresses}
     if all(network.endswith("/32") for network in networks):
-        return report.skip(f"{shown}: every node has a network of its own, as some clouds do it")
-    if usual in networks:
-        return report.ok(shown)
-    return report.warn(shown, "if a router joins the two, all is well; else name the right one: cluster.interface=NAME")
+        return check.skip(f"{shown}: every node has a network of its own, as some clouds do it")
+    if check.expected in networks:
+        return check.ok(shown)
+    return check.warn(shown, "if a router joins the two, all is well; else name the right one: cluster.interface=NAME")
 
 
 def _network(address: str) -> str:
     return str(ipaddress.ip_interface(address).network)
-
-
-def _mtu(node: str, interface: NetInterface) -> Finding:
-    report = Report(node, "net.mtu", expected=f"at least {_MIN_MTU}")
-    if interface.mtu is None:
-        return report.unknown(f"{interface.name}: not readable", f"look at ip link show {interface.name}")
-    if interface.mtu < _MIN_MTU:
-        return report.warn(str(interface.mtu), f"ip link set {interface.name} mtu 1500")
-    return report.ok(str(interface.mtu))

@@ -1,30 +1,51 @@
-"""All nodes against all: does a TCP connection work from each to each other, in both directions?"""
+"""All nodes against all: does a TCP connection work from each to each other, in both directions?
+
+On every node runs an agent (`cluster/probe/pair_agent.py`), started over SSH, asked by JSON lines, gone when we are.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import secrets
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
-from cluster.access.connection import Connection
+from cluster.access.connection import Connection, RemoteProcess
 from cluster.access.fanout import fan_out
+from cluster.checks.check import Check
 from cluster.checks.finding import Finding
-from cluster.checks.pairs_agents import START_TIMEOUT_S, AgentError, PairAgent, running_agents
-from cluster.checks.report import Report
-from cluster.errors import SshError
+from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
+from engine.errors import BurstError
 
 CHECK = "net.pairs"
+START_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 3.0
-# Connections that one node opens at the same time.
+# Connections that one node opens at the same time, and nodes that do so.
 WIDTH = 64
-# Nodes that open connections at the same time.
-SENDERS = 64
+# Reads the program from stdin by its length and runs it, so that nothing of it is in argv or on a disk. Isolated: no
+# module of the node's folders or of the user is imported.
+_BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'pair_agent','exec'))"
+AGENT_ARGV = ("python3", "-I", "-S", "-c", _BOOTSTRAP)
 _SLACK_S = 15.0
+_END_WAIT_S = 2.0
+_ANSWER_BYTES = 4 << 20
 _NAMED = 8
-_OK = "ok"
-_UNTRIED = "not tried"
+_OK, _UNTRIED = "ok", "not tried"
 _REMEDY = "look for a firewall between them, a cable or switch port, and the right cluster.interface"
+
+
+class AgentError(ClusterError):
+    """The agent of a node could not be started, or answered what it must not; `remedy` says what to do."""
+
+    def __init__(self, text: str, remedy: str = "") -> None:
+        self.remedy = remedy
+        super().__init__(text)
 
 
 @dataclass(frozen=True)
@@ -38,9 +59,74 @@ class Link:
     delay_ms: float = 0.0
 
     @property
-    def works(self) -> bool:
-        """Whether the two agents spoke."""
-        return self.kind == _OK
+    def is_broken(self) -> bool:
+        """Whether it was tried and does not work."""
+        return self.kind not in (_OK, _UNTRIED)
+
+
+class PairAgent:
+    """The agent of one node, listening at `address`, `port`."""
+
+    def __init__(self, process: RemoteProcess, address: str, port: int = 0) -> None:
+        self.address, self.port = address, port
+        self._process = process
+        self._nonce = f"@@{secrets.token_hex(12)}"
+        self._buffer = b""
+
+    def begin(self, token: str, deadline_s: float, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Send program and greeting; learn the port."""
+        program = (files("cluster.probe") / "pair_agent.py").read_bytes()
+        greeting = {"nonce": self._nonce, "token": token, "address": self.address, "deadline_s": deadline_s}
+        text = b"%d\n%s%s\n" % (len(program), program, json.dumps(greeting).encode())
+        with contextlib.suppress(SshError):  # why it does not read is in what it says
+            self._process.write(text)
+        answer = self._answer(timeout_s)
+        port = answer.get("port")
+        if "error" in answer:
+            remedy = "give the nodes addresses of their own: see cluster.interface"
+            raise AgentError(f"cannot listen on {self.address}: {one_line(str(answer['error']))}", remedy)
+        if not isinstance(port, int) or not 0 < port < 65536:
+            raise AgentError("the agent told no port")
+        self.port = port
+
+    def connect(self, targets: Sequence[tuple[str, str, int]], timeout_s: float, answer_s: float) -> Mapping[str, Any]:
+        """What came of connecting to (name, address, port) of each target. Raises AgentError or SshError."""
+        request = {"targets": targets, "timeout_s": timeout_s, "width": WIDTH}
+        self._process.write(json.dumps(request).encode() + b"\n")
+        return self._answer(answer_s)
+
+    def close(self) -> None:
+        """End it: its input ends."""
+        self._process.close_stdin()
+        self._process.close()
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next line of the agent; what else the login shell printed is passed over."""
+        mark, until = f"{self._nonce} ".encode(), time.monotonic() + timeout_s
+        line = b""
+        while not line.startswith(mark):
+            while b"\n" not in self._buffer:
+                more = self._process.read(1 << 16, max(0.01, until - time.monotonic()))
+                if not more:
+                    raise self._ended()
+                self._buffer += more
+                if len(self._buffer) > _ANSWER_BYTES:
+                    raise AgentError("the agent's answer is too long")
+            line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            return dict(json.loads(line[len(mark) :]))
+        except (ValueError, TypeError) as error:
+            raise AgentError("the agent's answer is no JSON object") from error
+
+    def _ended(self) -> AgentError:
+        """Why there is no agent, by exit code and the words on stderr."""
+        result = self._process.wait(_END_WAIT_S)
+        said = one_line(result.stderr or self._buffer, 160)
+        if result.exit_code == 127:
+            return AgentError("python3 is not installed", "install python3 (3.9 or newer): the pair tests run in it")
+        if result.exit_code == 3:
+            return AgentError("the agent came to its deadline")
+        return AgentError(f"the agent ended with exit code {result.exit_code}{f': {said}' if said else ''}")
 
 
 def check_pairs(
@@ -48,48 +134,44 @@ def check_pairs(
     addresses: Mapping[str, str],
     *,
     timeout_s: float = CONNECT_TIMEOUT_S,
-    width: int = WIDTH,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> list[Finding]:
-    """net.pairs of every node. N nodes make N * (N - 1) connections, at most `width` at a time from one node.
+    """net.pairs of every node. N nodes make N * (N - 1) connections, at most WIDTH at a time from one node.
 
-    addresses: by node, as the net group chose them. A node without agent is UNKNOWN and is not part of any pair.
+    addresses: by node, IPv4 or IPv6, with or without prefix length; empty where none was chosen. A node without agent
+    is UNKNOWN and is not part of any pair.
     """
-    nodes = list(connections)
-    if len(nodes) < 2:
-        return [Report(node, CHECK).skip("one node has no pairs") for node in nodes]
-    one_node_s = timeout_s * math.ceil(len(nodes) / width) + _SLACK_S
-    deadline_s = one_node_s * math.ceil(len(nodes) / SENDERS) + 2 * _SLACK_S
-    with running_agents(connections, addresses, deadline_s, start_timeout_s=start_timeout_s) as group:
-        links = _connect_all(connections, group.agents, timeout_s, width, one_node_s)
-    return judge_pairs(nodes, links, group.absent)
+    nodes, token = list(connections), secrets.token_hex(32)
+    waves = math.ceil(len(nodes) / WIDTH)
+    one_node_s = timeout_s * waves + _SLACK_S
+    agents: dict[str, PairAgent] = {}
 
-
-def _connect_all(
-    connections: Mapping[str, Connection],
-    agents: Mapping[str, PairAgent],
-    timeout_s: float,
-    width: int,
-    one_node_s: float,
-) -> list[Link]:
-    names = list(agents)
+    def start(node: str) -> None:
+        if not addresses.get(node):
+            raise AgentError("no address to test was chosen", "see the findings of group net, and cluster.interface")
+        agents[node] = PairAgent(connections[node].start(AGENT_ARGV), addresses[node].partition("/")[0])
+        agents[node].begin(token, one_node_s * waves + 2 * _SLACK_S, start_timeout_s)
 
     def connect(node: str) -> list[Link]:
-        at = names.index(node)
         # Each node begins with the one after it: else all would begin with the first.
-        targets = [agents[name].target for name in [*names[at + 1 :], *names[:at]]]
-        if not targets:
-            return []
-        request = {"targets": targets, "timeout_s": timeout_s, "width": width}
-        return read_links(node, [str(target[0]) for target in targets], agents[node].ask(request, one_node_s))
+        others = [*ready[ready.index(node) + 1 :], *ready[: ready.index(node)]]
+        targets = [(other, agents[other].address, agents[other].port) for other in others]
+        return read_links(node, others, agents[node].connect(targets, timeout_s, one_node_s)) if targets else []
 
-    hosts = [connections[node].host.with_name(node) for node in names]
-    outcomes = fan_out(hosts, lambda host: connect(host.name), width=SENDERS)
+    hosts = [connection.host.with_name(node) for node, connection in connections.items()]
+    try:
+        started = fan_out(hosts, lambda host: start(host.name))
+        absent = {node: outcome.error for node, outcome in started.items() if outcome.error is not None}
+        ready = [node for node in nodes if node not in absent]
+        asked = fan_out([host for host in hosts if host.name in ready], lambda host: connect(host.name), width=WIDTH)
+    finally:
+        for agent in list(agents.values()):
+            agent.close()
     links: list[Link] = []
-    for node, outcome in outcomes.items():
+    for node, outcome in asked.items():
         why = one_line(str(outcome.error)) if outcome.error else ""
-        links += outcome.value or [Link(node, other, _UNTRIED, why) for other in names if other != node]
-    return links
+        links += outcome.value or [Link(node, other, _UNTRIED, why) for other in ready if other != node]
+    return judge_pairs(nodes, links, absent)
 
 
 def read_links(source: str, targets: Sequence[str], answer: Mapping[str, object]) -> list[Link]:
@@ -99,23 +181,25 @@ def read_links(source: str, targets: Sequence[str], answer: Mapping[str, object]
     for row in results if isinstance(results, list) else ():
         if isinstance(row, list) and len(row) == 4 and row[0] in targets and isinstance(row[3], int | float):
             found[row[0]] = Link(source, row[0], one_line(str(row[1]), 40), one_line(str(row[2])), float(row[3]))
-    detail = one_line(str(answer.get("detail", "the agent did not say")))
-    return [found.get(target, Link(source, target, _UNTRIED, detail)) for target in targets]
+    return [found.get(target, Link(source, target, _UNTRIED, "the agent did not say")) for target in targets]
 
 
-def judge_pairs(
-    nodes: Sequence[str], links: Iterable[Link], absent: Mapping[str, AgentError | SshError]
-) -> list[Finding]:
+def judge_pairs(nodes: Sequence[str], links: Iterable[Link], absent: Mapping[str, BurstError]) -> list[Finding]:
     """One finding per node. A broken pair is told at both its ends, unless one end is cut off from most others: then it
     is that node's fault alone."""
     by_pair = {(link.source, link.target): link for link in links}
     tested = [node for node in nodes if node not in absent]
-    broken = {frozenset(pair) for pair, link in by_pair.items() if not link.works and link.kind != _UNTRIED}
-    lost = cut_off_nodes(tested, broken)
-    return [
-        _judge_absent(node, absent[node]) if node in absent else _judge_node(node, tested, by_pair, lost)
-        for node in nodes
-    ]
+    lost = cut_off_nodes(tested, {frozenset(pair) for pair, link in by_pair.items() if link.is_broken})
+    found = []
+    for node in nodes:
+        check = Check(node, CHECK, f"TCP to and from all {len(tested) - 1} others")
+        if node in absent:
+            error = absent[node]
+            text = error.detail if isinstance(error, SshError) else str(error)
+            found.append(check.expecting("").unknown(f"not tested: {one_line(text)}", getattr(error, "remedy", "")))
+        else:
+            found.append(_judge_node(check, [other for other in tested if other != node], by_pair, lost))
+    return found
 
 
 def cut_off_nodes(nodes: Collection[str], broken: Collection[frozenset[str]]) -> frozenset[str]:
@@ -131,37 +215,26 @@ def cut_off_nodes(nodes: Collection[str], broken: Collection[frozenset[str]]) ->
         lost |= worst
 
 
-def _judge_absent(node: str, error: AgentError | SshError) -> Finding:
-    text = error.detail if isinstance(error, SshError) else str(error)
-    return Report(node, CHECK).unknown(f"not tested: {one_line(text)}", error.remedy)
-
-
 def _judge_node(
-    node: str, tested: Sequence[str], links: Mapping[tuple[str, str], Link], lost: frozenset[str]
+    check: Check, others: Sequence[str], links: Mapping[tuple[str, str], Link], lost: frozenset[str]
 ) -> Finding:
-    others = [other for other in tested if other != node]
-    report = Report(node, CHECK, f"TCP to and from all {len(others)} others")
     if not others:
-        return report.unknown("no other node could be tested")
+        return check.unknown("no other node could be tested")
+    node = check.node
     ways = [links.get(way, Link(*way, _UNTRIED)) for other in others for way in ((node, other), (other, node))]
-    bad = [link for link in ways if not link.works and link.kind != _UNTRIED]
+    bad = [link for link in ways if link.is_broken]
     counting = bad if node in lost else [link for link in bad if not {link.source, link.target} & lost]
     if counting:
-        text = _describe(counting)
+        text = ", ".join(f"{link.source} → {link.target} {link.kind}" for link in counting[:_NAMED])
+        text += f" and {len(counting) - _NAMED} more" if len(counting) > _NAMED else ""
         if node in lost:
             partners = {link.source for link in bad} | {link.target for link in bad}
             text = f"cut off from {len(partners) - 1} of {len(others)} others: {text}"
-        return report.fail(text, _REMEDY, counting[0].detail)
+        return check.fail(text, _REMEDY, counting[0].detail)
     untried = [link for link in ways if link.kind == _UNTRIED and link.source == node]
     if untried:
-        return report.unknown(f"{len(untried)} of {len(others)} not tried: {untried[0].detail}", "run the check again")
-    slowest = max((link.delay_ms for link in ways if link.works), default=0.0)
+        return check.unknown(f"{len(untried)} of {len(others)} not tried: {untried[0].detail}", "run the check again")
+    slowest = max((link.delay_ms for link in ways if link.kind == _OK), default=0.0)
     gone = sorted(lost - {node})
     text = f"reaches {len(others) - len(gone)} of {len(others)} others, slowest in {slowest:.1f} ms"
-    return report.ok(f"{text}; {', '.join(gone[:_NAMED])} cut off" if gone else text)
-
-
-def _describe(links: Sequence[Link]) -> str:
-    shown = [f"{link.source} → {link.target} {link.kind}" for link in links[:_NAMED]]
-    rest = len(links) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    return check.ok(f"{text}; {', '.join(gone[:_NAMED])} cut off" if gone else text)

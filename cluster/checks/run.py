@@ -11,20 +11,21 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
 from cluster.access.hosts import Host
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.fleet import PAIRS, SHARED, NodeView, Wanted, by_node, check_between, compare_nodes, read_traits
-from cluster.checks.groups import LoadedGroup, load_groups
-from cluster.checks.selection import REACH, Selection
-from cluster.checks.ssh import answer_findings, incomplete_finding, reach_finding
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding
+from cluster.checks.group import CheckGroup, TestBetween, broken
+from cluster.checks.profile import merge_compared, profile_findings
+from cluster.checks.selection import GROUPS, Selection
+from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
@@ -64,43 +65,30 @@ class SilentObserver:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is checked. groups: None: those of the selection.
+    """What is checked. groups: those that may be selected from.
     cuda_smoke: try CUDA inside the image of the configuration, which takes time of its own on top of `timeout_s`.
     """
 
     selection: Selection = field(default_factory=Selection)
     timeout_s: float = DEFAULT_TIMEOUT_S
     cuda_smoke: bool = False
-    groups: tuple[LoadedGroup, ...] | None = None
+    all_groups: tuple[CheckGroup, ...] = GROUPS
     connect: Connect | None = None
 
-    def loaded_groups(self) -> tuple[LoadedGroup, ...]:
+    @property
+    def groups(self) -> tuple[CheckGroup, ...]:
         """The groups that nodes are asked about."""
-        return load_groups(self.selection.groups) if self.groups is None else self.groups
+        return tuple(group for group in self.all_groups if group.name in self.selection.groups)
 
-    def between_nodes(self, config: ClusterConfig) -> Wanted:
-        """The tests between nodes that are asked for and can be made."""
-        asks_net = any(group.name == "net" for group in self.loaded_groups())
-        shared = config.shared_folder is not None and self.selection.wants(SHARED)
-        return Wanted(asks_net and self.selection.wants(PAIRS), shared)
+    def question(self, config: ClusterConfig) -> Mapping[str, Any]:
+        """What every node is asked, as arguments of `probe_node`.
 
-
-@dataclass(frozen=True)
-class _Question:
-    """Everything that every node is asked."""
-
-    groups: tuple[LoadedGroup, ...]
-    settings: Mapping[str, str]
-    fragments: tuple[str, ...]
-    timeout_s: float
-
-    @classmethod
-    def of(cls, config: ClusterConfig, options: CheckOptions) -> _Question:
-        """As these options have it. Raises ConfigError where CUDA is to be tried without an image."""
-        groups, timeout_s = options.loaded_groups(), options.timeout_s
-        settings = {name: value for group in groups for name, value in group.probe_settings(config).items()}
-        if not options.cuda_smoke:
-            return cls(groups, settings, (), timeout_s)
+        Raises ConfigError where CUDA is to be tried without an image.
+        """
+        settings = {name: value for group in self.groups for name, value in group.probe_settings(config).items()}
+        asked = {"groups": [group.name for group in self.groups], "settings": settings}
+        if not self.cuda_smoke:
+            return {**asked, "timeout_s": self.timeout_s}
         from cluster.checks.gpu_smoke import SMOKE_SECONDS, cuda_smoke_section
 
         try:
@@ -109,17 +97,21 @@ class _Question:
             raise ConfigError(f"cluster.container cannot be used for trying CUDA: {error}") from error
         if section is None:
             raise ConfigError("CUDA is tried inside an image: set cluster.container.runtime=docker and .image=NAME:TAG")
-        return cls(groups, settings, (section,), timeout_s + SMOKE_SECONDS)
+        return {**asked, "fragments": (section,), "timeout_s": self.timeout_s + SMOKE_SECONDS}
 
-    def ask(self, connection: Connection) -> NodeProbe:
-        """The answer of one node."""
-        names = [group.name for group in self.groups]
-        return probe_node(connection, names, timeout_s=self.timeout_s, settings=self.settings, fragments=self.fragments)
+    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
+        """The tests between nodes that are asked for and can be made, by check."""
+        tests = {name: test for group in self.groups for name, test in group.tests_between(config).items()}
+        return {name: test for name, test in tests.items() if self.selection.wants(name)}
 
-    def ask_this_machine(self) -> NodeProbe:
-        """The answer of this machine."""
-        names = [group.name for group in self.groups]
-        return probe_local(names, timeout_s=self.timeout_s, settings=self.settings, fragments=self.fragments)
+
+@dataclass(frozen=True)
+class NodeView:
+    """What is known of one node. probe: None when it could not be asked. traits: what all nodes must have alike."""
+
+    findings: tuple[Finding, ...]
+    probe: NodeProbe | None = None
+    traits: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_nodes(
@@ -131,36 +123,33 @@ def check_nodes(
     """The report on all `hosts`, in their order. No node delays or hides another: each ends by its own timeouts."""
     options, observer = options or CheckOptions(), observer or SilentObserver()
     begin = time.monotonic()
-    question, wanted = _Question.of(config, options), options.between_nodes(config)
-    with _Connections(options.connect, keep=wanted.any and len(hosts) > 1) as connections:
+    tests, question = options.tests_between(config), options.question(config)
+    with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:
         outcomes = _visit_all(hosts, _Visitor(question, config, options, connections), observer)
         views = {name: _view_of(outcome) for name, outcome in outcomes.items()}
         observer.phase("comparing nodes")
-        compared = compare_nodes(views, question.groups, config)
-        if wanted.any:
+        findings, notes = _compare(views, options.groups, config)
+        if tests:
             observer.phase("testing between nodes")
-        between = check_between(connections.opened, views, config, wanted)
-    reports, added = {}, by_node(between)
-    for name, outcome in outcomes.items():
-        found = (*compared.findings[name], *added.get(name, ()))
-        reports[name] = NodeReport(name, _select(options.selection, name, found), outcome.elapsed_s)
-    return FleetReport(reports, time.monotonic() - begin, compared.notes)
+        for finding in _test_between(tests, connections.opened, views):
+            findings[finding.node].append(finding)
+    reports = {
+        name: NodeReport(name, options.selection.apply(name, findings[name]), outcome.elapsed_s)
+        for name, outcome in outcomes.items()
+    }
+    return FleetReport(reports, time.monotonic() - begin, notes)
 
 
 def check_this_machine(config: ClusterConfig, options: CheckOptions | None = None) -> FleetReport:
     """The report on this machine alone, without SSH; a launch here takes this very Python for its ranks."""
     config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
     begin = time.monotonic()
-    question = _Question.of(config, options)
-    probe = question.ask_this_machine()
-    own = _judge(probe, question.groups, config)
-    if probe.trouble:
-        own.append(incomplete_finding(probe))
-    views = {probe.node: NodeView(tuple(own), probe, read_traits(probe, question.groups))}
-    compared = compare_nodes(views, question.groups, config, clocks=False)
-    found = _select(options.selection, probe.node, compared.findings[probe.node])
-    reports = {probe.node: NodeReport(probe.node, found, time.monotonic() - begin)}
-    return FleetReport(reports, time.monotonic() - begin, compared.notes)
+    probe = probe_local(**options.question(config))
+    view = _judge(probe, answer_findings(probe)[1:], options.groups, config)
+    findings, notes = _compare({probe.node: view}, options.groups, config, clocks=False)
+    elapsed_s = time.monotonic() - begin
+    report = NodeReport(probe.node, options.selection.apply(probe.node, findings[probe.node]), elapsed_s)
+    return FleetReport({probe.node: report}, elapsed_s, notes)
 
 
 class _Connections:
@@ -214,7 +203,7 @@ class _Connections:
 class _Visitor:
     """Reaches, asks and judges one node."""
 
-    question: _Question
+    question: Mapping[str, Any]
     config: ClusterConfig
     options: CheckOptions
     connections: _Connections
@@ -222,7 +211,7 @@ class _Visitor:
     def visit(self, host: Host) -> NodeView:
         """What the node said. Its connection stays open where it is needed again."""
         try:
-            probe = self.question.ask(self.connections.open(host))
+            probe = probe_node(self.connections.open(host), **self.question)
         except SshError as error:
             self.connections.drop(host)
             return NodeView((reach_finding(error, host.name),))
@@ -231,11 +220,10 @@ class _Visitor:
         except Exception as error:
             # Whatever a strange server makes a library stumble over is the matter of that node alone.
             self.connections.drop(host)
-            return NodeView((_broken(REACH, host.name, error),))
+            return NodeView((broken(Check(host.name, REACH), error),))
         if not self.connections.keep:
             self.connections.drop(host)
-        findings = (*answer_findings(probe), *_judge(probe, self.question.groups, self.config))
-        return NodeView(findings, probe, read_traits(probe, self.question.groups))
+        return _judge(probe, answer_findings(probe), self.options.groups, self.config)
 
 
 def _visit_all(hosts: Sequence[Host], visitor: _Visitor, observer: CheckObserver) -> Mapping[str, Outcome[NodeView]]:
@@ -247,7 +235,7 @@ def _visit_all(hosts: Sequence[Host], visitor: _Visitor, observer: CheckObserver
 
     def tell(outcome: Outcome[NodeView]) -> None:
         name = outcome.host.name
-        found = _select(visitor.options.selection, name, _view_of(outcome).findings)
+        found = visitor.options.selection.apply(name, _view_of(outcome).findings)
         observer.finished(NodeReport(name, found, outcome.elapsed_s))
 
     return fan_out(hosts, work, width=visitor.config.ssh.fan_out, on_outcome=tell)
@@ -256,35 +244,63 @@ def _visit_all(hosts: Sequence[Host], visitor: _Visitor, observer: CheckObserver
 def _view_of(outcome: Outcome[NodeView]) -> NodeView:
     if outcome.value is not None:
         return outcome.value
-    text = one_line(str(outcome.error), 400)
-    return NodeView((Finding(REACH, outcome.host.name, Verdict.FAIL, text, "a connection"),))
+    return NodeView((Check(outcome.host.name, REACH, "a connection").fail(one_line(str(outcome.error), 400), ""),))
 
 
-def _judge(probe: NodeProbe, groups: Sequence[LoadedGroup], config: ClusterConfig) -> list[Finding]:
-    """Findings of all groups; a group that breaks on what this node said, or says nothing, is UNKNOWN."""
-    findings: list[Finding] = []
-    for loaded in groups:
+def _judge(
+    probe: NodeProbe, findings: Iterable[Finding], groups: Sequence[CheckGroup], config: ClusterConfig
+) -> NodeView:
+    """`findings` with those of all groups, and what is to be compared; a group that breaks is UNKNOWN."""
+    found, traits = [*findings], dict[str, str]()
+    for group in groups:
+        check = Check(probe.node, group.name)
         try:
-            found = loaded.group.check(probe, config)
+            found += group.check(probe, config) or [check.unknown("no check of this group gave a result")]
+            traits |= group.traits(probe, config)
         except Exception as error:
-            found = [_broken(loaded.name, probe.node, error)]
-        nothing = Finding(loaded.name, probe.node, Verdict.UNKNOWN, "no check of this group gave a result")
-        findings += found or [nothing]
-    return findings
+            found.append(broken(check, error))
+    return NodeView(tuple(found), probe, traits)
 
 
-def _broken(check: str, node: str, error: BaseException) -> Finding:
-    """UNKNOWN: a bug of ours, or an answer that nobody thought of; the place in the code is the evidence."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f"{Path(last[0].filename).name}:{last[0].lineno}" if last else ""
-    text = one_line(f"the check broke: {type(error).__name__}: {error}", 300)
-    return Finding(check, node, Verdict.UNKNOWN, text, "a result", "report this with the output of --json", None, place)
+def _compare(
+    views: Mapping[str, NodeView], groups: Sequence[CheckGroup], config: ClusterConfig, *, clocks: bool = True
+) -> tuple[dict[str, list[Finding]], tuple[str, ...]]:
+    """(findings of nodes with what a look at all of them adds, what is wrong with this machine).
+
+    Only nodes that answered are compared.
+    """
+    probes = {node: view.probe for node, view in views.items() if view.probe is not None}
+    added = profile_findings({node: views[node].traits for node in probes}, config.expected)
+    for group in groups:
+        added += _guarded(group.name, probes, partial(group.check_fleet, probes, config))
+    skews, note = clock_findings(list(probes.values())) if clocks else ([], "")
+    added += skews
+    by_node: dict[str, list[Finding]] = defaultdict(list)
+    for finding in added:
+        by_node[finding.node].append(finding)
+    merged = {node: merge_compared(view.findings, by_node[node]) for node, view in views.items()}
+    return merged, (note,) if note else ()
 
 
-def _select(selection: Selection, node: str, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    wanted = selection.apply(findings)
-    reached = not any(finding.check == REACH and finding.severity is not Verdict.OK for finding in wanted)
-    return (*wanted, *(selection.missing(node, wanted) if reached else ()))
+def _test_between(
+    tests: Mapping[str, TestBetween], connections: Mapping[str, Connection], views: Mapping[str, NodeView]
+) -> list[Finding]:
+    """The tests that need several nodes at once, over their open connections; with fewer than two there are none."""
+    probes = {name: view.probe for name, view in views.items() if view.probe is not None and name in connections}
+    if len(probes) < 2:
+        return []
+    reached = {name: connections[name] for name in probes}
+    return [
+        finding for name, test in tests.items() for finding in _guarded(name, probes, partial(test, reached, probes))
+    ]
+
+
+def _guarded(check: str, nodes: Iterable[str], test: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of `test`; when it breaks, UNKNOWN for every node, and what is known already is not lost."""
+    try:
+        return test()
+    except Exception as error:
+        return [broken(Check(node, check), error) for node in nodes]
 
 
 def watch(check: Callable[[], FleetReport], pause: Callable[[], None]) -> Iterator[FleetReport]:

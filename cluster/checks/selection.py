@@ -1,17 +1,24 @@
-"""Which checks are wanted: --only and --skip, by group (`gpu`) or by check (`gpu.busy`)."""
+"""Which checks there are, what each means, and which are wanted: --only and --skip, by group or check (`gpu.busy`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.checks.explain import EXPLANATIONS, unknown_check
+from cluster.checks import gpu, host, ib, net, ssh
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups import GROUP_NAMES
+from cluster.checks.group import CheckGroup
 from engine.errors import ConfigError
 
+GROUPS: tuple[CheckGroup, ...] = (gpu.GROUP, ib.GROUP, net.GROUP, host.GROUP)
+GROUP_NAMES = tuple(group.name for group in GROUPS)
+EXPLANATIONS: Mapping[str, str] = {
+    **ssh.EXPLANATIONS,
+    **{name: text for group in GROUPS for name, text in group.explanations().items()},
+}
 SSH_GROUP = "ssh"
-REACH = "ssh.reach"
+_ALWAYS = (ssh.REACH, ssh.PROBE)
 
 
 @dataclass(frozen=True)
@@ -36,21 +43,20 @@ class Selection:
             return True
         return (not self.only or _covers(self.only, check)) and not _covers(self.skip, check)
 
-    def apply(self, findings: Iterable[Finding]) -> list[Finding]:
-        """The findings that are wanted."""
-        return [finding for finding in findings if self.wants(finding.check)]
+    def apply(self, node: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """The findings of a node that are wanted, with UNKNOWN for every check that --only names and that gave nothing.
 
-    def missing(self, node: str, findings: Sequence[Finding]) -> list[Finding]:
-        """UNKNOWN for every check that --only names and that has given nothing: what nobody looked at does not pass."""
-        seen = [finding.check for finding in findings]
-        return [
+        What nobody looked at does not pass; of a node that was not reached that is said already.
+        """
+        found = tuple(finding for finding in findings if self.wants(finding.check))
+        if any(finding.check == ssh.REACH and finding.severity is not Verdict.OK for finding in found):
+            return found
+        missing = (
             Finding(word, node, Verdict.UNKNOWN, "this check gave no result", "a result")
             for word in self.only
-            if _group(word) != SSH_GROUP and not any(_covers((word,), check) for check in seen)
-        ]
-
-
-_ALWAYS = (REACH, "ssh.probe")
+            if _group(word) != SSH_GROUP and not any(_covers((word,), finding.check) for finding in found)
+        )
+        return (*found, *missing)
 
 
 def read_selection(only: Iterable[str] = (), skip: Iterable[str] = ()) -> Selection:
@@ -69,11 +75,27 @@ def read_selection(only: Iterable[str] = (), skip: Iterable[str] = ()) -> Select
     return selection
 
 
+def explain(word: str) -> dict[str, str]:
+    """What a check (`gpu.ecc`) or each check of a group (`gpu`) means. Raises ConfigError for other words."""
+    found = {name: text for name, text in EXPLANATIONS.items() if _covers((word,), name)}
+    if not found:
+        raise ConfigError(_unknown_check("--explain", word))
+    return found
+
+
 def _words(given: Iterable[str], option: str, problems: list[str]) -> tuple[str, ...]:
     words = [word.strip() for text in given for word in text.split(",") if word.strip()]
     known = {SSH_GROUP, *GROUP_NAMES, *EXPLANATIONS}
-    problems += [unknown_check(option, word) for word in words if word not in known]
+    problems += [_unknown_check(option, word) for word in words if word not in known]
     return tuple(dict.fromkeys(words))
+
+
+def _unknown_check(option: str, word: str) -> str:
+    """What is wrong with `word`, which names neither a group nor a check."""
+    near = difflib.get_close_matches(word, EXPLANATIONS, n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else "`burst check-nodes --explain gpu` lists the checks of a group"
+    groups = ", ".join((SSH_GROUP, *GROUP_NAMES))
+    return f"{option} {word!r}: expected a group ({groups}) or a check of one, such as gpu.busy; {hint}"
 
 
 def _group(word: str) -> str:

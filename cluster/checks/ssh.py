@@ -5,12 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.selection import REACH
+from cluster.checks.check import Check
+from cluster.checks.finding import Finding
 from cluster.errors import SshError, SshFailure
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 
+REACH, PROBE = "ssh.reach", "ssh.probe"
+EXPLANATIONS: Mapping[str, str] = {
+    REACH: "The node could be reached over SSH and showed the host key that is known; if not, which step failed.",
+    PROBE: "The node's answer came whole. If not, every check that rests on a missing part is UNKNOWN.",
+    "ssh.clock": "The node's clock against the median of all nodes (of fewer than three: against this machine): logs "
+    "of several nodes can only be compared with equal clocks.",
+}
 SKEW_WARN_S = 1.0
 SKEW_FAIL_S = 5.0
 _QUORUM = 3  # clocks that can outvote ours
@@ -43,29 +50,19 @@ _REMEDIES = {
 
 def reach_finding(error: SshError, node: str) -> Finding:
     """FAIL: the node could not be reached; which of the many ways, and what to do about this one."""
-    return Finding(
-        REACH,
-        node,
-        Verdict.FAIL,
-        one_line(error.detail, 400),
-        _EXPECTED.get(error.kind, ""),
-        one_line(error.remedy, 400) or _REMEDIES.get(error.kind, ""),
-        evidence=error.kind.value,
-    )
+    remedy = one_line(error.remedy, 400) or _REMEDIES.get(error.kind, "")
+    check = Check(node, REACH, _EXPECTED.get(error.kind, ""))
+    return check.fail(one_line(error.detail, 400), remedy, error.kind.value)
 
 
 def answer_findings(probe: NodeProbe) -> list[Finding]:
-    """Findings of one node that was reached: that it was, whether its answer is whole."""
-    findings = [Finding(REACH, probe.node, Verdict.OK, "reached, its host key is the known one")]
+    """Findings of one node that was reached: that it was, then whether its answer is whole."""
+    findings = [Check(probe.node, REACH).ok("reached, its host key is the known one")]
     if probe.trouble:
-        findings.append(incomplete_finding(probe))
+        remedy = "run it again; look at the node's load and kernel log; more time: --timeout"
+        check = Check(probe.node, PROBE, "a complete answer")
+        findings.append(check.unknown(one_line(probe.trouble, 400), remedy))
     return findings
-
-
-def incomplete_finding(probe: NodeProbe) -> Finding:
-    """UNKNOWN: the answer of the node is not whole."""
-    remedy = "run it again; look at the node's load and kernel log; more time: --timeout"
-    return Finding("ssh.probe", probe.node, Verdict.UNKNOWN, one_line(probe.trouble, 400), "a complete answer", remedy)
 
 
 def clock_findings(probes: Sequence[NodeProbe]) -> tuple[list[Finding], str]:
@@ -87,14 +84,12 @@ def clock_findings(probes: Sequence[NodeProbe]) -> tuple[list[Finding], str]:
 
 
 def _clock(probe: NodeProbe, middle: float, reference: str) -> Finding:
-    expected = f"within {SKEW_WARN_S:g} s of {reference}"
+    check = Check(probe.node, "ssh.clock", f"within {SKEW_WARN_S:g} s of {reference}")
     if probe.clock_offset_s is None:
-        text = "the node told no time that makes sense"
-        return Finding("ssh.clock", probe.node, Verdict.UNKNOWN, text, expected, "does `date +%s.%N` work there?")
+        return check.unknown("the node told no time that makes sense", "does `date +%s.%N` work there?")
     skew = probe.clock_offset_s - middle
     sure = abs(skew) - probe.clock_error_s
-    severity = Verdict.FAIL if sure > SKEW_FAIL_S else Verdict.WARN if sure > SKEW_WARN_S else Verdict.OK
-    if severity is Verdict.OK:
-        return Finding("ssh.clock", probe.node, severity, f"within {SKEW_WARN_S:g} s", expected)
+    if sure <= SKEW_WARN_S:
+        return check.ok(f"within {SKEW_WARN_S:g} s")
     text = f"its clock is {abs(skew):.3g} s {'ahead of' if skew > 0 else 'behind'} {reference}"
-    return Finding("ssh.clock", probe.node, severity, text, expected, "start chrony or ntpd on the node")
+    return (check.fail if sure > SKEW_FAIL_S else check.warn)(text, "start chrony or ntpd on the node")

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from cluster.access.connection import CommandResult, Connection
 from cluster.access.fanout import fan_out
+from cluster.checks.check import GIB, Check
 from cluster.checks.finding import Finding
-from cluster.checks.report import Report
+from cluster.checks.host_view import HostView, judge_room
 from cluster.errors import SshError, SshFailure
+from cluster.probe.section import SectionState
 from cluster.remote_text import one_line
 from engine.errors import BurstError, ConfigError
 
@@ -20,6 +22,7 @@ CHECK = "host.shared"
 TIMEOUT_S = 20.0
 # A client of a file server may take a moment to learn of new files.
 PATIENCE_S = 3
+SHARED_FREE_BYTES = (1 * GIB, 50 * GIB)
 _NAMED = 5
 
 # Every script begins with assignments: folder, file (without its last part), own (the last part), all, word, patience.
@@ -53,6 +56,24 @@ for one in $own $all; do
 done
 echo "$word clean"
 """
+
+
+def check_shared(check: Check, view: HostView) -> list[Finding]:
+    """The shared folder is one and the same: what one node writes, all others read."""
+    folder, section = view.config.shared_folder, view.probe.section("host.shared")
+    if folder is None:
+        return [check.skip("cluster.shared_folder is not set")]
+    check, why = check.on(folder), one_line(section.output, 200)
+    if section.state is SectionState.TIMED_OUT:
+        return [check.fail("it does not answer", "the file server is gone or unreachable: mount it again")]
+    if section.state is SectionState.ENDED and section.exit_code not in (0, 127):
+        return [check.fail(section.trouble(), "mount it, or create it on the file server", why)]
+    answer = view.answer("host.shared")
+    if answer.last == "absent":
+        return [check.fail("the folder is not there", "mount it, or create it on the file server", why)]
+    if answer.last == "unset":
+        return [check.unknown("the probe was not told of it", "a bug in burst: please report it")]
+    return [judge_room(check, answer.filesystem("shared"), SHARED_FREE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +158,7 @@ def _clean_up(connections: Mapping[str, Connection], test: FolderTest, settings:
         stuck = [node for node in answers if not test.written or test.written[node].end == "written"][:1]
     remedy = f"remove it: rm -f -- {shlex.quote(path)}.*"
     return [
-        Report(node, CHECK, device=path).warn("a test file may be left", remedy, answers[node].said) for node in stuck
+        Check(node, CHECK, device=path).warn("a test file may be left", remedy, answers[node].said) for node in stuck
     ]
 
 
@@ -186,46 +207,46 @@ def judge_folder(test: FolderTest) -> list[Finding]:
 
 
 def _judge(test: FolderTest, at: int, node: str) -> Finding:
-    report = Report(node, CHECK, "one folder for all nodes, writable on all", test.folder)
+    check = Check(node, CHECK, "one folder for all nodes, writable on all", test.folder)
     written, looked = test.written[node], test.looked.get(node)
     mend = f"mount the shared folder at {test.folder} on {node}, as on the others"
     if written.end == "absent":
-        return report.fail(_absent(written.said), mend, written.said)
+        return check.fail(_absent(written.said), mend, written.said)
     if "late" in (written.end, looked.end if looked else ""):
         remedy = "the file server is gone or unreachable from here: mount it again"
-        return report.fail(f"did not answer within {TIMEOUT_S:g} s", remedy)
+        return check.fail(f"did not answer within {TIMEOUT_S:g} s", remedy)
     if looked is None or looked.end != "looked" or written.end not in ("written", "refused"):
         why = written.said if looked is None else looked.said
-        return report.unknown(f"no answer: {why}", "run the check again", why)
-    bad = _judge_view(report, test, node, looked, mend)
+        return check.unknown(f"no answer: {why}", "run the check again", why)
+    bad = _judge_view(check, test, node, looked, mend)
     if bad is not None:
         return bad
     if written.end == "refused":
         why = reason(written.said)
-        return report.fail(f"sees the folder and cannot write: {why}", _WRITING_REMEDIES.get(why, _MAY), written.said)
-    return report.ok(f"sees what all {len(test.shared_view())} wrote" if len(test.nodes) > 1 else "can write and read")
+        return check.fail(f"sees the folder and cannot write: {why}", _WRITING_REMEDIES.get(why, _MAY), written.said)
+    return check.ok(f"sees what all {len(test.shared_view())} wrote" if len(test.nodes) > 1 else "can write and read")
 
 
-def _judge_view(report: Report, test: FolderTest, node: str, looked: Answer, mend: str) -> Finding | None:
+def _judge_view(check: Check, test: FolderTest, node: str, looked: Answer, mend: str) -> Finding | None:
     """What is wrong with what the node sees; None when it sees what most see."""
     shared, seen = test.shared_view(), looked.numbers("saw")
     if looked.numbers("denied"):
-        return report.fail(f"may not read what others wrote: {reason(looked.said)}", _MAY, looked.said)
+        return check.fail(f"may not read what others wrote: {reason(looked.said)}", _MAY, looked.said)
     if looked.numbers("wrong"):
-        return report.fail("a file holds other words than were written", "look at the file server", looked.said)
+        return check.fail("a file holds other words than were written", "look at the file server", looked.said)
     if not test.writers():
         return None
     if shared and seen == shared:
         return None
     place = f"here it lies on {_mount(looked.said)}"
     if not shared:
-        return report.fail(
+        return check.fail(
             f"the nodes do not share it: no folder is seen by more than half of them; {place}", mend, looked.said
         )
     others = [test.nodes[number] for number in sorted(shared - seen)]
     names = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
     text = f"does not see what {names} wrote" if others else "sees files that most nodes do not"
-    return report.fail(f"another folder than on most nodes: {text}; {place}", mend, looked.said)
+    return check.fail(f"another folder than on most nodes: {text}; {place}", mend, looked.said)
 
 
 _MAY = "let the user of the runs read and write there"

@@ -13,7 +13,7 @@ class HcaPort:
     device, port: `mlx5_0`, 1. link_layer: InfiniBand or Ethernet. state: ACTIVE, DOWN, INIT, ... phys_state: LinkUp,
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
     (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. gids: index -> (type, address).
-    counters: name -> value, hardware counters too. pcie_gts: GT/s per lane. None, or "" for a state: the node did not
+    pcie_gts: GT/s per lane. None, or "" for a state: the node did not
     tell.
     """
 
@@ -31,12 +31,10 @@ class HcaPort:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    counters: Mapping[str, int] = field(default_factory=dict)
     netdev_is_up: bool | None = None
     has_default_route: bool = False
     netdev_mtu: int | None = None
     pcie_gts: float | None = None
-    pcie_gts_max: float | None = None
 
     @property
     def is_active(self) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.parse.fabric import GpuAddress
-from cluster.parse.nvidia_smi import SmiLog, read_smi
-from cluster.parse.nvidia_smi_xml import normal_address
+from cluster.parse.nvidia_smi import SmiLog, normal_address, read_smi
 from cluster.probe.section import NodeProbe, Section
 
 LSPCI_SECTION = "gpu.lspci"

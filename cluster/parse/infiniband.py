@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from cluster.parse.fabric import HcaPort
 from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe, Section
+from cluster.probe.section import Section
 from cluster.remote_text import one_line
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -21,10 +21,7 @@ _GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 _STATE = re.compile(r"\d+: *([A-Za-z_]+)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec\b")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s\b")
-_STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
-_KERNEL_DEVICE = re.compile(r"\bmlx[45]_core ([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b")
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
-_LARGEST_COUNTER = 1 << 64
 _MAX_LINES = 2048  # ports, twice: more than any node has, and few enough to compare each with each
 
 
@@ -43,36 +40,6 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class CounterSamples:
-    """Section `ib.counters`: counters of each port (`mlx5_0:1`) by name, and the same about a second later."""
-
-    first: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    second: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-    def deltas(self, port: str) -> dict[str, int]:
-        """How much each counter of `port` grew; only those that both samples tell. Below zero: it was reset."""
-        before, after = self.first.get(port, {}), self.second.get(port, {})
-        return {name: after[name] - before[name] for name in before if name in after}
-
-
-@dataclass(frozen=True)
-class KernelEvent:
-    """A line of the kernel log about adapters. at_s: seconds after boot. address: the PCI device that it is about."""
-
-    at_s: float | None
-    address: str | None
-    text: str
-
-
-@dataclass(frozen=True)
-class KernelLog:
-    """Section `ib.kernel`: what the drivers of adapters said since boot. uptime_s: None when the node did not tell."""
-
-    events: tuple[KernelEvent, ...]
-    uptime_s: float | None
-
-
-@dataclass(frozen=True)
 class GpuDirect:
     """Section `ib.gpudirect`: what NCCL looks at before it lets adapters reach GPU memory.
 
@@ -87,28 +54,12 @@ class GpuDirect:
     kernel_has_dmabuf: bool | None
 
 
-def parse_ports(probe: NodeProbe) -> tuple[HcaPort, ...]:
-    """Every port of every adapter in the order of their names, with the counters of the last sample.
-
-    () when the section cannot be believed: ask `parse_adapters` where that must not look like no ports.
-    """
-    try:
-        adapters = parse_adapters(probe.section("ib.ports"))
-    except UnreadableError:
-        return ()
-    try:
-        counters = parse_counters(probe.section("ib.counters")).second
-    except UnreadableError:
-        counters = {}
-    return tuple(_with_counters(port, counters.get(port.name, {})) for port in adapters.ports)
-
-
 def parse_adapters(section: Section) -> Adapters:
     """The adapters of section `ib.ports`. Raises UnreadableError."""
     ports: dict[str, HcaPort] = {}
     portless: list[str] = []
     paths: dict[str, list[tuple[str, ...]]] = {"driverless": [], "gpu": []}
-    for word, fields in _lines(section):
+    for word, fields in known_lines(section):
         if word == "port":
             port = _port(fields, section.name)
             if port.name in ports:
@@ -124,39 +75,9 @@ def parse_adapters(section: Section) -> Adapters:
     )
 
 
-def parse_counters(section: Section) -> CounterSamples:
-    """Both samples of section `ib.counters`. Raises UnreadableError, also when they are not about the same ports."""
-    samples: dict[str, dict[str, Mapping[str, int]]] = {"sample1": {}, "sample2": {}}
-    for word, fields in _lines(section):
-        if word in samples:
-            port = f"{_device(fields, section.name)}:{_port_number(fields, section.name)}"
-            samples[word][port] = {
-                name: _counter(text, section.name) for name, text in fields.items() if name not in {"dev", "port"}
-            }
-    if samples["sample1"].keys() != samples["sample2"].keys():
-        raise UnreadableError(f"{section.name}: the two samples are not about the same ports")
-    return CounterSamples(samples["sample1"], samples["sample2"])
-
-
-def parse_kernel(section: Section) -> KernelLog:
-    """What section `ib.kernel` says. Raises UnreadableError."""
-    lines = _whole(section)
-    if not any(line[0] == "first" for line in lines):
-        raise UnreadableError(f"{section.name}: no line of a kernel log", one_line(section.output))
-    events = []
-    for line in lines:
-        if line[0] == "line":
-            text = one_line(" ".join(line[1:]), 300)
-            stamp, address = _STAMP.match(text), _KERNEL_DEVICE.search(text)
-            event = KernelEvent(float(stamp[1]) if stamp else None, address[1] if address else None, text)
-            events.append(event)
-    uptime = next((line[1] for line in lines if line[0] == "uptime" and len(line) == 2), "")
-    return KernelLog(tuple(events), float(uptime) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", uptime) else None)
-
-
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
-    whole = _whole(section)
+    whole = whole_lines(section)
     exists = {line[1]: line[2] for line in whole if line[0] == "exists" and len(line) == 3}
     told = {line[0]: line[1] for line in whole if len(line) == 2}
     module, peers = exists.pop("/sys/module/nvidia", None), exists
@@ -191,7 +112,7 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def _whole(section: Section) -> list[list[str]]:
+def whole_lines(section: Section) -> list[list[str]]:
     """Lines of a section split at tabs, without `end`, which must be the last. Raises UnreadableError."""
     if not section.ok:
         raise UnreadableError(section.trouble())
@@ -201,9 +122,9 @@ def _whole(section: Section) -> list[list[str]]:
     return lines[:-1]
 
 
-def _lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
+def known_lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
     """(word, fields) of every line; `end` must count them. Raises UnreadableError."""
-    lines = _whole(section)
+    lines = whole_lines(section)
     told = section.output.rsplit("\n", 1)[-1].split("\t")[1:]
     known = [line for line in lines if len(line) > 1 and all("=" in part for part in line[1:])]
     if told != [str(len(known))]:
@@ -238,7 +159,6 @@ def _port(fields: Mapping[str, str], section: str) -> HcaPort:
         has_default_route=fields.get("default_route") == "1",
         netdev_mtu=_integer(fields.get("netdev_mtu", "")),
         pcie_gts=_number(_SPEED, fields.get("speed", "")),
-        pcie_gts_max=_number(_SPEED, fields.get("speed_max", "")),
     )
 
 
@@ -249,8 +169,9 @@ def _gids(fields: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, str]]]:
             yield int(key[4:]), (one_line(kind, 32), address)
 
 
-def _with_counters(port: HcaPort, counters: Mapping[str, int]) -> HcaPort:
-    return replace(port, counters=dict(counters))
+def port_name(fields: Mapping[str, str], section: str) -> str:
+    """`mlx5_0:1`. Raises UnreadableError."""
+    return f"{_device(fields, section)}:{_port_number(fields, section)}"
 
 
 def _device(fields: Mapping[str, str], section: str) -> str:
@@ -265,13 +186,6 @@ def _port_number(fields: Mapping[str, str], section: str) -> int:
     if number is None or number < 1:
         raise UnreadableError(f"{section}: {one_line(fields.get('port', ''), 20)!r} is no number of a port")
     return number
-
-
-def _counter(text: str, section: str) -> int:
-    value = int(text) if re.fullmatch(r"[0-9]{1,20}", text) else _LARGEST_COUNTER
-    if value >= _LARGEST_COUNTER:
-        raise UnreadableError(f"{section}: {one_line(text, 40)!r} is no counter")
-    return value
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:

@@ -24,8 +24,6 @@ _INTERNAL_NAME = re.compile(
 )
 _INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
 _TYPES = {"1": "ether", "32": "infiniband", "772": "loopback", "776": "sit", "778": "gre"}  # ARPHRD_* of the kernel
-_LINK_LINE = re.compile(r"(\d+): ([^\s:@]+)(@\S+)?:? <([A-Z0-9_,-]*)>(.*)")
-_ADDRESS_LINE = re.compile(r"\d+: +(\S+) +inet (\S+) ")
 
 
 @dataclass(frozen=True)
@@ -48,26 +46,18 @@ class _Link:
     master: str | None
 
 
-def parse_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
-    """Every interface of the node, in its order; () when it did not tell: ask `read_interfaces` for the reason."""
-    try:
-        return read_interfaces(probe)
-    except UnreadableError:
-        return ()
-
-
 def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed.
 
     What /sys adds (speed, where the adapter sits) may be missing without harm.
     """
     details = _read_sysfs(probe.section("net.sysfs"))
-    routes = _read(probe.section("net.route"), {"json": _json_routes, "text": _text_routes, "proc": _proc_routes})
+    routes = _read(probe.section("net.route"), {"json": _json_routes, "proc": _proc_routes})
     section = probe.section("net.links")
     if section.ok and section.output.startswith("proc\n"):
         links = _proc_links(section, details, probe.section("net.route"))
     else:
-        links = _read(section, {"json": _json_links, "text": _text_links})
+        links = _read(section, {"json": _json_links})
     if not links:
         raise UnreadableError(f"{section.name}: no interface at all, not even lo")
     best = min((metric for metric, _ in routes), default=0)
@@ -75,16 +65,11 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     return tuple(_interface(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
 
 
-def choose_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> NetInterface | None:
-    """The interface named `wanted`, else that of the default route, else the only one that fits; None without one.
+def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
+    """The interface named `wanted`, else that of the default route, else the only one that fits, and why.
 
     Never lo, never one without IPv4 or link, and never one that a container engine or hypervisor made for itself.
     """
-    return explain_interface(interfaces, wanted).interface
-
-
-def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
-    """Like `choose_interface`, with the reason."""
     interfaces = tuple(interfaces)
     if wanted is not None:
         named = next((interface for interface in interfaces if interface.name == wanted), None)
@@ -121,14 +106,6 @@ def unfit(interface: NetInterface) -> str:
     if all(address.startswith("169.254.") for address in interface.addresses):
         return f"{name} has no IPv4 address but {interface.addresses[0]}, which it gave itself"
     return ""
-
-
-def same_subnet(left: str, right: str) -> bool:
-    """Whether two addresses with prefix length, such as `10.0.0.1/24`, lie in one network; False for what is none."""
-    try:
-        return ipaddress.ip_interface(left).network == ipaddress.ip_interface(right).network
-    except ValueError:
-        return False
 
 
 def _names(interfaces: Sequence[NetInterface]) -> str:
@@ -203,33 +180,6 @@ def _json_links(text: str) -> list[_Link]:
     return found
 
 
-def _text_links(text: str) -> list[_Link]:
-    """Interfaces of `ip -o link show` followed by `ip -o -4 addr show`."""
-    links: list[_Link] = []
-    addresses: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        link, address = _LINK_LINE.match(line), _ADDRESS_LINE.match(line)
-        if link:
-            flags, rest = link[4].split(","), link[5]
-            kind = re.search(r"link/(\S+)", rest)
-            master, mtu = re.search(r" master (\S+)", rest), re.search(r" mtu (\d{1,9})\b", rest)
-            links.append(
-                _Link(
-                    name=_name(link[2]),
-                    is_up="UP" in flags and "LOWER_UP" in flags,
-                    mtu=int(mtu[1]) if mtu else None,
-                    kind=kind[1] if kind else "ether",
-                    addresses=(),
-                    master=master[1] if master else None,
-                )
-            )
-        elif address and " scope host " not in line:
-            addresses.setdefault(_name(address[1]), []).append(_address(address[2]))
-        elif not address:
-            raise ValueError(f"{one_line(line, 60)!r} is no line of ip -o")
-    return [_with_addresses(link, tuple(addresses.get(link.name, ()))) for link in links]
-
-
 def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], routes: Section) -> list[_Link]:
     """Interfaces of /sys, each with those addresses of this node that lie in a network which its routes lead to."""
 
@@ -269,19 +219,6 @@ def _json_routes(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def _text_routes(text: str) -> list[tuple[int, str]]:
-    found, metric, in_default = [], 0, False
-    for line in text.splitlines():
-        if not line[:1].isspace():  # else a next hop of the route above
-            in_default = line.split(" ", 1)[0] in {"default", "0.0.0.0/0"}
-            told = re.search(r" metric (\d{1,10})\b", line)
-            metric = int(told[1]) if told else 0
-        device = re.search(r" dev (\S+)", line)
-        if in_default and device:
-            found.append((metric, _name(device[1])))
-    return found
-
-
 def _proc_routes(text: str) -> list[tuple[int, str]]:
     rows = [line.split() for line in text.splitlines()[1:]]
     return [(int(row[6]), _name(row[0])) for row in rows if row[1] == "00000000" and row[7] == "00000000"]
@@ -308,10 +245,6 @@ def _read_sysfs(section: Section) -> dict[str, dict[str, str]]:
         if re.fullmatch(r"[^\s/]{1,15}", fields.get("name", "")):
             found[fields["name"]] = fields
     return found
-
-
-def _with_addresses(link: _Link, addresses: tuple[str, ...]) -> _Link:
-    return _Link(link.name, link.is_up, link.mtu, link.kind, addresses, link.master)
 
 
 def _address(text: str) -> str:

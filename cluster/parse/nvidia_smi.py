@@ -1,44 +1,55 @@
-"""What `nvidia-smi -q -x` says, over generations of the driver, as values."""
+"""What `nvidia-smi -q -x` says. Fields keep their paths in the XML: who judges one names it, over generations of the
+driver.
+
+Three ways of not knowing stay apart, see `Gap`: a field that this GPU does not have, one that the driver left out, one
+that the driver could not read. Only the first is harmless.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TypeVar
+from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from cluster.parse.nvidia_smi_xml import (
-    Gap,
-    Number,
-    Word,
-    add_up,
-    broken_fields,
-    first_number,
-    normal_address,
-    parse_xml,
-    paths,
-    read_number,
-    read_word,
-)
 from cluster.probe.section import Section
 from cluster.remote_text import one_line
 
+T = TypeVar("T", str, float)
+
 MAX_GPUS = 256
+MAX_DEPTH = 40
+
+_ADDRESS = re.compile(r"(?<![0-9A-Fa-f])([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}):([0-9A-Fa-f]{2})(?:\.([0-7]))?")
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:x| MiB| W| MHz| C)?")
+_NOT_SUPPORTED = re.compile(
+    r"\[?(N/A|Not Supported|Not Available|Requested functionality has been deprecated)\]?|", re.I
+)
+_BROKEN = re.compile(
+    r"ERR!|\[?Unknown Error\]?|\[?GPU is lost\]?|\[?GPU requires reset\]?|\[?Reset required\]?|\[?Timeout\]?"
+    r"|\[?Insufficient Permissions\]?|\[?Insufficient power\]?",
+    re.IGNORECASE,
+)
 
 
-# Bits of the mask of throttle reasons, by the end of the element's name; its beginning changed with driver 535.
-THROTTLE_BITS = {
-    "gpu_idle": 0x1,
-    "applications_clocks_setting": 0x2,
-    "sw_power_cap": 0x4,
-    "hw_slowdown": 0x8,
-    "sync_boost": 0x10,
-    "sw_thermal_slowdown": 0x20,
-    "hw_thermal_slowdown": 0x40,
-    "hw_power_brake_slowdown": 0x80,
-    "display_clocks_setting": 0x100,
-}
+class Gap(enum.Enum):
+    """Why there is no value."""
+
+    NOT_SUPPORTED = "N/A"
+    MISSING = "not in the answer"
+    UNREADABLE = "unreadable"
+
+
+class GapError(Exception):
+    """A value that is needed is not there."""
+
+    def __init__(self, gap: Gap) -> None:
+        self.gap = gap
+        super().__init__(gap.value)
 
 
 class SmiFailure(enum.Enum):
@@ -71,93 +82,93 @@ class GpuProcess:
     pid: int
     kind: str
     name: str
-    used_mib: Number
 
 
 @dataclass(frozen=True)
-class PcieLink:
-    """Lanes and generation now and at most."""
+class Fields:
+    """An element of the answer and what lies below it; paths are those of the XML, separated by slashes."""
 
-    width: Number
-    width_max: Number
-    generation: Number
-    generation_max: Number
+    element: Element
+
+    def look(self, *paths: str) -> str | Gap:
+        """The text at the first of `paths` that is in the answer at all: names change with the driver."""
+        return next((word for word in map(self._word, paths) if word is not Gap.MISSING), Gap.MISSING)
+
+    def word(self, *paths: str) -> str:
+        """Like `look`. Raises GapError."""
+        return _needed(self.look(*paths))
+
+    def number(self, *paths: str) -> float:
+        """The same as a number, in the unit that belongs there: `81559 MiB`, `16x`. Raises GapError."""
+        return _needed(_as_number(self.look(*paths)))
+
+    def total(self, *paths: str) -> float:
+        """The sum of what is there of `paths`. Raises GapError where one cannot be read or none is there."""
+        found = [_as_number(self._word(path)) for path in paths]
+        known = [value for value in found if not isinstance(value, Gap)]
+        if known and Gap.UNREADABLE not in found:
+            return sum(known)
+        raise GapError(next((gap for gap in (Gap.UNREADABLE, Gap.NOT_SUPPORTED) if gap in found), Gap.MISSING))
+
+    def _word(self, path: str) -> str | Gap:
+        """The text at `path`; `N/A` of a parent holds for its children, too."""
+        found = self.element.find(path)
+        if found is None:
+            parent, _, _ = path.rpartition("/")
+            outer = self._word(parent) if parent else Gap.MISSING
+            return outer if outer in (Gap.NOT_SUPPORTED, Gap.UNREADABLE) else Gap.MISSING
+        text = one_line(found.text or "", 100)
+        if not text and len(found):
+            return Gap.MISSING
+        if _NOT_SUPPORTED.fullmatch(text):
+            return Gap.NOT_SUPPORTED
+        return Gap.UNREADABLE if _BROKEN.fullmatch(text) else text
 
 
 @dataclass(frozen=True)
-class EccState:
-    """Modes are Enabled or Disabled. volatile: since the driver loaded; aggregate: over the life of the board."""
-
-    mode: Word
-    pending: Word
-    volatile_uncorrectable: Number
-    aggregate_sram_uncorrectable: Number
-    sram_threshold_exceeded: Word
-
-
-@dataclass(frozen=True)
-class RowRemap:
-    """Rows of memory replaced by spare ones. repairs: other repairs that wait or are impossible, as `name: Yes`."""
-
-    remapped: Number
-    pending: Word
-    failure: Word
-    retirement_pending: Word = Gap.NOT_SUPPORTED
-    repairs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """MHz. application: what was set for compute; default: what it is from the factory."""
-
-    sm_max: Number
-    memory_max: Number
-    application: Number
-    application_default: Number
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU. index: as nvidia-smi counts. address: `0000:1b:00.0`. throttle: mask of active reasons.
-
-    broken: fields that the driver could not read, as `name: what it said`.
-    """
+class Gpu(Fields):
+    """One GPU. index: as nvidia-smi counts. address: `0000:1b:00.0`."""
 
     index: int
     address: str
-    model: Word
-    uuid: Word
-    performance_state: Word
-    mig: Word
-    mig_pending: Word
-    used_mib: Number
-    recovery_action: Word
-    throttle: int | Gap
-    power_limit_w: Number
-    power_default_w: Number
-    fabric_state: Word
-    fabric_status: Word
-    pcie: PcieLink
-    ecc: EccState
-    remap: RowRemap
-    clocks: Clocks
-    processes: tuple[GpuProcess, ...] | Gap
-    broken: tuple[str, ...]
 
     @property
     def device(self) -> str:
         """`GPU 3`."""
         return f"GPU {self.index}"
 
+    @property
+    def processes(self) -> tuple[GpuProcess, ...]:
+        """The processes on it. Raises GapError."""
+        parent = self.element.find("processes")
+        if parent is None or (not len(parent) and (parent.text or "").strip()):
+            self.word("processes")
+            return ()
+        return tuple(_process(Fields(info)) for info in parent.findall("process_info"))
+
+    def broken(self) -> Iterator[str]:
+        """Every field that says an error instead of a value, as `name: what it said`."""
+        for element in self.element.iter():
+            text = (element.text or "").strip()
+            # People choose the names of processes.
+            if element.tag != "process_name" and text and _BROKEN.fullmatch(text):
+                yield f"{element.tag}: {one_line(text, 60)}"
+
 
 @dataclass(frozen=True)
-class SmiLog:
-    """One answer. attached: how many GPUs the driver counts. notes: what was printed around the XML."""
+class SmiLog(Fields):
+    """One answer. notes: what was printed around the XML."""
 
-    driver: Word
-    attached: Number
-    gpus: tuple[Gpu, ...]
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """All GPUs, in the order of nvidia-smi."""
+        named = ((element, element.get("id", "")) for element in self.element.findall("gpu"))
+        return tuple(
+            Gpu(element, index, normal_address(name) or one_line(name, 40))
+            for index, (element, name) in enumerate(named)
+        )
 
 
 @lru_cache(maxsize=64)  # checks and traits read the same answer; a long one takes 10 ms
@@ -178,13 +189,51 @@ def read_smi(section: Section) -> SmiLog | SmiTrouble:
         root = parse_xml(text[begin.start() : end])
     except ValueError as error:
         return SmiTrouble(SmiFailure.NOT_XML, one_line(str(error)))
+    count = len(root.findall("gpu"))
+    if root.tag != "nvidia_smi_log" or count > MAX_GPUS:
+        return SmiTrouble(SmiFailure.NOT_XML, f"element {one_line(root.tag)} with {count} GPUs")
     around = f"{text[: begin.start()]}\n{text[end:]}"
-    notes = tuple(one_line(line) for line in around.splitlines() if line.strip())
-    elements = root.findall("gpu")
-    if root.tag != "nvidia_smi_log" or len(elements) > MAX_GPUS:
-        return SmiTrouble(SmiFailure.NOT_XML, f"element {one_line(root.tag)} with {len(elements)} GPUs")
-    gpus = tuple(_gpu(index, element) for index, element in enumerate(elements))
-    return SmiLog(read_word(root, "driver_version"), read_number(root, "attached_gpus"), gpus, notes)
+    return SmiLog(root, tuple(one_line(line) for line in around.splitlines() if line.strip()))
+
+
+def parse_xml(text: str) -> Element:
+    """The root element. Raises ValueError for what is no XML, nests too deep, or declares entities of its own."""
+    # Of the real tool comes one plain line `<!DOCTYPE nvidia_smi_log SYSTEM "...">`.
+    upper = text.upper()
+    document_type = upper.partition("<!DOCTYPE")[2].partition(">")[0]
+    if "<!ENTITY" in upper or upper.count("<!DOCTYPE") > 1 or "[" in document_type:
+        raise ValueError("the XML declares entities, which nvidia-smi never does")
+    try:
+        return ElementTree.fromstring(text, parser=ElementTree.XMLParser(target=_ShallowBuilder()))
+    except ElementTree.ParseError as error:
+        raise ValueError(f"not XML: {error}") from error
+
+
+def normal_address(text: str) -> str | None:
+    """The first PCI address in `text` as sysfs spells it, `0000:1b:00.0`; None without one."""
+    found = _ADDRESS.search(text)
+    if found is None:
+        return None
+    domain, bus, device, function = found.groups()
+    return f"{domain[-4:]}:{bus}:{device}.{function or '0'}".lower()
+
+
+class _ShallowBuilder(ElementTree.TreeBuilder):
+    """Refuses a tree so deep that walking it would exhaust the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+
+    def start(self, tag: str, attrs: dict[str, str], /) -> Element:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ValueError(f"the XML nests deeper than {MAX_DEPTH}")
+        return super().start(tag, attrs)
+
+    def end(self, tag: str, /) -> Element:
+        self._depth -= 1
+        return super().end(tag)
 
 
 _DOCUMENT = re.compile(r"<\?xml|<nvidia_smi_log>")
@@ -218,123 +267,23 @@ def _message(text: str) -> SmiTrouble | None:
     return None
 
 
-def _gpu(index: int, node: Element) -> Gpu:
-    return Gpu(
-        index=index,
-        address=normal_address(node.get("id", "")) or one_line(node.get("id", ""), 40),
-        model=read_word(node, "product_name"),
-        uuid=read_word(node, "uuid"),
-        performance_state=read_word(node, "performance_state"),
-        mig=read_word(node, "mig_mode/current_mig"),
-        mig_pending=read_word(node, "mig_mode/pending_mig"),
-        used_mib=read_number(node, "fb_memory_usage/used"),
-        recovery_action=_recovery_action(node),
-        throttle=_throttle(node),
-        power_limit_w=first_number(node, paths(_POWER, "current_power_limit", "enforced_power_limit", "power_limit")),
-        power_default_w=first_number(node, paths(_POWER, "default_power_limit")),
-        fabric_state=read_word(node, "fabric/state"),
-        fabric_status=read_word(node, "fabric/status"),
-        pcie=_pcie(node),
-        ecc=_ecc(node),
-        remap=_remap(node),
-        clocks=_clocks(node),
-        processes=_processes(node),
-        broken=tuple(broken_fields(node)),
+def _process(info: Fields) -> GpuProcess:
+    pid, kind, name = _as_number(info.look("pid")), info.look("type"), info.look("process_name")
+    return GpuProcess(
+        0 if isinstance(pid, Gap) else int(pid),
+        "?" if isinstance(kind, Gap) else kind,
+        "?" if isinstance(name, Gap) else name,
     )
 
 
-_POWER = ("gpu_power_readings", "power_readings")
+def _as_number(word: str | Gap) -> float | Gap:
+    if isinstance(word, Gap):
+        return word
+    found = _NUMBER.fullmatch(word)
+    return float(found[1]) if found else Gap.UNREADABLE
 
 
-def _recovery_action(node: Element) -> Word:
-    """`None`, or what the driver asks for. Before driver 570 there were two yes-or-no fields instead."""
-    action = read_word(node, "gpu_recovery_action")
-    if action is not Gap.MISSING:
-        return action
-    asks = [read_word(node, f"gpu_reset_status/{name}") for name in ("reset_required", "drain_and_reset_recommended")]
-    if "Yes" in asks:
-        return "Reset" if asks[0] == "Yes" else "Drain and Reset"
-    if asks == ["No", "No"]:
-        return "None"
-    return next((gap for gap in (Gap.UNREADABLE, Gap.MISSING) if gap in asks), Gap.NOT_SUPPORTED)
-
-
-def _throttle(node: Element) -> int | Gap:
-    for word in ("event", "throttle"):
-        parent = node.find(f"clocks_{word}_reasons")
-        if parent is None:
-            continue
-        states = {name: read_word(node, f"clocks_{word}_reasons/clocks_{word}_reason_{name}") for name in THROTTLE_BITS}
-        if Gap.UNREADABLE in states.values():
-            return Gap.UNREADABLE
-        if states["hw_slowdown"] not in ("Active", "Not Active"):
-            return Gap.NOT_SUPPORTED if states["hw_slowdown"] is Gap.NOT_SUPPORTED else Gap.UNREADABLE
-        return sum(bit for name, bit in THROTTLE_BITS.items() if states[name] == "Active")
-    return Gap.MISSING
-
-
-def _pcie(node: Element) -> PcieLink:
-    link = "pci/pci_gpu_link_info"
-    return PcieLink(
-        width=read_number(node, f"{link}/link_widths/current_link_width"),
-        width_max=read_number(node, f"{link}/link_widths/max_link_width"),
-        generation=read_number(node, f"{link}/pcie_gen/current_link_gen"),
-        generation_max=read_number(node, f"{link}/pcie_gen/max_link_gen"),
-    )
-
-
-def _ecc(node: Element) -> EccState:
-    """Up to driver 525 one SRAM counter, then two by kind; before Ampere counters by single and double bit."""
-    sram = ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded")
-    counters = [*paths(["ecc_errors/volatile"], *sram, "dram_uncorrectable"), "ecc_errors/volatile/double_bit/total"]
-    return EccState(
-        mode=read_word(node, "ecc_mode/current_ecc"),
-        pending=read_word(node, "ecc_mode/pending_ecc"),
-        volatile_uncorrectable=add_up(read_number(node, path) for path in counters),
-        aggregate_sram_uncorrectable=add_up(read_number(node, path) for path in paths(["ecc_errors/aggregate"], *sram)),
-        sram_threshold_exceeded=read_word(node, "ecc_errors/aggregate/sram_threshold_exceeded"),
-    )
-
-
-def _remap(node: Element) -> RowRemap:
-    repairs = ("channel_repair_pending", "tpc_repair_pending", "unrepairable_memory")
-    found = {name: read_word(node, f"ecc_errors/{name}") for name in repairs}
-    retirement = [read_word(node, f"retired_pages/{name}") for name in ("pending_retirement", "pending_blacklist")]
-    return RowRemap(
-        remapped=add_up(read_number(node, f"remapped_rows/remapped_row_{kind}") for kind in ("corr", "unc")),
-        pending=read_word(node, "remapped_rows/remapped_row_pending"),
-        failure=read_word(node, "remapped_rows/remapped_row_failure"),
-        retirement_pending="Yes" if "Yes" in retirement else retirement[0],
-        repairs=tuple(f"{name.replace('_', ' ')}: {value}" for name, value in found.items() if value == "Yes"),
-    )
-
-
-def _clocks(node: Element) -> Clocks:
-    return Clocks(
-        sm_max=read_number(node, "max_clocks/sm_clock"),
-        memory_max=read_number(node, "max_clocks/mem_clock"),
-        application=read_number(node, "applications_clocks/graphics_clock"),
-        application_default=read_number(node, "default_applications_clocks/graphics_clock"),
-    )
-
-
-def _processes(node: Element) -> tuple[GpuProcess, ...] | Gap:
-    parent = node.find("processes")
-    if parent is None:
-        return Gap.MISSING
-    if not len(parent) and (parent.text or "").strip():
-        word = read_word(node, "processes")
-        return word if isinstance(word, Gap) else ()
-    found = []
-    for info in parent.findall("process_info"):
-        pid = read_number(info, "pid")
-        kind, name = read_word(info, "type"), read_word(info, "process_name")
-        found.append(
-            GpuProcess(
-                pid=0 if isinstance(pid, Gap) else int(pid),
-                kind="?" if isinstance(kind, Gap) else kind,
-                name="?" if isinstance(name, Gap) else name,
-                used_mib=read_number(info, "used_memory"),
-            )
-        )
-    return tuple(found)
+def _needed(value: T | Gap) -> T:
+    if isinstance(value, Gap):
+        raise GapError(value)
+    return value

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 
 class UnreadableError(ValueError):
-    """A section did not end well or does not read as it must; `evidence` is the first line that it holds."""
+    """A section did not end well or does not read as it must.
 
-    def __init__(self, text: str, evidence: str = "") -> None:
-        self.evidence = evidence
+    evidence: the first line that it holds. remedy: what to do about it, where that is known.
+    """
+
+    def __init__(self, text: str, evidence: str = "", remedy: str = "") -> None:
+        self.evidence, self.remedy = evidence, remedy
         super().__init__(text)

@@ -47,11 +47,6 @@ END
 
 # What hangs once hangs again: with a stuck driver the other questions are not asked, and are missing in the answer.
 if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
-    section gpu.p2p 20 <<'END'
-command -v nvidia-smi >/dev/null || exit 127
-nvidia-smi topo -p2p n
-END
-
     section gpu.nvlink 20 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi nvlink --status

@@ -1,16 +1,12 @@
 # Group net: interfaces with their addresses, routes, and what /sys tells about each interface.
 #
-# The first line of net.links and net.route names the format of what follows: json, text (older iproute2, busybox) or
-# proc (no ip at all).
+# The first line of net.links and net.route names the format of what follows: json, or proc where no ip knows -json
+# (older iproute2, busybox, no ip at all).
 
 section net.links 10 <<'END'
 # Nothing but a JSON list is believed: an ip that does not know -json says so on stdout or with exit code 0, too.
 if answer=$(ip -json -details addr show 2>/dev/null) && case $answer in '['*) ;; *) false ;; esac then
     printf 'json\n%s\n' "$answer"
-    exit 0
-fi
-if answer=$(ip -o link show) && addresses=$(ip -o -4 addr show); then
-    printf 'text\n%s\n%s\nend\n' "$answer" "$addresses"
     exit 0
 fi
 [ -r "$root/proc/net/fib_trie" ] || exit 127
@@ -28,10 +24,6 @@ END
 section net.route 10 <<'END'
 if answer=$(ip -json route show 2>/dev/null) && case $answer in '['*) ;; *) false ;; esac then
     printf 'json\n%s\n' "$answer"
-    exit 0
-fi
-if answer=$(ip route show); then
-    printf 'text\n%s\nend\n' "$answer"
     exit 0
 fi
 [ -r "$root/proc/net/route" ] || exit 127

@@ -35,7 +35,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(nodes: dict[str, Any], output: Output | None = None, pause: Callable[[float], None] | None = None) -> int:
     fleet = FakeFleet(nodes)
-    options = CheckOptions(groups=GROUPS, connect=fleet.connect)
+    options = CheckOptions(all_groups=GROUPS, connect=fleet.connect)
     return run_check(fleet.hosts, RunConfig(), options, output or Output(), pause)
 
 

@@ -18,7 +18,7 @@ import pytest
 from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups import LoadedGroup
+from cluster.checks.group import CheckGroup
 from cluster.errors import SshError, SshFailure
 from cluster.probe.script import assemble_script, is_complete, new_fence, read_sections
 from cluster.probe.section import NodeProbe, Section
@@ -176,16 +176,14 @@ class FakeFleet:
         return self.connections[host.name]
 
 
-@dataclass(frozen=True)
-class FakeGroup:
+class FakeGroup(CheckGroup):
     """Group `host` with one check per section `host.NAME`: `ok` is OK, `warn` and `fail` what they say, and anything
     that did not end properly UNKNOWN. Section `host.traits` holds `CHECK=VALUE` lines."""
 
-    name: str = "host"
-    checks: tuple[str, ...] = ("host.disk",)
+    name = "host"
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        return [self._judge(probe, check) for check in self.checks]
+        return [self._judge(probe, "host.disk")]
 
     def _judge(self, probe: NodeProbe, check: str) -> Finding:
         section = probe.section(check)
@@ -194,10 +192,10 @@ class FakeGroup:
         severities = {"ok": Verdict.OK, "warn": Verdict.WARN, "fail": Verdict.FAIL}
         return Finding(check, probe.node, severities.get(section.output, Verdict.UNKNOWN), section.output)
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
         section = probe.section("host.traits")
         return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
 
 
-GROUPS = (LoadedGroup(FakeGroup()),)
+GROUPS = (FakeGroup(),)
 HEALTHY = answer({"host.disk": "ok"})

@@ -13,7 +13,6 @@ from testkit.machine_clock import machine_time
 
 from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups import LoadedGroup, load_groups
 from cluster.checks.run import CheckOptions, check_nodes, check_this_machine, watch
 from cluster.checks.selection import Selection, read_selection
 from cluster.checks.verdicts import FleetReport, NodeReport
@@ -25,7 +24,7 @@ CONFIG = ClusterConfig(name="prod")
 
 
 def check(fleet: FakeFleet, config: ClusterConfig = CONFIG, **options: object) -> FleetReport:
-    chosen = CheckOptions(**{"groups": GROUPS, "connect": fleet.connect, "timeout_s": 20.0, **options})
+    chosen = CheckOptions(**{"all_groups": GROUPS, "connect": fleet.connect, "timeout_s": 20.0, **options})
     return check_nodes(fleet.hosts, config, chosen)
 
 
@@ -101,7 +100,7 @@ def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
         yield from answer({"host.disk": "ok"})(fence)
 
     fleet = FakeFleet({"slow": slow, "fast": HEALTHY})
-    options = CheckOptions(groups=GROUPS, connect=fleet.connect, timeout_s=60)
+    options = CheckOptions(all_groups=GROUPS, connect=fleet.connect, timeout_s=60)
     assert check_nodes(fleet.hosts, CONFIG, options, Observer()).usable == ("slow", "fast")
 
 
@@ -124,7 +123,7 @@ def test_connections_are_closed_after_an_interrupt() -> None:
 
     fleet = FakeFleet({"a": HEALTHY, "b": later})
     with pytest.raises(KeyboardInterrupt):
-        check_nodes(fleet.hosts, CONFIG, CheckOptions(groups=GROUPS, connect=fleet.connect), Interrupted())
+        check_nodes(fleet.hosts, CONFIG, CheckOptions(all_groups=GROUPS, connect=fleet.connect), Interrupted())
     deadline = time.monotonic() + 200
     while not all(connection.closed for connection in fleet.connections.values()):
         assert time.monotonic() < deadline
@@ -135,7 +134,7 @@ class BrokenGroup(FakeGroup):
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
         raise IndexError("list index out of range")
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
         raise KeyError("driver")
 
 
@@ -146,16 +145,18 @@ class EmptyGroup(FakeGroup):
 
 @pytest.mark.parametrize(("group", "text"), [(BrokenGroup(), "IndexError"), (EmptyGroup(), "gave a result")])
 def test_a_group_that_breaks_or_says_nothing_is_unknown(group: FakeGroup, text: str) -> None:
-    report = check(FakeFleet({"n1": HEALTHY}), groups=(LoadedGroup(group),))
+    report = check(FakeFleet({"n1": HEALTHY}), all_groups=(group,))
     assert report.nodes["n1"].verdict is Verdict.UNKNOWN
     assert text in findings(report, "n1", "host")[0].observed
 
 
-def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:
-    def breaks(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+class GroupThatCannotCompare(FakeGroup):
+    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
         raise ZeroDivisionError
 
-    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), groups=(LoadedGroup(FakeGroup(), check_fleet=breaks),))
+
+def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:
+    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), all_groups=(GroupThatCannotCompare(),))
     assert set(verdicts(report).values()) == {"UNKNOWN"}
 
 
@@ -207,10 +208,14 @@ def test_a_check_asked_for_that_nobody_made_is_unknown() -> None:
     assert report.nodes["n1"].verdict is Verdict.UNKNOWN
 
 
+class GroupWithSettings(FakeGroup):
+    def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
+        return {"BURST_IMAGE": config.name}
+
+
 def test_settings_of_a_group_reach_its_probe() -> None:
-    group = LoadedGroup(FakeGroup(), probe_settings=lambda config: {"BURST_IMAGE": config.name})
     fleet = FakeFleet({"n1": HEALTHY})
-    check(fleet, groups=(group,))
+    check(fleet, all_groups=(GroupWithSettings(),))
     assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
 
 
@@ -254,7 +259,7 @@ def test_watching_pauses_between_checks() -> None:
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
-    report = check_this_machine(CONFIG, CheckOptions(groups=load_groups(["host"]), timeout_s=60))
+    report = check_this_machine(CONFIG, CheckOptions(selection=Selection(only=("host",)), timeout_s=60))
     (node,) = report.nodes.values()
     assert node.group_verdict("ssh") is None
     assert node.group_verdict("host") is not None

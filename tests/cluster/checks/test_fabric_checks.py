@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
-from fabric_nodes import COMPUTE, FabricNode, complaints, damaged, of, port, roce_gids, switch
+from fabric_nodes import COMPUTE, FabricNode, damaged, ended, lines, of, port, roce_gids, switch
 
 from cluster.checks.finding import Verdict
-from cluster.checks.ib import GROUP, check_fleet
-from cluster.checks.ib_ports import choose_compute_ports
-from cluster.parse.infiniband import parse_adapters
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.checks.ib import GROUP
+from cluster.checks.ib_ports import FabricView
+from cluster.checks.profile import profile_findings
+from cluster.parse.infiniband import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import Section, SectionState
 from engine.config_cluster import ClusterConfig, ExpectedHardware
 
-CHECKS = {
-    *("ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie"),
-    *("ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"),
-}
 ONE = "mlx5_5"
-FAIL, WARN, UNKNOWN = Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN
+OK, SKIP, FAIL, WARN, UNKNOWN = Verdict.OK, Verdict.SKIP, Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN
+DOWN = {"state": "1: DOWN", "phys_state": "3: Disabled"}
+UP = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
+HDR = {"rate": "200 Gb/sec (4X HDR)"}
+GEN4 = {"speed": "16.0 GT/s PCIe"}
 
 
 @pytest.fixture
@@ -32,42 +36,48 @@ def roce(node: FabricNode) -> FabricNode:
     return node
 
 
-def chosen(node: FabricNode, **expected: object):
-    adapters = parse_adapters(node.probe().section("ib.ports"))
-    return choose_compute_ports(adapters, ExpectedHardware(**expected))
+def bare() -> FabricNode:
+    return FabricNode({}, [f"{switch(0)}/0000:03:00.0"], {}, {}, ["[    0.000000] Linux version"])
+
+
+def lose(node: FabricNode, *names: str) -> FabricNode:
+    for name in names:
+        del node.ports[name], node.counters[name]
+    return node
+
+
+def chosen(node: FabricNode, **expected: object) -> FabricView:
+    return FabricView.of(node.probe(), ClusterConfig(expected=ExpectedHardware(**expected)))
 
 
 def test_a_healthy_node_is_ok_in_every_check(node: FabricNode):
-    findings = node.check(hcas=8, hca_rate_gbps=400.0)
-    assert {(finding.check, finding.severity) for finding in findings} == {(check, Verdict.OK) for check in CHECKS}
+    found = {finding.check: finding.severity for finding in node.check(hcas=8, hca_rate_gbps=400.0)}
+    assert found == {**dict.fromkeys(GROUP.checks, OK), "ib.gid": SKIP}
+    assert not roce(node).complaints()
+    assert of(node.check(), "ib.gid").observed == "index 3"
+
+
+# Which ports are for training.
 
 
 def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
+    node.ports["mlx5_20"] = port("mlx5_20", 0, physfn=1)
     found = chosen(node)
     assert [one.device for one in found.ports] == list(COMPUTE)
     assert found.reasons == {
         "mlx5_3:1": "speaks Ethernet, the ports for training InfiniBand",
         "mlx5_4:1": "not beside a GPU",
+        "mlx5_20:1": "a virtual function",
         "mlx5_bond_0:1": "bond0 carries the default route",
     }
     assert "mlx5_4:1: not beside a GPU" in of(node.check(), "ib.count").evidence
 
 
-def test_virtual_functions_are_left_out(node: FabricNode):
-    node.ports["mlx5_20"] = port("mlx5_20", 0, physfn=1)
-    assert chosen(node).reasons["mlx5_20:1"] == "a virtual function"
-
-
-def test_a_machine_with_nothing_but_virtual_functions_uses_them(node: FabricNode):
-    node.all_compute(physfn=1)
-    node.ports = {name: node.ports[name] for name in COMPUTE}
-    assert len(chosen(node).active) == 8
-
-
-def test_a_network_built_of_bonds_is_used(node: FabricNode):
+def test_where_nothing_else_is_there_virtual_functions_and_bonds_are_used(node: FabricNode):
     roce(node).all_compute(bonded=1)
     assert len(chosen(node).active) == 8
-    assert not node.complaints()
+    node.ports = {name: {**node.ports[name], "physfn": 1} for name in COMPUTE}
+    assert len(chosen(node).active) == 8
 
 
 def test_without_gpus_every_port_counts_that_no_configuration_excuses(node: FabricNode):
@@ -78,30 +88,71 @@ def test_without_gpus_every_port_counts_that_no_configuration_excuses(node: Fabr
 
 
 def test_more_configured_ports_than_there_are_beside_gpus_take_the_others_in(node: FabricNode):
-    node.ports["mlx5_4"] |= {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
+    node.ports["mlx5_4"] |= UP
     assert len(chosen(node, hcas=9).active) == 9
     assert len(chosen(node, hcas=8).active) == 8
 
 
-def test_infiniband_may_carry_the_default_route(node: FabricNode):
+def test_the_default_route_excuses_ethernet_alone_and_where_nothing_else_is_configured(node: FabricNode):
     node.ports[ONE]["default_route"] = 1
     assert len(chosen(node).ports) == 8
-
-
-def test_the_only_network_counts_where_the_configuration_says_so(node: FabricNode):
-    roce(node)
-    node.ports = {ONE: {**node.ports[ONE], "default_route": 1}}
+    roce(node).ports = {ONE: node.ports[ONE]}
     assert chosen(node).ports == ()
     assert [one.device for one in chosen(node, hcas=1).ports] == [ONE]
 
 
 def test_second_ports_of_another_kind_are_left_out_while_they_are_down(node: FabricNode):
     for name in COMPUTE:
-        down = {"dev": f"{name}_b", "state": "1: DOWN", "phys_state": "3: Disabled"}
-        node.ports[f"{name}_b"] = {**node.ports[name], **down}
-    roce(node)
-    assert {one.link_layer for one in chosen(node).ports} == {"Ethernet"}
+        node.ports[f"{name}_b"] = {**node.ports[name], "dev": f"{name}_b", **DOWN}
+    assert {one.link_layer for one in chosen(roce(node)).ports} == {"Ethernet"}
     assert len(chosen(node).active) == 8
+
+
+# One port of a healthy node.
+
+ONE_PORT: list[tuple[Mapping[str, object], str, Verdict]] = [
+    (DOWN, "state", FAIL),
+    ({"state": "1: DOWN", "phys_state": "2: Polling"}, "state", FAIL),
+    ({"state": "2: INIT"}, "state", FAIL),
+    ({"state": "3: ARMED"}, "state", FAIL),
+    ({"state": "5: ACTIVE_DEFER"}, "state", FAIL),
+    ({"phys_state": "6: LinkErrorRecovery"}, "state", FAIL),
+    *(({"state": text}, "state", UNKNOWN) for text in ("", "?", "ACTIVE", "4 ACTIVE", "4:")),
+    *(({"phys_state": text}, "state", UNKNOWN) for text in ("", "N/A", "LinkUp")),
+    ({**DOWN, "rate": "800 Gb/sec (4X XDR)"}, "state", FAIL),  # the rate of a port that is down does not count
+    ({"rate": "500 Gb/sec (4X)"}, "rate", OK),
+    ({"rate": "399 Gb/sec (4X)"}, "rate", FAIL),
+    ({"rate": "2.5 Gb/sec (1X SDR)"}, "rate", FAIL),
+    *(({"rate": text}, "rate", UNKNOWN) for text in ("", "fast", "1e9 Gb/sec", "4")),
+    ({"netdev_mtu": 2044}, "mtu", WARN),
+    *(({"netdev_mtu": text}, "mtu", UNKNOWN) for text in ("", "N/A")),
+    ({"width": 8}, "pcie", FAIL),
+    ({"width_max": 4}, "pcie", UNKNOWN),
+    *(({"width": text}, "pcie", UNKNOWN) for text in (15, "", "0", "63", "255", "Unknown", "-16")),
+    (GEN4, "pcie", FAIL),
+    *(({"speed": text}, "pcie", UNKNOWN) for text in ("", "Unknown")),
+]
+
+
+@pytest.mark.parametrize(("changes", "name", "severity"), ONE_PORT)
+def test_one_port_decides(node: FabricNode, changes: Mapping[str, object], name: str, severity: Verdict):
+    node.ports[ONE] |= changes
+    device = ONE if name == "pcie" else f"{ONE}:1"
+    assert node.complaints() == ([] if severity is OK else [(f"ib.{name}", device, severity)])
+
+
+def test_a_port_without_subnet_manager_says_so(node: FabricNode):
+    node.ports[ONE] |= {"state": "2: INIT"}
+    assert "subnet manager" in of([f for f in node.check() if f.device], "ib.state").remedy
+
+
+def test_rates_against_the_configuration_and_each_other(node: FabricNode):
+    for name in COMPUTE[:4]:  # of two rates that as many ports have the higher is right
+        node.ports[name] |= HDR
+    assert [device for _, device, _ in node.complaints()] == [f"{name}:1" for name in COMPUTE[:4]]
+    node.all_compute(**HDR)
+    assert len(node.complaints(hca_rate_gbps=400.0)) == 8
+    assert not node.complaints(hca_rate_gbps=200.0)
 
 
 def test_the_usual_rate_is_that_of_ports_that_are_up(node: FabricNode):
@@ -110,142 +161,27 @@ def test_the_usual_rate_is_that_of_ports_that_are_up(node: FabricNode):
     assert chosen(node).rate_gbps == 400.0
 
 
+def test_pcie_lanes_and_speed(node: FabricNode):
+    node.all_compute(**HDR, **GEN4)  # a slower slot that carries the port
+    assert not node.complaints()
+    node.ports[ONE]["width"] = 12  # missing lanes fail though they would do
+    assert node.complaints() == [("ib.pcie", ONE, FAIL)]
+    node.all_compute(width="", width_max="")  # as virtual machines are
+    assert of(node.check(), "ib.pcie").severity is SKIP
+
+
 @pytest.mark.parametrize(
-    ("state", "phys_state", "severity"),
+    ("changes", "complaint"),
     [
-        ("1: DOWN", "3: Disabled", FAIL),
-        ("1: DOWN", "2: Polling", FAIL),
-        ("2: INIT", "5: LinkUp", FAIL),
-        ("3: ARMED", "5: LinkUp", FAIL),
-        ("4: ACTIVE", "6: LinkErrorRecovery", FAIL),
-        ("", "5: LinkUp", UNKNOWN),
-        ("4: ACTIVE", "", UNKNOWN),
+        ({"netdev_mtu": 2044}, ("ib.mtu", f"{ONE}:1", FAIL)),
+        ({"gid.3": ""}, ("ib.gid", f"{ONE}:1", FAIL)),
+        ({"gid.3": "0000:0000:0000:0000:0000:ffff:0a00:0001 "}, ("ib.gid", f"{ONE}:1", FAIL)),  # no readable type
+        ({"gid.3": "", **roce_gids("0a00:0009", first=4)}, ("ib.gid", None, WARN)),  # at another index
     ],
 )
-def test_a_port_must_be_active_with_its_link_up(node: FabricNode, state: str, phys_state: str, severity: Verdict):
-    node.ports[ONE] |= {"state": state, "phys_state": phys_state}
-    assert node.complaints() == [("ib.state", f"{ONE}:1", severity)]
-
-
-def test_a_port_without_subnet_manager_says_so(node: FabricNode):
-    node.ports[ONE] |= {"state": "2: INIT"}
-    assert "subnet manager" in of([f for f in node.check() if f.device], "ib.state").remedy
-
-
-def test_one_port_less_than_configured_fails(node: FabricNode):
-    assert ("ib.count", None, FAIL) in node.complaints(hcas=9)
-    assert not node.complaints(hcas=8)
-
-
-@pytest.mark.parametrize(("rate", "bad"), [(400, False), (399, True), (200, True), (500, False)])
-def test_a_port_slower_than_most_fails(node: FabricNode, rate: int, bad: bool):
-    node.ports[ONE]["rate"] = f"{rate} Gb/sec (4X)"
-    assert node.complaints() == ([("ib.rate", f"{ONE}:1", FAIL)] if bad else [])
-
-
-def test_ports_slower_than_configured_fail_though_all_are_alike(node: FabricNode):
-    node.all_compute(rate="200 Gb/sec (4X HDR)")
-    assert len(node.complaints(hca_rate_gbps=400.0)) == 8
-    assert not node.complaints(hca_rate_gbps=200.0)
-
-
-def test_of_two_rates_that_as_many_ports_have_the_higher_is_right(node: FabricNode):
-    for name in COMPUTE[:4]:
-        node.ports[name]["rate"] = "200 Gb/sec (4X HDR)"
-    assert [device for _, device, _ in node.complaints()] == [f"{name}:1" for name in COMPUTE[:4]]
-
-
-def test_a_lost_adapter_is_missed_beside_its_gpu(node: FabricNode):
-    del node.ports[ONE], node.counters[ONE]
-    assert node.complaints() == [("ib.count", "GPU at 0000:33:00.0", FAIL)]
-
-
-def test_where_many_gpus_have_no_adapter_that_is_how_the_node_is_built(node: FabricNode):
-    for name in COMPUTE[:4]:
-        del node.ports[name], node.counters[name]
-    del node.ports["mlx5_4"], node.counters["mlx5_4"]
-    assert not node.complaints()
-
-
-def test_an_adapter_without_driver_fails(node: FabricNode):
-    path = node.ports[ONE]["path"]
-    del node.ports[ONE], node.counters[ONE]
-    node.others = [("driverless", {"path": path})]
-    assert node.complaints() == [("ib.count", str(path)[-12:], FAIL)]
-
-
-def test_many_adapters_without_driver_are_told_one_by_one(node: FabricNode):
-    for name in COMPUTE[:3]:
-        node.others.append(("driverless", {"path": node.ports[name]["path"]}))
-        del node.ports[name], node.counters[name]
-    assert [check for check, _, _ in node.complaints()] == ["ib.count"] * 3
-
-
-def test_an_adapter_without_ports_fails(node: FabricNode):
-    node.others = [("portless", {"dev": "mlx5_30"})]
-    assert node.complaints() == [("ib.count", "mlx5_30", FAIL)]
-
-
-@pytest.mark.parametrize(("width", "complaint"), [(16, None), (8, FAIL), (15, UNKNOWN), ("", UNKNOWN)])
-def test_all_pcie_lanes_must_be_there(node: FabricNode, width: object, complaint: Verdict | None):
-    node.ports[ONE]["width"] = width
-    assert node.complaints() == ([("ib.pcie", ONE, complaint)] if complaint else [])
-
-
-def test_missing_lanes_fail_though_they_would_do(node: FabricNode):
-    node.all_compute(rate="200 Gb/sec (4X HDR)")
-    node.ports[ONE]["width"] = 12
-    assert node.complaints() == [("ib.pcie", ONE, FAIL)]
-
-
-def test_more_lanes_than_there_can_be_make_no_sense(node: FabricNode):
-    node.ports[ONE]["width_max"] = 4
-    assert node.complaints() == [("ib.pcie", ONE, UNKNOWN)]
-
-
-@pytest.mark.parametrize(("speed", "bad"), [("32.0 GT/s PCIe", False), ("16.0 GT/s PCIe", True)])
-def test_pcie_must_carry_what_the_port_does(node: FabricNode, speed: str, bad: bool):
-    node.ports[ONE]["speed"] = speed
-    assert node.complaints() == ([("ib.pcie", ONE, FAIL)] if bad else [])
-
-
-@pytest.mark.parametrize("speed", ["", "Unknown"])
-def test_unreadable_pcie_speed_is_no_good_news(node: FabricNode, speed: str):
-    node.ports[ONE]["speed"] = speed
-    assert node.complaints() == [("ib.pcie", ONE, UNKNOWN)]
-
-
-def test_a_fast_adapter_in_a_slower_slot_is_fine_while_the_slot_carries_its_port(node: FabricNode):
-    node.all_compute(rate="200 Gb/sec (4X HDR)", speed="16.0 GT/s PCIe")
-    assert not node.complaints()
-
-
-def test_a_virtual_machine_that_tells_no_pcie_width_is_skipped(node: FabricNode):
-    node.all_compute(width="", width_max="")
-    assert of(node.check(), "ib.pcie").severity is Verdict.SKIP
-
-
-@pytest.mark.parametrize(("layer", "severity"), [("InfiniBand", WARN), ("Ethernet", FAIL)])
-def test_another_mtu_than_most_is_named(node: FabricNode, layer: str, severity: Verdict):
-    if layer == "Ethernet":
-        roce(node)
-    node.ports[ONE]["netdev_mtu"] = 2044
-    assert node.complaints() == [("ib.mtu", f"{ONE}:1", severity)]
-
-
-def test_a_healthy_roce_node_is_ok(node: FabricNode):
-    assert not roce(node).complaints()
-    assert of(node.check(), "ib.gid").observed == "index 3"
-
-
-def test_a_roce_port_without_ipv4_gid_fails(node: FabricNode):
-    roce(node).ports[ONE]["gid.3"] = ""
-    assert node.complaints() == [("ib.gid", f"{ONE}:1", FAIL)]
-
-
-def test_roce_gids_at_different_indices_are_a_warning(node: FabricNode):
-    roce(node).ports[ONE] |= {"gid.3": "", **roce_gids("0a00:0009", first=4)}
-    assert node.complaints() == [("ib.gid", None, WARN)]
+def test_one_roce_port_decides(node: FabricNode, changes: Mapping[str, object], complaint: tuple[object, ...]):
+    roce(node).ports[ONE] |= changes
+    assert node.complaints() == [complaint]
 
 
 @pytest.mark.parametrize(("mtu", "bad"), [(9000, False), (4200, False), (4199, True), (1500, True)])
@@ -254,66 +190,144 @@ def test_roce_wants_an_mtu_for_its_packets(node: FabricNode, mtu: int, bad: bool
     assert node.complaints() == ([("ib.mtu", None, WARN)] if bad else [])
 
 
-def bare() -> FabricNode:
-    return FabricNode({}, [f"{switch(0)}/0000:03:00.0"], {}, {}, ["[    0.000000] Linux version"])
+# How many there are.
+
+
+def test_ports_are_counted(node: FabricNode):
+    assert ("ib.count", None, FAIL) in node.complaints(hcas=9)
+    assert not node.complaints(hcas=8)
+    node.ports["mlx5_4"] |= UP  # of another network: it makes up for none
+    node.ports[ONE] |= DOWN
+    assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
+
+
+def test_a_lost_adapter_is_missed_beside_its_gpu(node: FabricNode):
+    assert lose(node, ONE).complaints() == [("ib.count", "GPU at 0000:33:00.0", FAIL)]
+
+
+def test_where_many_gpus_have_no_adapter_that_is_how_the_node_is_built(node: FabricNode):
+    assert not lose(node, *COMPUTE[:4], "mlx5_4").complaints()
+
+
+def test_adapters_without_driver_or_ports_are_told_one_by_one(node: FabricNode):
+    paths = [str(node.ports[name]["path"]) for name in COMPUTE[:3]]
+    node.others = [*(("driverless", {"path": path}) for path in paths), ("portless", {"dev": "mlx5_30"})]
+    expected = [*(path[-12:] for path in paths), "mlx5_30"]
+    assert lose(node, *COMPUTE[:3]).complaints() == [("ib.count", device, FAIL) for device in expected]
+    nothing_else = bare()
+    nothing_else.gpus, nothing_else.others = [], [("driverless", {"path": "/sys/devices"})]
+    assert ("ib.count", "an unknown address", FAIL) in nothing_else.complaints()
 
 
 def test_a_node_without_adapters_is_skipped_unless_they_are_expected():
-    (finding,) = bare().check()
-    assert (finding.check, finding.severity) == ("ib.count", Verdict.SKIP)
-    assert ("ib.count", None, FAIL) in bare().complaints(hcas=8)
-
-
-def test_the_only_adapter_may_be_that_of_management():
     node = bare()
+    assert [(one.check, one.severity) for one in node.check()] == [("ib.count", SKIP)]
+    assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
     node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=1)
     (finding,) = node.check()
-    assert (finding.severity, finding.observed) == (
-        Verdict.SKIP,
-        "no adapter for training: mlx5_0:1 eth0 carries the default route",
-    )
+    assert finding.observed == "no adapter for training: mlx5_0:1 eth0 carries the default route"
+
+
+def test_one_good_port_or_none_does_not_make_a_good_node(node: FabricNode):
+    for name in set(COMPUTE) - {ONE}:
+        node.ports[name] |= DOWN
+    assert len(node.complaints()) == 7
+    node.all_compute(**DOWN)
+    good = {one.check for one in node.check() if one.severity is OK}
+    assert good == {"ib.pcie", "ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"}
+
+
+# Nodes together.
 
 
 def test_traits_are_what_all_nodes_must_have_alike(node: FabricNode):
-    assert GROUP.traits(node.probe()) == {"ib.link_layer": "InfiniBand", "ib.mtu": "4092"}
+    told = {"ib.link_layer": "InfiniBand", "ib.mtu": "4092", "ib.rate": "400"}
+    assert GROUP.traits(node.probe(), ClusterConfig()) == {**told, "ib.count": "8"}
+    assert GROUP.traits(node.probe(), ClusterConfig(expected=ExpectedHardware(hcas=8))) == told
+    node.ports[ONE]["netdev_mtu"] = ""  # what one port does not tell is left out
+    assert "ib.mtu" not in GROUP.traits(node.probe(), ClusterConfig())
+    assert GROUP.traits(damaged(node.probe(), "ib.ports", exit_code=1), ClusterConfig()) == {}
 
 
-def test_a_trait_that_one_port_does_not_tell_is_left_out(node: FabricNode):
-    node.ports[ONE]["netdev_mtu"] = ""
-    assert "ib.mtu" not in GROUP.traits(node.probe())
-    assert GROUP.traits(damaged(node.probe(), "ib.ports", exit_code=1)) == {}
-
-
-def fleet(*nodes: FabricNode, **expected: object) -> list[tuple[str, str, Verdict]]:
-    probes: dict[str, NodeProbe] = {f"n{number}": one.probe(f"n{number}") for number, one in enumerate(nodes, start=1)}
-    found = check_fleet(probes, ClusterConfig(expected=ExpectedHardware(**expected)))
-    return [(finding.node, finding.check, finding.severity) for finding in found]
+def fleet(*nodes: FabricNode, **expected: object) -> set[tuple[str, str, Verdict]]:
+    """What comparing nodes says of who is odd."""
+    config = ClusterConfig(expected=ExpectedHardware(**expected))
+    traits = {f"n{at}": GROUP.traits(one.probe(f"n{at}"), config) for at, one in enumerate(nodes, start=1)}
+    found = profile_findings(traits, config.expected)
+    return {(one.node, one.check, one.severity) for one in found if one.severity in (WARN, FAIL)}
 
 
 def test_the_node_with_another_number_or_rate_of_ports_is_named():
     less, slow = FabricNode.healthy(), FabricNode.healthy()
     less.ports[ONE]["state"] = "1: DOWN"
-    slow.all_compute(rate="200 Gb/sec (4X HDR)")
+    slow.all_compute(**HDR)
     healthy = [FabricNode.healthy() for _ in range(3)]
-    assert fleet(*healthy) == []
-    assert fleet(*healthy, less) == [("n4", "ib.count", FAIL)]
-    assert fleet(*healthy, less, hcas=7) == []
-    assert fleet(*healthy, slow, hca_rate_gbps=200.0) == []
-    assert fleet(*healthy, slow) == [("n4", "ib.rate", FAIL)]
-    assert fleet(*healthy, bare()) == [("n4", "ib.count", FAIL)]
-
-
-def test_a_node_that_did_not_answer_is_not_compared():
-    probes = {
-        "n1": FabricNode.healthy().probe("n1"),
-        "n2": damaged(bare().probe("n2"), "ib.ports", state=SectionState.MISSING),
-    }
-    assert check_fleet(probes, ClusterConfig()) == []
+    assert fleet(*healthy) == set()
+    assert fleet(*healthy, less) == {("n4", "ib.count", FAIL)}
+    assert fleet(*healthy, less, hcas=7) == set()
+    assert fleet(*healthy, slow, hca_rate_gbps=200.0) == set()
+    assert fleet(*healthy, slow) == {("n4", "ib.rate", FAIL)}
+    assert fleet(*healthy, bare()) == {("n4", "ib.count", FAIL)}
 
 
 def test_unreadable_ports_make_every_check_unknown(node: FabricNode):
     node.sections = {"ib.ports": damaged(node.probe(), "ib.ports", state=SectionState.TIMED_OUT).section("ib.ports")}
-    assert complaints(node.check()) == [
-        (check, None, UNKNOWN) for check in dict.fromkeys(f.check for f in node.check())
-    ]
-    assert {finding.check for finding in node.check()} == CHECKS
+    assert node.complaints() == [(check, None, UNKNOWN) for check in GROUP.checks]
+
+
+# From the lines of the probe to values.
+
+
+def ports_section(*fields: Mapping[str, object]) -> Section:
+    return ended("ib.ports", lines([("port", one) for one in fields]))
+
+
+def one_port(**changes: object):
+    return parse_adapters(ports_section(port("mlx5_0", 0x0C, **changes))).ports[0]
+
+
+def test_a_port_has_all_that_the_probe_told():
+    found = one_port(link_layer="a%25b%09c")
+    assert found.pci_path == ("0000:0c:01.0", "0000:0d:00.0", "0000:0e:01.0", "0000:10:00.0")
+    assert (found.netdev, found.netdev_is_up, found.netdev_mtu, found.numa_node) == ("ib0", True, 4092, 0)
+    assert (found.is_bond, found.is_virtual_function, found.has_default_route) == (False, False, False)
+    assert found.link_layer == "a%b c"
+    assert one_port(link_layer="%2509").link_layer == "%09"
+    assert one_port(dev="mlx5_bond_0").is_bond
+
+
+def test_ports_are_ordered_as_people_count(node: FabricNode):
+    names = [found.device for found in parse_adapters(node.probe().section("ib.ports")).ports]
+    assert names.index("mlx5_11") > names.index("mlx5_8")
+    assert len(names) == len(COMPUTE) + 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *(([port("mlx5_0", 0x0C, dev=name)], "no name") for name in ("", "../x", "m\x1b[1m", "a b", "x" * 65, "$(id)")),
+        ([port("mlx5_0", 0x0C), port("mlx5_0", 0x1C)], "twice"),
+        ([port("mlx5_0", 0x0C, port="x")], "no number"),
+        ([{"dev": f"mlx5_{number}", "port": 1} for number in range(2049)], "more than"),
+    ],
+)
+def test_hostile_ports_are_unreadable(fields: list[Mapping[str, object]], words: str):
+    with pytest.raises(UnreadableError, match=words):
+        parse_adapters(ports_section(*fields))
+
+
+def test_the_gid_index_is_that_of_roce_v2_over_ipv4():
+    garbage = {"gid.0": "garbage RoCE v2", "gid.x": roce_gids("0a00:0001")["gid.3"], "gid.1": ""}
+    assert sorted(one_port(**garbage, **roce_gids("0a00:0001", 2)).gids) == [2, 3, 4, 5]
+    assert roce_gid_index(one_port(**roce_gids("0a00:0001", first=8))) == 11
+    assert roce_gid_index(one_port(**roce_gids("0a00:0001"), **roce_gids("0a00:0002", first=4))) == 3
+    assert roce_gid_index(one_port()) is None
+    assert ipv4_of_gid("0000:0000:0000:0000:0000:ffff:0a01:02ff") == "10.1.2.255"
+    assert ipv4_of_gid("0000:0000:0000:0000:0000:ffff:0a01:zzzz") is None
+
+
+def test_pci_paths_keep_addresses_only():
+    path = "/sys/devices/pci0000:0c/0000:0c:01.0/0000:0D:00.0/infiniband/mlx5_0"
+    assert pci_path(path) == ("0000:0c:01.0", "0000:0d:00.0")
+    assert pci_path("/sys/devices/pci10000:00/10000:00:02.0") == ("10000:00:02.0",)
+    assert pci_path("") == ()

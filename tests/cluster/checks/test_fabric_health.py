@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fabric_nodes import COMPUTE, FabricNode, of
+from fabric_nodes import COMPUTE, FabricNode, ended, lines, of
 
 from cluster.checks.finding import Verdict
 
@@ -152,3 +152,33 @@ def test_adapters_must_reach_gpu_memory(node: FabricNode, told: dict[str, str], 
 def test_a_node_without_gpus_needs_no_gpudirect(node: FabricNode):
     node.gpus, node.gpudirect = [], {"peermem": "no", "nvidia": "no"}
     assert of(node.check(), "ib.gpudirect").severity is Verdict.SKIP
+
+
+def test_samples_about_different_ports_and_what_is_no_counter_tell_nothing(node: FabricNode):
+    bad = [lines([("sample1", {"dev": "mlx5_0", "port": 1, "link_downed": 0})])]
+    for text in ("-1", "N/A", "18446744073709551616", "9" * 400):
+        samples = [(f"sample{at}", {"dev": "mlx5_0", "port": 1, "link_downed": text}) for at in (1, 2)]
+        bad.append(lines(samples))
+    for output in bad:
+        node.sections = {"ib.counters": ended("ib.counters", output)}
+        assert node.complaints() == [("ib.counters", None, UNKNOWN)]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_kernel_log_that_may_not_be_read_is_not_a_quiet_one(node: FabricNode, code: int):
+    text = "uptime\t900\ndmesg: read kernel buffer failed: Operation not permitted"
+    node.sections = {"ib.kernel": ended("ib.kernel", text, code)}
+    assert node.complaints() == [("ib.flaps", None, UNKNOWN), ("ib.health", None, UNKNOWN)]
+    assert "kernel.dmesg_restrict" in of(node.check(), "ib.flaps").remedy
+
+
+def test_gpudirect_that_lost_a_line_or_answers_something_else_is_unknown(node: FabricNode):
+    rows = node.probe().section("ib.gpudirect").output.splitlines()
+    needed = [row for row in rows if not row.startswith(("driver", "kernel", "exists\t/sys/kernel"))]
+    for lost in needed:
+        if "peermem" not in lost:
+            text = "\n".join(row for row in rows if row != lost)
+            node.sections = {"ib.gpudirect": ended("ib.gpudirect", text)}
+            assert node.complaints() == [("ib.gpudirect", None, UNKNOWN)], lost
+    node.sections, node.gpudirect = {}, {"peermem": "maybe"}
+    assert node.complaints() == [("ib.gpudirect", None, UNKNOWN)]

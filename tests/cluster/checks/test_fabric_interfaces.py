@@ -9,7 +9,7 @@ from fabric_nodes import LO, damaged, default_route, ended, link, net_probe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.parse.interfaces import choose_interface, explain_interface, parse_interfaces, read_interfaces, same_subnet
+from cluster.parse.interfaces import explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe, SectionState
 
@@ -62,14 +62,17 @@ def interfaces(links: object, defaults: list[str]):
 @pytest.mark.parametrize("node", NODES)
 def test_the_interface_that_nodes_talk_over(node: str):
     links, defaults, wanted = NODES[node]
-    chosen = choose_interface(interfaces(links, defaults))
+    chosen = explain_interface(interfaces(links, defaults)).interface
     assert (chosen.name if chosen else None) == wanted
 
 
 @pytest.mark.parametrize("node", NODES)
 def test_a_choice_never_depends_on_the_order_of_interfaces(node: str):
     links, defaults, _ = NODES[node]
-    assert choose_interface(interfaces(links, defaults)) == choose_interface(interfaces(links[::-1], defaults))
+    assert (
+        explain_interface(interfaces(links, defaults)).interface
+        == explain_interface(interfaces(links[::-1], defaults)).interface
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,38 +130,6 @@ def test_interfaces_are_known_without_sysfs():
     assert [one.name for one in read_interfaces(probe)] == ["lo", "eth0"]
 
 
-TEXT_LINKS = """text
-1: lo: <LOOPBACK,UP,LOWER_UP> mtu 65536 qdisc noqueue state UNKNOWN mode DEFAULT group default\\    link/loopback
-2: eth0: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 9000 qdisc mq state UP mode DEFAULT group default\\    link/ether aa:bb
-3: veth7@if2: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 qdisc noqueue master docker0 state UP\\    link/ether aa:bb
-4: ib0: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 4092 qdisc mq state UP qlen 256\\    link/infiniband 00:00
-5: eth1: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq state DOWN\\    link/ether aa:bb
-1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever
-2: eth0    inet 10.0.0.1/24 brd 10.0.0.255 scope global eth0\\       valid_lft forever preferred_lft forever
-2: eth0    inet 10.0.0.9/24 scope global secondary eth0\\       valid_lft forever preferred_lft forever
-4: ib0    inet 10.10.0.1/24 scope global ib0\\       valid_lft forever preferred_lft forever
-end"""
-TEXT_ROUTES = """text
-default proto static
-\tnexthop via 10.0.0.254 dev eth0 weight 1
-default via 10.10.0.254 dev ib0 proto dhcp metric 300
-10.0.0.0/24 dev eth0 proto kernel scope link src 10.0.0.1
-end"""
-
-
-def text_probe(links: str = TEXT_LINKS, routes: str = TEXT_ROUTES) -> NodeProbe:
-    return NodeProbe("n1", {"net.links": ended("net.links", links), "net.route": ended("net.route", routes)})
-
-
-def test_an_old_ip_without_json_tells_the_same():
-    lo, eth0, veth, ib0, eth1 = read_interfaces(text_probe())
-    assert (lo.kind, lo.addresses) == ("loopback", ())
-    assert (eth0.mtu, eth0.addresses, eth0.is_up) == (9000, ("10.0.0.1/24", "10.0.0.9/24"), True)
-    assert (veth.name, veth.master) == ("veth7", "docker0")
-    assert (ib0.kind, ib0.is_default_route) == ("infiniband", False)
-    assert (eth0.is_default_route, eth1.is_up) == (True, False)
-
-
 FIB = "proc\nlocal\t10.0.0.1\nlocal\t127.0.0.1\nlocal\t10.0.0.1\nlocal\t127.0.0.1\nend"
 PROC_ROUTES = """proc
 Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
@@ -171,9 +142,9 @@ end\t2"""
 
 
 def test_a_node_without_ip_tells_the_same_through_proc():
-    probe = text_probe(FIB, PROC_ROUTES)
-    probe = NodeProbe("n1", {**probe.sections, "net.sysfs": ended("net.sysfs", PROC_SYSFS)})
-    chosen = choose_interface(read_interfaces(probe))
+    texts = {"net.links": FIB, "net.route": PROC_ROUTES, "net.sysfs": PROC_SYSFS}
+    probe = NodeProbe("n1", {name: ended(name, text) for name, text in texts.items()})
+    chosen = explain_interface(read_interfaces(probe)).interface
     assert chosen is not None
     assert (chosen.name, chosen.addresses) == ("eth0", ("10.0.0.1/24",))
     assert [one.kind for one in read_interfaces(probe)] == ["ether", "loopback"]
@@ -198,13 +169,6 @@ def test_damaged_answers_are_unreadable(name: str, change: dict[str, object]):
     probe = damaged(net_probe([LO, ETH0], [default_route("eth0")]), name, **change)
     with pytest.raises(UnreadableError):
         read_interfaces(probe)
-    assert parse_interfaces(probe) == ()
-
-
-@pytest.mark.parametrize("cut", [TEXT_LINKS.index("4: ib0    inet"), TEXT_LINKS.index("5: eth1")])
-def test_text_that_was_cut_off_is_unreadable(cut: int):
-    with pytest.raises(UnreadableError):
-        read_interfaces(text_probe(TEXT_LINKS[:cut]))
 
 
 def test_no_interface_at_all_is_unreadable():
@@ -236,10 +200,3 @@ def test_any_json_is_read_or_refused(document: object):
             read_interfaces(probe)
         except UnreadableError as error:
             assert json.dumps(document) is not None, error  # noqa: PT017
-
-
-def test_same_subnet():
-    assert same_subnet("10.0.0.1/24", "10.0.0.200/24")
-    assert not same_subnet("10.0.0.1/24", "10.0.1.1/24")
-    assert not same_subnet("10.0.0.1/24", "10.0.0.2/16")
-    assert not same_subnet("10.0.0.1/24", "nonsense")

@@ -6,7 +6,7 @@ import pytest
 from fabric_nodes import LO, damaged, default_route, link, net_probe
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.net import GROUP, check_fleet, check_subnets
+from cluster.checks.net import GROUP, check_subnets
 from cluster.parse.fabric import NetInterface
 from cluster.probe.section import NodeProbe, SectionState
 from engine.config_cluster import ClusterConfig
@@ -38,17 +38,17 @@ def test_a_node_with_a_default_route_is_ok_and_says_why():
 @pytest.mark.parametrize("name", ["lo", "docker0", "eth1", "eth9"])
 def test_a_named_interface_that_others_cannot_reach_fails(name: str):
     one = probe(link("eth0", "10.0.0.1/24"), DOCKER, link("eth1", "10.1.0.1/24", state="DOWN"))
-    assert severities(check(one, name)) == {"net.interface": Verdict.FAIL}
+    assert severities(check(one, name)) == {"net.interface": Verdict.FAIL, "net.mtu": Verdict.SKIP}
 
 
 def test_no_interface_fails():
-    assert severities(check(probe(DOCKER, route="docker0"))) == {"net.interface": Verdict.FAIL}
+    assert severities(check(probe(DOCKER, route="docker0"))) == {"net.interface": Verdict.FAIL, "net.mtu": Verdict.SKIP}
 
 
 @pytest.mark.parametrize("section", ["net.links", "net.route"])
 def test_unreadable_interfaces_are_unknown(section: str):
     one = damaged(probe(link("eth0", "10.0.0.1/24")), section, state=SectionState.TIMED_OUT)
-    assert severities(check(one)) == {"net.interface": Verdict.UNKNOWN}
+    assert severities(check(one)) == {"net.interface": Verdict.UNKNOWN, "net.mtu": Verdict.UNKNOWN}
 
 
 @pytest.mark.parametrize(("mtu", "severity"), [(1280, Verdict.OK), (1279, Verdict.WARN), (None, Verdict.UNKNOWN)])
@@ -104,26 +104,10 @@ def test_a_single_node_is_not_compared():
     assert subnets(interface("10.0.0.1/24")) == []
 
 
-def fleet(*links: object, interface: str | None = None) -> list[tuple[str, str, Verdict]]:
-    probes = {f"n{number}": probe(one, name=f"n{number}") for number, one in enumerate(links, start=1)}
-    found = check_fleet(probes, ClusterConfig(interface=interface))
-    return [(finding.node, finding.check, finding.severity) for finding in found if finding.severity is not Verdict.OK]
-
-
-def test_what_is_alike_is_not_told_again():
-    probes = {name: probe(link("eth0", f"10.0.0.{name[1:]}/24"), name=name) for name in ("n1", "n2")}
-    assert [finding.check for finding in check_fleet(probes, ClusterConfig())] == ["net.subnet", "net.subnet"]
-
-
-def test_the_node_with_another_mtu_is_named():
-    nodes = [link("eth0", f"10.0.0.{number}/24", mtu=9000) for number in (1, 2, 3)]
-    assert fleet(*nodes) == []
-    assert fleet(*nodes, link("eth0", "10.0.0.4/24")) == [("n4", "net.mtu", Verdict.FAIL)]
-
-
 def test_the_named_interface_is_the_one_that_is_compared():
-    nodes = [link("eth0", f"10.0.0.{number}/24") for number in (1, 2)]
-    assert fleet(*nodes, interface="eth1") == [
-        ("n1", "net.subnet", Verdict.UNKNOWN),
-        ("n2", "net.subnet", Verdict.UNKNOWN),
-    ]
+    probes = {f"n{at}": probe(link("eth0", f"10.0.0.{at}/24", mtu=9000), name=f"n{at}") for at in (1, 2)}
+    assert GROUP.traits(probes["n1"], ClusterConfig()) == {"net.mtu": "9000"}
+    assert GROUP.traits(probes["n1"], ClusterConfig(interface="eth1")) == {}
+    for interface, severity in ((None, Verdict.OK), ("eth1", Verdict.UNKNOWN)):
+        found = GROUP.check_fleet(probes, ClusterConfig(interface=interface))
+        assert [(one.check, one.severity) for one in found] == [("net.subnet", severity)] * 2

@@ -14,10 +14,11 @@ from fabric_nodes import complaints
 
 from cluster.checks.finding import Verdict
 from cluster.checks.ib import GROUP
-from cluster.checks.ib_ports import choose_compute_ports
+from cluster.checks.ib_health import read_kernel
+from cluster.checks.ib_ports import FabricView
 from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import parse_adapters, parse_kernel, parse_ports, roce_gid_index
-from cluster.parse.interfaces import choose_interface, read_interfaces
+from cluster.parse.infiniband import parse_adapters, roce_gid_index
+from cluster.parse.interfaces import explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.script import build_script, new_fence, read_sections
 from cluster.probe.section import NodeProbe, SectionState
@@ -94,6 +95,10 @@ def check(probe: NodeProbe, **expected: object) -> list[tuple[str, str | None, V
     return complaints(GROUP.check(probe, config))
 
 
+def parse_ports(probe: NodeProbe) -> tuple[HcaPort, ...]:
+    return parse_adapters(probe.section("ib.ports")).ports
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NodeProbe]:
     """Answers of rehearsal nodes, asked two at a time."""
@@ -112,7 +117,7 @@ def test_a_healthy_rehearsal_node_is_ok(answers: dict[str, NodeProbe], profile: 
     probe = answers[f"{profile}/{node}"]
     wanted = compute_adapters(profile, node)
     assert check(probe, hcas=len(wanted)) == []
-    compute = choose_compute_ports(parse_adapters(probe.section("ib.ports")), ExpectedHardware())
+    compute = FabricView.of(probe, ClusterConfig())
     assert sorted(port.device for port in compute.active) == sorted(wanted)
     assert (compute.beside_gpus, compute.lonely_gpus) == (True, ())
 
@@ -150,11 +155,12 @@ def test_every_gpu_shares_a_switch_with_the_adapter_of_its_rail(answers: dict[st
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_tells_the_same(answers: dict[str, NodeProbe], tmp_path: Path, shell: str):
     root = plant(tmp_path, node_files("h100x8", 1, "roce", "growing:rail4"))
-    probe = ask(root, path=tools_of(tmp_path / "tools", shell), groups=("ib", "net"))
+    tools = tools_of(tmp_path / "tools", shell)
+    probe = ask(root, path=tools)
     assert check(probe) == FAULT_FINDINGS["growing:rail4"]
     assert [_shape(port) for port in parse_ports(probe)] == [_shape(port) for port in parse_ports(answers["roce"])]
     assert all(section.ok for section in probe.sections.values())
-    assert read_interfaces(probe)
+    assert read_interfaces(ask(None, path=tools, groups=("net",)))
 
 
 def _shape(port: HcaPort) -> tuple[object, ...]:
@@ -252,14 +258,14 @@ def test_a_kernel_log_that_may_not_be_read_is_unreadable(tmp_path: Path, journal
     assert section.exit_code == 1
     assert "not permitted" in section.output
     with pytest.raises(UnreadableError):
-        parse_kernel(section)
+        read_kernel(section)
 
 
 def test_the_journal_is_read_first_and_dmesg_where_there_is_none(tmp_path: Path):
     line = "[   12.100000] node1 kernel: mlx5_core 0000:9c:00.0 ib3: Link down"
     script(tmp_path / "bin", "journalctl", f"echo '[    0.000000] node1 kernel: Linux'; echo '{line}'")
     script(tmp_path / "bin", "dmesg", "echo '[    0.000000] from dmesg'")
-    (event,) = parse_kernel(ask(None, path=str(tmp_path / "bin")).section("ib.kernel")).events
+    (event,) = read_kernel(ask(None, path=str(tmp_path / "bin")).section("ib.kernel"))
     assert (event.address, event.at_s) == ("0000:9c:00.0", 12.1)
     script(tmp_path / "bin", "journalctl", "exit 1")
     assert "from dmesg" in ask(None, path=str(tmp_path / "bin")).section("ib.kernel").output
@@ -280,9 +286,9 @@ def test_every_way_to_ask_for_interfaces_gives_the_same_answer(tmp_path: Path):
     for name in ("", "old", "none"):
         probe = ask(None, path=str(tmp_path / name) if name else "", groups=("net",))
         formats[name] = probe.section("net.links").output.partition("\n")[0]
-        interface = choose_interface(read_interfaces(probe))
+        interface = explain_interface(read_interfaces(probe)).interface
         chosen.append(interface and (interface.name, interface.addresses, interface.mtu, interface.is_default_route))
-    assert formats == {"": "json", "old": "text", "none": "proc"}
+    assert formats == {"": "json", "old": "proc", "none": "proc"}
     assert chosen[0] == chosen[1] == chosen[2]
 
 

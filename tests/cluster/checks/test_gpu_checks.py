@@ -1,4 +1,4 @@
-"""Every threshold of the group gpu, just below, at and above it, on an otherwise healthy node."""
+"""Every rule of the group gpu, just below, at and above its limit, on an otherwise healthy node."""
 
 from __future__ import annotations
 
@@ -8,130 +8,138 @@ import pytest
 from gpu_rehearsal import bad, check, ended, fixture_text, healthy, only, with_section, with_text
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu import CHECKS, GROUP
+from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ContainerConfig
+from engine.config_cluster import ClusterConfig, ContainerConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
-GPU0 = "GPU 0"
+GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
 
 
-def first_gpu(probe: NodeProbe, tag: str, value: str, section: str = "gpu.smi") -> NodeProbe:
-    """`probe` where the first element `tag` of the XML says `value`."""
+def told(
+    probe: NodeProbe, tag: str, value: str, *, count: int = 1, section: str = "gpu.smi", after: str = ""
+) -> NodeProbe:
+    """`probe` where the first elements `tag` (0: all) behind `after` say `value`."""
     text = probe.section(section).output
-    changed, count = re.subn(rf"<{tag}>[^<]*</{tag}>", f"<{tag}>{value}</{tag}>", text, count=1)
-    assert count == 1, tag
-    return with_section(probe, section, output=changed)
-
-
-def all_gpus(probe: NodeProbe, tag: str, value: str, section: str = "gpu.smi") -> NodeProbe:
-    """`probe` where every element `tag` of the XML says `value`."""
-    text = re.sub(rf"<{tag}>[^<]*</{tag}>", f"<{tag}>{value}</{tag}>", probe.section(section).output)
-    return with_section(probe, section, output=text)
+    start = text.index(after)
+    tail, changed = re.subn(rf"<{tag}>[^<]*</{tag}>", f"<{tag}>{value}</{tag}>", text[start:], count=count)
+    assert changed, tag
+    return with_section(probe, section, output=text[:start] + tail)
 
 
 def verdict(probe: NodeProbe, name: str) -> Verdict:
     return only(check(probe), name).severity
 
 
-@pytest.mark.parametrize(
-    ("profile", "tag", "value", "name", "expected"),
-    [
-        # uncorrectable errors since the driver loaded: 1 fails
-        ("h100x8", "sram_uncorrectable_parity", "1", "gpu.ecc", FAIL),
-        ("h100x8", "sram_uncorrectable_secded", "1", "gpu.ecc", FAIL),
-        ("h100x8", "dram_uncorrectable", "1", "gpu.ecc", FAIL),
-        ("a100x8", "sram_uncorrectable", "1", "gpu.ecc", FAIL),
-        ("h100x8", "dram_uncorrectable", "N/A", "gpu.ecc", OK),
-        ("h100x8", "dram_uncorrectable", "ERR!", "gpu.ecc", UNKNOWN),
-        ("h100x8", "sram_threshold_exceeded", "Yes", "gpu.sram", FAIL),
-        ("h100x8", "sram_threshold_exceeded", "No", "gpu.sram", OK),
-        # modes
-        ("h100x8", "current_ecc", "Disabled", "gpu.ecc_mode", WARN),
-        ("h100x8", "pending_ecc", "Disabled", "gpu.ecc_mode", WARN),
-        ("h100x8", "current_mig", "Enabled", "gpu.mig", FAIL),
-        ("h100x8", "pending_mig", "Enabled", "gpu.mig", WARN),
-        ("h100x8", "current_mig", "N/A", "gpu.mig", OK),
-        ("h100x8", "reset_required", "Yes", "gpu.recovery", FAIL),
-        ("h100x8", "drain_and_reset_recommended", "Yes", "gpu.recovery", FAIL),
-        ("h200x8", "gpu_recovery_action", "Reboot", "gpu.recovery", FAIL),
-        ("h200x8", "gpu_recovery_action", "Drain P2P", "gpu.recovery", FAIL),
-        ("h200x8", "gpu_recovery_action", "None", "gpu.recovery", OK),
-        # row remapping: 512 warns
-        ("h100x8", "remapped_row_corr", "511", "gpu.row_remap", OK),
-        ("h100x8", "remapped_row_corr", "512", "gpu.row_remap", WARN),
-        ("h100x8", "remapped_row_unc", "512", "gpu.row_remap", WARN),
-        ("h100x8", "remapped_row_pending", "Yes", "gpu.row_remap", FAIL),
-        ("h100x8", "remapped_row_failure", "Yes", "gpu.row_remap", FAIL),
-        ("h100x8", "remapped_row_failure", "Perhaps", "gpu.row_remap", UNKNOWN),
-        # PCIe
-        ("h100x8", "current_link_width", "15x", "gpu.pcie", FAIL),
-        ("h100x8", "current_link_width", "16x", "gpu.pcie", OK),
-        ("h100x8", "current_link_width", "ERR!", "gpu.pcie", UNKNOWN),
-        ("h100x8", "current_link_gen", "4", "gpu.pcie", FAIL),
-        ("h100x8", "max_link_gen", "6", "gpu.pcie", FAIL),
-        # power and clocks
-        ("h100x8", "current_power_limit", "699.99 W", "gpu.power_limit", WARN),
-        ("h100x8", "current_power_limit", "700.00 W", "gpu.power_limit", OK),
-        ("a100x8", "enforced_power_limit", "399.00 W", "gpu.power_limit", WARN),
-        ("h100x8", "current_power_limit", "N/A", "gpu.power_limit", SKIP),
-        # identity
-        ("h100x8", "product_name", "NVIDIA H100 PCIe", "gpu.model", FAIL),
-        ("h100x8", "product_name", "ERR!", "gpu.model", UNKNOWN),
-        ("h100x8", "attached_gpus", "9", "gpu.count", FAIL),
-        ("h100x8", "attached_gpus", "ERR!", "gpu.count", UNKNOWN),
-        # fabric
-        ("h100x8", "state", "In Progress", "gpu.fabric_manager", FAIL),
-        ("h100x8", "state", "Not Started", "gpu.fabric_manager", FAIL),
-        ("h100x8", "status", "Failure", "gpu.fabric_manager", FAIL),
-        ("h100x8", "state", "ERR!", "gpu.fabric_manager", UNKNOWN),
-    ],
-)
+FIELDS = [
+    # uncorrectable errors since the driver loaded: 1 fails
+    ("h100x8", "sram_uncorrectable_parity", "1", "ecc", FAIL),
+    ("h100x8", "sram_uncorrectable_secded", "1", "ecc", FAIL),
+    ("h100x8", "dram_uncorrectable", "1", "ecc", FAIL),
+    ("a100x8", "sram_uncorrectable", "1", "ecc", FAIL),
+    ("h100x8", "dram_uncorrectable", "N/A", "ecc", OK),
+    ("h100x8", "dram_uncorrectable", "ERR!", "ecc", UNKNOWN),
+    ("h100x8", "sram_threshold_exceeded", "Yes", "sram", FAIL),
+    ("h100x8", "sram_threshold_exceeded", "No", "sram", OK),
+    ("h100x8", "sram_threshold_exceeded", "ERR!", "sram", UNKNOWN),
+    # modes
+    ("h100x8", "current_ecc", "Disabled", "ecc_mode", WARN),
+    ("h100x8", "pending_ecc", "Disabled", "ecc_mode", WARN),
+    ("h100x8", "current_mig", "Enabled", "mig", FAIL),
+    ("h100x8", "pending_mig", "Enabled", "mig", WARN),
+    ("h100x8", "current_mig", "N/A", "mig", OK),
+    ("h100x8", "reset_required", "Yes", "recovery", FAIL),
+    ("h100x8", "drain_and_reset_recommended", "Yes", "recovery", FAIL),
+    ("h200x8", "gpu_recovery_action", "Reboot", "recovery", FAIL),
+    ("h200x8", "gpu_recovery_action", "Drain P2P", "recovery", FAIL),
+    ("h200x8", "gpu_recovery_action", "None", "recovery", OK),
+    # row remapping: 512 warns
+    ("h100x8", "remapped_row_corr", "511", "row_remap", OK),
+    ("h100x8", "remapped_row_corr", "512", "row_remap", WARN),
+    ("h100x8", "remapped_row_unc", "512", "row_remap", WARN),
+    ("h100x8", "remapped_row_pending", "Yes", "row_remap", FAIL),
+    ("h100x8", "remapped_row_failure", "Yes", "row_remap", FAIL),
+    ("h100x8", "remapped_row_failure", "Perhaps", "row_remap", UNKNOWN),
+    # PCIe
+    ("h100x8", "current_link_width", "15x", "pcie", FAIL),
+    ("h100x8", "current_link_width", "16x", "pcie", OK),
+    ("h100x8", "current_link_width", "ERR!", "pcie", UNKNOWN),
+    ("h100x8", "current_link_gen", "4", "pcie", FAIL),
+    ("h100x8", "max_link_gen", "6", "pcie", FAIL),
+    ("h100x8", "performance_state", "ERR!", "pcie", UNKNOWN),
+    # power and clocks
+    ("h100x8", "current_power_limit", "699.99 W", "power_limit", WARN),
+    ("h100x8", "current_power_limit", "700.00 W", "power_limit", OK),
+    ("a100x8", "enforced_power_limit", "399.00 W", "power_limit", WARN),
+    ("h100x8", "current_power_limit", "N/A", "power_limit", SKIP),
+    # identity
+    ("h100x8", "product_name", "NVIDIA H100 PCIe", "model", FAIL),
+    ("h100x8", "product_name", "ERR!", "model", UNKNOWN),
+    ("h100x8", "product_name", "N/A", "model", UNKNOWN),
+    ("h100x8", "attached_gpus", "9", "count", FAIL),
+    ("h100x8", "attached_gpus", "ERR!", "count", UNKNOWN),
+    # fabric
+    ("h100x8", "state", "In Progress", "fabric_manager", FAIL),
+    ("h100x8", "state", "Not Started", "fabric_manager", FAIL),
+    ("h100x8", "status", "Failure", "fabric_manager", FAIL),
+    ("h100x8", "state", "ERR!", "fabric_manager", UNKNOWN),
+    # every throttle reason, under both names
+    *(
+        (profile, f"clocks_{word}_reason_{reason}", "Active", "throttle", severity)
+        for profile, word in (("h100x8", "event"), ("a100x8", "throttle"))
+        for reason, severity in {
+            "gpu_idle": OK,
+            "applications_clocks_setting": OK,
+            "sw_power_cap": OK,
+            "hw_slowdown": FAIL,
+            "sync_boost": WARN,
+            "sw_thermal_slowdown": WARN,
+            "hw_thermal_slowdown": FAIL,
+            "hw_power_brake_slowdown": FAIL,
+            "display_clocks_setting": WARN,
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("profile", "tag", "value", "name", "expected"), FIELDS)
 def test_one_field_of_one_gpu_decides(profile: str, tag: str, value: str, name: str, expected: Verdict) -> None:
-    probe = first_gpu(healthy(profile), tag, value)
-    found = only(check(probe), name)
+    found = only(check(told(healthy(profile), tag, value)), f"gpu.{name}")
     assert found.severity is expected
-    whole_node = name in ("gpu.count",) or expected is OK
-    assert found.device == (None if whole_node else GPU0)
+    assert found.device == (None if name == "count" or expected is OK else GPU0)
     assert expected not in (WARN, FAIL) or found.remedy
 
 
 @pytest.mark.parametrize(
-    ("reason", "expected"),
+    ("change", "name", "devices", "severity"),
     [
-        ("gpu_idle", OK),
-        ("applications_clocks_setting", OK),
-        ("sw_power_cap", OK),
-        ("hw_slowdown", FAIL),
-        ("sync_boost", WARN),
-        ("sw_thermal_slowdown", WARN),
-        ("hw_thermal_slowdown", FAIL),
-        ("hw_power_brake_slowdown", FAIL),
-        ("display_clocks_setting", WARN),
+        ({"tag": "sram_uncorrectable_parity", "value": "1", "after": "<aggregate>"}, "sram", [GPU0], WARN),
+        ({"tag": "current_mig", "value": "Enabled", "count": 0}, "mig", ALL_GPUS, WARN),
+        ({"tag": "current_power_limit", "value": "699.99 W", "count": 0}, "power_limit", ALL_GPUS, WARN),
+        ({"tag": "graphics_clock", "value": "1979 MHz", "after": "<applications_clocks>"}, "clocks", [GPU0], WARN),
+        ({"tag": "sm_clock", "value": "1965 MHz", "after": "<max_clocks>"}, "clocks", [GPU0], WARN),
+        ({"tag": "used", "value": "70000 MiB"}, "busy", [], OK),  # at the first look only
+        ({"tag": "used", "value": "15 MiB", "section": "gpu.again"}, "busy", [], OK),
+        ({"tag": "used", "value": "16 MiB", "section": "gpu.again"}, "busy", [GPU0], FAIL),
+        ({"tag": "used", "value": "ERR!", "section": "gpu.again"}, "busy", [GPU0], UNKNOWN),
     ],
 )
-@pytest.mark.parametrize(("profile", "word"), [("h100x8", "event"), ("a100x8", "throttle")])
-def test_each_throttle_reason_under_both_names(profile: str, word: str, reason: str, expected: Verdict) -> None:
-    probe = first_gpu(healthy(profile), f"clocks_{word}_reason_{reason}", "Active")
-    assert verdict(probe, "gpu.throttle") is expected
+def test_a_field_decides_and_changes_no_other_check(
+    change: dict[str, object], name: str, devices: list[str], severity: Verdict
+) -> None:
+    probe = told(healthy(), **change)  # type: ignore[arg-type]
+    others = {found for found in bad(check(probe)) if found[0] not in (f"gpu.{name}", "gpu.lost")}
+    assert others == set()
+    assert {found for found in bad(check(probe)) if found[0] == f"gpu.{name}"} == {
+        (f"gpu.{name}", device, severity) for device in devices
+    }
 
 
 def test_a_lower_generation_counts_only_at_full_clocks() -> None:
-    slow = first_gpu(healthy(), "current_link_gen", "1")
+    slow = told(healthy(), "current_link_gen", "1")
     assert verdict(slow, "gpu.pcie") is FAIL
-    assert verdict(first_gpu(slow, "performance_state", "P8"), "gpu.pcie") is OK
-    assert verdict(first_gpu(slow, "performance_state", "ERR!"), "gpu.pcie") is UNKNOWN
-
-
-@pytest.mark.parametrize(("used", "expected"), [("15 MiB", OK), ("16 MiB", FAIL), ("ERR!", UNKNOWN)])
-def test_memory_in_use_without_a_process(used: str, expected: Verdict) -> None:
-    probe = first_gpu(healthy(), "used", used, "gpu.again")
-    assert verdict(probe, "gpu.busy") is expected
-
-
-def test_what_was_in_use_at_the_first_look_only_is_free() -> None:
-    assert verdict(first_gpu(healthy(), "used", "70000 MiB"), "gpu.busy") is OK
+    assert verdict(told(slow, "performance_state", "P8"), "gpu.pcie") is OK
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("C", FAIL), ("C+G", FAIL), ("M+C", FAIL), ("G", OK)])
@@ -139,19 +147,6 @@ def test_a_compute_process_makes_a_gpu_busy_however_little_it_holds(kind: str, e
     info = f"<process_info><pid>7</pid><type>{kind}</type><process_name>x</process_name></process_info>"
     probe = with_text(healthy(), "gpu.again", "</processes>", f"{info}</processes>")
     assert verdict(probe, "gpu.busy") is expected
-
-
-def test_errors_of_sram_in_the_life_of_the_board_warn() -> None:
-    text = healthy().section("gpu.smi").output
-    start = text.index("<aggregate>")
-    tail = text[start:].replace("<sram_uncorrectable_parity>0<", "<sram_uncorrectable_parity>1<", 1)
-    findings = check(with_section(healthy(), "gpu.smi", output=text[:start] + tail))
-    assert bad(findings) == {("gpu.sram", GPU0, WARN)}
-
-
-def test_a_board_with_mig_everywhere_warns_on_every_gpu() -> None:
-    findings = check(all_gpus(healthy(), "current_mig", "Enabled"))
-    assert bad(findings) == {("gpu.mig", f"GPU {index}", WARN) for index in range(8)}
 
 
 def test_pages_to_retire_count_where_rows_are_not_remapped() -> None:
@@ -163,47 +158,36 @@ def test_pages_to_retire_count_where_rows_are_not_remapped() -> None:
         assert {found.severity for found in check(probe) if found.check == "gpu.row_remap"} == {expected}
 
 
-def test_a_limit_lowered_on_all_gpus_warns_on_all() -> None:
-    probe = all_gpus(healthy(), "current_power_limit", "699.99 W")
-    assert bad(check(probe)) == {("gpu.power_limit", f"GPU {index}", WARN) for index in range(8)}
-
-
-def test_lowered_application_clocks_warn() -> None:
-    text = healthy().section("gpu.smi").output
-    start = text.index("<applications_clocks>")
-    tail = text[start:].replace("1980 MHz", "1979 MHz", 1)
-    assert bad(check(with_section(healthy(), "gpu.smi", output=text[:start] + tail))) == {("gpu.clocks", GPU0, WARN)}
-
-
-def test_a_gpu_whose_highest_clock_is_lower_warns() -> None:
-    text = healthy().section("gpu.smi").output
-    start = text.index("<max_clocks>")
-    tail = text[start:].replace("<sm_clock>1980", "<sm_clock>1965", 1)
-    assert bad(check(with_section(healthy(), "gpu.smi", output=text[:start] + tail))) == {("gpu.clocks", GPU0, WARN)}
+NVLINKS = healthy().section("gpu.nvlink").output
+DEAD = "".join(f"\t Link {link}: <inactive>\n" for link in range(18))
+TITLES = "\n".join(line for line in NVLINKS.splitlines() if line.startswith("GPU"))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
+    ("text", "expected"),
     [
-        ("Link 3: 26.562 GB/s", "Link 3: <inactive>", FAIL),
-        ("Link 3: 26.562 GB/s", "Link 3: 25 GB/s", FAIL),
-        ("\t Link 17: 26.562 GB/s\n", "", FAIL),
-        ("Link 3: 26.562 GB/s", "Link 3: a lot", UNKNOWN),
+        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: <inactive>", 1), {(GPU0, FAIL)}),
+        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: 25 GB/s", 1), {(GPU0, FAIL)}),
+        (NVLINKS.replace("\t Link 17: 26.562 GB/s\n", "", 1), {(GPU0, FAIL)}),
+        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: a lot", 1), {(None, UNKNOWN)}),
+        (re.sub(r"(GPU 1:[^\n]*\n).*?(?=GPU 2:)", rf"\1{DEAD}", NVLINKS, flags=re.DOTALL), {("GPU 1", FAIL)}),
+        (re.sub(r"\t Link 17: .*\n?", "", NVLINKS), {(device, FAIL) for device in ALL_GPUS}),  # the model has 18
+        (TITLES, {(device, FAIL) for device in ALL_GPUS}),
+        ("", {(None, UNKNOWN)}),
+        ("Link 0: 25 GB/s", {(None, UNKNOWN)}),
     ],
 )
-def test_one_nvlink_decides(old: str, new: str, expected: Verdict) -> None:
-    assert verdict(with_text(healthy(), "gpu.nvlink", old, new), "gpu.nvlink") is expected
-
-
-def test_nvlinks_are_counted_against_the_model_when_all_gpus_lack_one() -> None:
-    text = re.sub(r"\t Link 17: .*\n?", "", healthy().section("gpu.nvlink").output)
+def test_nvlinks(text: str, expected: set[tuple[str | None, Verdict]]) -> None:
     findings = check(with_section(healthy(), "gpu.nvlink", output=text))
-    assert {found.severity for found in findings if found.check == "gpu.nvlink"} == {FAIL}
+    found = {(device, severity) for name, device, severity in bad(findings) if name == "gpu.nvlink"}
+    assert found == expected
 
 
-def test_a_pair_without_peer_access_fails() -> None:
-    found = only(check(with_text(healthy(), "gpu.p2p", "OK", "CNS")), "gpu.p2p")
-    assert (found.severity, found.evidence) == (FAIL, "GPU 0 to 1: CNS")
+def test_all_links_down_has_words_of_its_own() -> None:
+    down = "NVML: Unable to retrieve NVLink information as all links are inActive"
+    text = re.sub(r"(GPU 1:[^\n]*\n).*?(?=GPU 2:)", rf"\1{down}\n", NVLINKS, flags=re.DOTALL)
+    found = only([one for one in check(with_section(healthy(), "gpu.nvlink", output=text)) if one.device], "gpu.nvlink")
+    assert (found.device, found.observed) == ("GPU 1", "no NVLink is up")
 
 
 @pytest.mark.parametrize(
@@ -212,146 +196,133 @@ def test_a_pair_without_peer_access_fails() -> None:
         ("unit\tactive\nprocess\t1\nscanned\t9\tend", OK),
         ("unit\tfailed\nprocess\t1\nscanned\t9\tend", FAIL),
         ("unit\tactive\nscanned\t9\tend", FAIL),
+        ("unit\tFailed to connect to bus: No such file\nprocess\t12\nscanned\t3\tend", OK),
         ("process\t1\nversion\tFabric Manager version is : 550.127.05\nscanned\t9\tend", OK),
         ("process\t1\nversion\tFabric Manager version is : 550.90.07\nscanned\t9\tend", FAIL),
-        ("process\t1\nscanned\t0\tend", UNKNOWN),
+        ("unit\tactive\nscanned\t0\tend", UNKNOWN),
     ],
 )
 def test_fabric_manager(text: str, expected: Verdict) -> None:
     assert verdict(with_section(healthy(), "gpu.fabric_manager", output=text), "gpu.fabric_manager") is expected
 
 
-def test_a_virtual_machine_without_switches_of_its_own_trusts_the_fabric_state() -> None:
-    text = healthy().section("gpu.lspci").output
-    lines = [line for line in text.splitlines() if "class=0x0680" not in line]
-    probe = with_section(healthy(), "gpu.lspci", output="\n".join(lines))
-    assert verdict(with_section(probe, "gpu.fabric_manager", exit_code=1), "gpu.fabric_manager") is OK
-
-
-def pcie_only(section: str = "gpu.nvlink", text: str = "") -> NodeProbe:
-    """A node of PCIe cards: another model, no switches, no fabric, no links."""
-    probe = all_gpus(healthy("a100x8"), "product_name", "NVIDIA L40S")
+def without_switches(probe: NodeProbe) -> NodeProbe:
     lines = [line for line in probe.section("gpu.lspci").output.splitlines() if "class=0x0680" not in line]
-    probe = with_section(probe, "gpu.lspci", output="\n".join(lines))
-    probe = with_section(probe, "gpu.p2p", output=probe.section("gpu.p2p").output.replace("OK", "NS"))
-    return with_section(probe, section, output=text)
+    return with_section(probe, "gpu.lspci", output="\n".join(lines))
+
+
+def test_a_virtual_machine_without_switches_of_its_own_trusts_the_fabric_state() -> None:
+    probe = with_section(without_switches(healthy()), "gpu.fabric_manager", exit_code=1)
+    assert verdict(probe, "gpu.fabric_manager") is OK
 
 
 def test_cards_without_nvlink_are_no_fault() -> None:
-    findings = check(pcie_only())
+    probe = without_switches(told(healthy("a100x8"), "product_name", "NVIDIA L40S", count=0))
+    findings = check(with_section(probe, "gpu.nvlink", output=""))
     skipped = {found.check for found in findings if found.severity is SKIP}
     assert bad(findings) == set()
-    assert skipped == {"gpu.nvlink", "gpu.p2p", "gpu.fabric_manager", "gpu.cuda_smoke"}
+    assert skipped == {"gpu.nvlink", "gpu.fabric_manager", "gpu.cuda_smoke"}
 
 
-def test_boards_that_come_with_nvlink_and_show_none_fail() -> None:
-    probe = with_section(healthy(), "gpu.nvlink", output="")
-    titles = "\n".join(line for line in healthy().section("gpu.nvlink").output.splitlines() if line.startswith("GPU"))
-    assert UNKNOWN in {found.severity for found in check(probe) if found.check == "gpu.nvlink"}
-    dead = with_section(healthy(), "gpu.nvlink", output=titles)
-    assert {found.severity for found in check(dead) if found.check == "gpu.nvlink"} == {FAIL}
+def kernel(*lines: str, reach: str = "since boot") -> NodeProbe:
+    seen = "".join(f"seen\t2\t{line}\n" for line in lines)
+    return with_section(healthy(), "gpu.kernel", output=f"{seen}log\tdmesg\t9\t{reach}")
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [*((code, WARN) for code in (13, 63, 94, 137, 999)), *((code, FAIL) for code in (48, 64, 74, 79, 143, 151, 168))],
+    [
+        *((code, WARN) for code in (13, 31, 32, 43, 45, 63, 92, 94, 121, 137, 999)),
+        *((code, FAIL) for code in (46, 48, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143, 79, 151, 168)),
+    ],
 )
 def test_an_xid_by_its_class(code: int, expected: Verdict) -> None:
-    line = f"seen\t2\t[9.0] NVRM: Xid (PCI:0000:52:00): {code}, pid=9, name=python3, Ch 8\n"
-    probe = with_section(healthy(), "gpu.kernel", output=f"{line}log\tdmesg\t9\tsince boot")
-    found = only(check(probe), "gpu.xid")
+    found = only(check(kernel(f"[9.0] NVRM: Xid (PCI:0000:52:00): {code}, pid=9, name=python3, Ch 8")), "gpu.xid")
     assert (found.severity, found.device) == (expected, "GPU 2")
     assert f"Xid {code} (2 times)" in found.observed
+    assert found.observed.endswith("(last of python3, pid 9)")
+    assert ("reboot" in found.remedy) == (expected is FAIL)
 
 
-def kernel(*lines: str, reach: str = "since boot") -> NodeProbe:
-    seen = "".join(f"seen\t1\t{line}\n" for line in lines)
-    return with_section(healthy(), "gpu.kernel", output=f"{seen}log\tdmesg\t9\t{reach}")
+@pytest.mark.parametrize(
+    ("text", "expected", "words"),
+    [
+        ("GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)", FAIL, "has to be reset"),
+        ("GPU recovery action changed from 0x0 (None) to 0x2 (OS Reboot)", FAIL, "rebooted"),
+        ("GPU recovery action changed from 0x0 (None) to 0x3 (Drain P2P)", FAIL, "has to be reset"),
+        ("GPU recovery action changed from 0x2 (Node Reboot Required) to 0x0 (None)", OK, ""),
+        ("words that nobody knows", FAIL, "rebooted"),
+    ],
+)
+def test_xid_154_means_what_its_text_says(text: str, expected: Verdict, words: str) -> None:
+    found = only(check(kernel(f"NVRM: Xid (PCI:0000:52:00): 154, {text}")), "gpu.xid")
+    assert found.severity is expected
+    assert words in found.remedy
 
 
-def test_xid_154_by_its_text() -> None:
-    head = "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from"
-    assert verdict(kernel(f"{head} 0x0 (None) to 0x2 (Node Reboot Required)"), "gpu.xid") is FAIL
-    assert verdict(kernel(f"{head} 0x1 (GPU Reset Required) to 0x0 (None)"), "gpu.xid") is OK
+SXID = "nvidia-nvswitch0: SXid (PCI:0000:f9:00.0): 20034, {}, Link 30 LTSSM Fault Up"
 
 
-def test_a_log_that_forgot_the_boot_is_not_fully_trusted() -> None:
-    probe = kernel(reach="cut")
-    assert (verdict(probe, "gpu.xid"), verdict(probe, "gpu.sxid")) == (WARN, WARN)
+@pytest.mark.parametrize(
+    ("lines", "reach", "xid", "sxid"),
+    [
+        ((), "cut", WARN, WARN),  # a log that forgot the boot is not fully trusted
+        ((SXID.format("Non-fatal"),), "since boot", OK, WARN),
+        ((SXID.format("Fatal"),), "since boot", OK, FAIL),
+        ((SXID.format("Odd"),), "since boot", OK, UNKNOWN),
+        (("nvidia-nvswitch0: SXid garbled",), "since boot", OK, UNKNOWN),
+        (("NVRM: Xid garbled",), "since boot", UNKNOWN, OK),
+        (("NVRM: Xid (PCI:0000:0f:00): 79, name=a\tlog\tdmesg",), "since boot", FAIL, OK),  # forges no end
+    ],
+)
+def test_other_lines_of_the_kernel_log(lines: tuple[str, ...], reach: str, xid: Verdict, sxid: Verdict) -> None:
+    probe = kernel(*lines, reach=reach)
+    assert (verdict(probe, "gpu.xid"), verdict(probe, "gpu.sxid")) == (xid, sxid)
 
 
-def test_switch_errors_by_their_own_word() -> None:
-    line = "nvidia-nvswitch0: SXid (PCI:0000:f9:00.0): 20034, {}, Link 30 LTSSM Fault Up"
-    assert verdict(kernel(line.format("Non-fatal")), "gpu.sxid") is WARN
-    assert verdict(kernel(line.format("Fatal")), "gpu.sxid") is FAIL
-    assert verdict(kernel(line.format("Odd")), "gpu.sxid") is UNKNOWN
-    assert verdict(kernel("nvidia-nvswitch0: SXid garbled"), "gpu.sxid") is UNKNOWN
-    assert verdict(kernel("NVRM: Xid garbled"), "gpu.xid") is UNKNOWN
+def test_a_gpu_that_fell_off_the_bus_is_told_once() -> None:
+    probe = kernel(
+        "NVRM: Xid (PCI:0000:61:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+        "NVRM: GPU 0000:61:00.0: GPU has fallen off the bus.",
+        "NVRM: GPU 0000:9d:00.0: GPU has fallen off the bus.",
+    )
+    found = [finding for finding in check(probe) if finding.check == "gpu.xid"]
+    assert [finding.observed for finding in found] == ["Xid 79 (2 times): fallen off the bus"] * 2
 
 
 @pytest.mark.parametrize(
     ("expected", "name", "severity"),
     [
-        ({"gpus": 8}, "gpu.count", OK),
-        ({"gpus": 7}, "gpu.count", FAIL),
-        ({"gpus": 9}, "gpu.count", FAIL),
-        ({"gpus": 0}, "gpu.count", FAIL),
-        ({"gpu_model": "H100"}, "gpu.model", OK),
-        ({"driver": "550"}, "gpu.driver", OK),
-        ({"driver": "550.127"}, "gpu.driver", OK),
-        ({"driver": "550.127.05"}, "gpu.driver", OK),
-        ({"driver": "55"}, "gpu.driver", FAIL),
-        ({"driver": "550.12"}, "gpu.driver", FAIL),
-        ({"driver": "535"}, "gpu.driver", FAIL),
+        *(({"gpus": count}, "count", OK if count == 8 else FAIL) for count in (8, 7, 9, 0)),
+        ({"gpu_model": "H100"}, "model", OK),
+        *(({"driver": version}, "driver", OK) for version in ("550", "550.127", "550.127.05")),
+        *(({"driver": version}, "driver", FAIL) for version in ("55", "550.12", "535")),
     ],
 )
 def test_expected_hardware(expected: dict[str, object], name: str, severity: Verdict) -> None:
-    assert only(check(healthy(), **expected), name).severity is severity
+    assert only(check(healthy(), **expected), f"gpu.{name}").severity is severity
 
 
 def test_another_model_than_expected_names_every_gpu() -> None:
     assert len(bad(check(healthy(), gpu_model="A100"), FAIL)) == 8
 
 
-def test_the_fixture_of_a_gpu_in_trouble_names_all_of_it() -> None:
-    """Two H100: the second one has nearly every fault."""
-    probe = NodeProbe("node1", {"gpu.smi": ended(fixture_text("h100_550.xml"))})
-    failed = {found.check for found in check(probe) if found.device == "GPU 1" and found.severity is FAIL}
-    assert failed == {
-        "gpu.recovery",
-        "gpu.ecc",
-        "gpu.sram",
-        "gpu.row_remap",
-        "gpu.pcie",
-        "gpu.throttle",
-        "gpu.fabric_manager",
+def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:
+    traits = GROUP.traits(healthy(), ClusterConfig())
+    assert traits == {
+        "gpu.clocks": "1980/2619 MHz",
+        "gpu.count": "8",
+        "gpu.driver": "550.127.05",
+        "gpu.ecc_mode": "Enabled",
+        "gpu.mig": "Disabled",
+        "gpu.model": "NVIDIA H100 80GB HBM3",
+        "gpu.nvlink": "18 x 26.562 GB/s",
+        "gpu.power_limit": "700 W",
     }
-    warned = {found.check for found in check(probe) if found.device == "GPU 1" and found.severity is WARN}
-    assert warned == {"gpu.power_limit", "gpu.clocks"}
-
-
-def test_a_repair_that_waits_is_named() -> None:
-    probe = NodeProbe("node1", {"gpu.smi": ended(fixture_text("h200_570.xml"))})
-    assert only(check(probe), "gpu.row_remap").observed == "tpc repair pending: Yes"
-
-
-def test_traits_are_what_nodes_must_share() -> None:
-    traits = GROUP.traits(healthy())
-    assert traits["gpu.driver"] == "550.127.05"
-    assert traits["gpu.nvlink"] == "18 x 26.562 GB/s"
-    assert traits["gpu.power_limit"] == "700 W"
-    assert (traits["gpu.count"], traits["gpu.model"]) == ("8", "NVIDIA H100 80GB HBM3")
-
-
-def test_a_trait_that_is_not_known_is_left_out() -> None:
-    assert "gpu.model" not in GROUP.traits(first_gpu(healthy(), "product_name", "ERR!"))
-    assert GROUP.traits(with_section(healthy(), "gpu.smi", exit_code=1)) == {}
-
-
-def test_every_check_gives_a_finding_with_its_own_name() -> None:
-    names = [found.check for found in check(healthy())]
-    assert len(names) == len(set(names)) == len(CHECKS)
-    assert all(name.startswith("gpu.") for name in names)
+    mixed = GROUP.traits(told(healthy(), "product_name", "NVIDIA A100"), ClusterConfig())
+    assert mixed["gpu.model"] == "NVIDIA A100, NVIDIA H100 80GB HBM3"
+    unknown = GROUP.traits(told(healthy(), "product_name", "ERR!"), ClusterConfig())
+    assert unknown == {name: value for name, value in traits.items() if name != "gpu.model"}
 
 
 def smoke(text: str, **changes: object) -> Finding:
@@ -375,3 +346,63 @@ def test_the_smoke_test_needs_an_image_and_takes_plain_words_only() -> None:
     assert cuda_smoke_section(ContainerConfig("docker", None)) is None
     with pytest.raises(ValueError, match="word"):
         cuda_smoke_section(ContainerConfig("docker", "a\nEND\nreboot"))
+
+
+# Nodes without GPUs, and what other tools are known to let pass.
+
+
+def gpu_less(devices: str, said: str = "", code: int = 127, **more: Section) -> NodeProbe:
+    sections = {"gpu.lspci": ended(devices, name="gpu.lspci"), "gpu.smi": ended(said, code)}
+    return NodeProbe("node1", sections | {section.name: section for section in more.values()})
+
+
+@pytest.mark.parametrize("expected", [None, 0])
+def test_no_expected_gpus_and_no_sign_of_any_is_skipped(expected: int | None) -> None:
+    probe = gpu_less("pci_devices\t30\tend")
+    assert [found.severity for found in check(probe, gpus=expected)] == [SKIP]
+    assert GROUP.traits(probe, ClusterConfig()) == {"gpu.count": "0"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "code", "expected"),
+    [
+        ("pci_devices\t30\tend", "", 127, 8),  # GPUs are expected
+        ("pci_devices\t30", "", 127, None),  # the list of devices breaks off
+        ("pci_devices\t0\tend", "No devices were found", 6, None),  # no PCI bus to look at, but a driver's tool
+        ("pci_devices\t30\tend", "No devices were found", 6, None),  # a driver that has lost its devices
+        ("pci_devices\t30\tend", "Failed to initialize NVML: Unknown Error", 255, None),
+    ],
+)
+def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code: int, expected: int | None) -> None:
+    findings = check(gpu_less(devices, said, code), gpus=expected)
+    assert ("gpu.nvidia_smi", None, FAIL) in bad(findings)
+    assert not {found for found in findings if found.severity is OK}
+
+
+def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
+    """The PCI bus lists none any more, and no tool is there to ask."""
+    line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
+    log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="gpu.kernel")
+    assert ("gpu.xid", "0000:52:00.0", FAIL) in bad(check(gpu_less("pci_devices\t30\tend", log=log)))
+
+
+def test_a_field_that_never_exists_is_not_no_throttling() -> None:
+    """The mask was renamed at driver 535: who asks for the old name only sees nothing, and that is not health."""
+    text = healthy().section("gpu.smi").output
+    probe = with_section(healthy(), "gpu.smi", output=text.replace("clocks_event_reason", "clocks_new_name"))
+    assert verdict(probe, "gpu.throttle") is UNKNOWN
+
+
+def test_fewer_gpus_that_are_all_fine_are_not_fine() -> None:
+    """nvidia-smi lists seven healthy GPUs of eight: every count of bad ones is 0."""
+    text = healthy().section("gpu.smi").output
+    start, end = text.index("\t<gpu id="), text.index("</gpu>") + len("</gpu>\n")
+    probe = with_section(healthy(), "gpu.smi", output=(text[:start] + text[end:]).replace(">8</att", ">7</att"))
+    assert ("gpu.count", None, FAIL) in bad(check(probe))
+
+
+def test_a_changed_section_is_told_apart() -> None:
+    """A test that damages what is not there would pass without testing anything."""
+    assert fixture_text("kernel.log")
+    with pytest.raises(AssertionError):
+        with_text(healthy(), "gpu.smi", "no such words", "")

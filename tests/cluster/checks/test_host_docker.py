@@ -12,8 +12,9 @@ from testkit.testbed_fixture import MakeTestbed
 
 from cluster.access.ssh import SshConnection, connect
 from cluster.checks.finding import Verdict
-from cluster.checks.host import GROUP, probe_settings
-from cluster.parse.host import parse_engine, parse_image
+from cluster.checks.host import GROUP
+from cluster.checks.host_engine import engine_version, read_image
+from cluster.checks.host_view import HostView
 from cluster.probe.run import probe_node
 from cluster.probe.section import NodeProbe
 
@@ -30,7 +31,7 @@ def tar_of_one_file() -> bytes:
 
 
 def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
-    probe = probe_node(connection, ["host"], settings=probe_settings(DOCKER))
+    probe = probe_node(connection, ["host"], settings=GROUP.probe_settings(DOCKER))
     return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
 
 
@@ -38,17 +39,15 @@ def test_engine_and_image_of_a_real_daemon(make_testbed: MakeTestbed) -> None:
     testbed = make_testbed(nodes=1, docker=True)
     with connect(testbed.host(testbed.node_names[0])) as connection:
         probe, without = ask(connection)
-        engine = parse_engine(probe)
-        assert (
-            connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip() == engine.version
-        )
-        assert engine.room is not None
+        version = connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip()
+        assert version == engine_version(HostView(probe, DOCKER))
+        assert without["host.docker_disk"] is not Verdict.UNKNOWN
         assert (without["host.docker"], without["host.image"]) == (Verdict.OK, Verdict.WARN)
         assert connection.run(["docker", "import", "-", "burst:cuda"], stdin=tar_of_one_file()).ok
         probe, having = ask(connection)
-        image, told = parse_image(probe), json.loads(connection.run(["docker", "inspect", "burst:cuda"]).stdout)[0]
+        image = read_image(HostView(probe, DOCKER))
+        told = json.loads(connection.run(["docker", "inspect", "burst:cuda"]).stdout)[0]
         assert having["host.image"] is Verdict.OK
-        assert image is not None
         assert image.size_bytes == told["Size"] >= len(PAYLOAD)
         made_of = [told["Architecture"], told["Os"], told["Created"], told["RootFS"]["Layers"]]
         assert image.identity == hashlib.sha256(json.dumps(made_of).encode()).hexdigest()

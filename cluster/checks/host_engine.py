@@ -1,0 +1,202 @@
+"""The container engine of a node, and the image of the configuration in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.checks.check import GIB, Check, gib
+from cluster.checks.finding import Finding
+from cluster.checks.host_view import HostView, judge_room
+from cluster.parse.host import Answer, Filesystem
+from cluster.parse.unreadable import UnreadableError
+from cluster.probe.section import SectionState
+from cluster.remote_text import one_line
+
+# The first engine with `docker run --gpus`.
+OLDEST_DOCKER = (19, 3)
+# For an image whose size is not known yet: images with CUDA and PyTorch take 10 to 20 GiB, and have to fit in twice.
+DOCKER_FREE_BYTES = (5 * GIB, 40 * GIB)
+_NOT_NEEDED = "not needed: cluster.container.runtime is bare"
+_REASONS = (
+    (r"permission denied", "the user may not use the engine", "add the user to the group `docker`, log in again"),
+    (
+        r"cannot connect|is the docker daemon running|connection refused",
+        "the engine's daemon does not answer",
+        "systemctl start docker",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """The image of the configuration on a node; identity: sha256 over what it is, equal wherever it is the same."""
+
+    identity: str
+    size_bytes: int
+
+
+def check_docker(check: Check, view: HostView) -> list[Finding]:
+    """The container engine answers and is new enough."""
+    try:
+        answer = _answer(view)
+        version = engine_version(view)
+    except UnreadableError as error:
+        return [_silent(check, view, error)]
+    folder, driver = (one_line(str(answer.json(name)), 80) for name in ("DockerRootDir", "Driver"))
+    check = check.expecting(f"{OLDEST_DOCKER[0]}.{OLDEST_DOCKER[1]:02} or newer")
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})", version)
+    if numbers is None:
+        return [check.unknown(f"its version says nothing: {one_line(version, 60)}")]
+    text = f"{one_line(version, 60)}, images in {folder} ({driver})"
+    if (int(numbers[1]), int(numbers[2])) < OLDEST_DOCKER:
+        return [check.fail(text, "`docker run --gpus` needs a newer engine: update it")]
+    return [check.ok(text)]
+
+
+def _silent(check: Check, view: HostView, error: UnreadableError) -> Finding:
+    """Why no engine answers; SKIP where none is needed."""
+    section, command = view.probe.section("host.docker"), view.config.container.command
+    if not view.in_containers:
+        return check.skip(f"{'not installed' if section.tool_missing else 'does not answer'}; {_NOT_NEEDED}")
+    check, why = check.expecting("an engine that answers"), one_line(section.output, 200)
+    if section.tool_missing:
+        return check.fail(
+            f"{command} is not installed", f"install it, or set cluster.container.command (now {command})"
+        )
+    for pattern, text, remedy in _REASONS if section.state is SectionState.ENDED else ():
+        if re.search(pattern, why, re.IGNORECASE):
+            return check.fail(text, remedy, why)
+    return check.unknown(str(error), f"run `{command} info` on the node", why)
+
+
+def check_docker_disk(check: Check, view: HostView) -> list[Finding]:
+    """The engine's folder can hold the image twice: it is packed and unpacked there."""
+    try:
+        folder, room = _engine_room(view)
+    except UnreadableError as error:
+        return [_not_answering(check, view, error)]
+    check = check.on(folder).expecting(f"at least {gib(DOCKER_FREE_BYTES[1])} free")
+    if room is None:
+        return [check.unknown("its file system could not be asked", f"run `df {folder}` on the node")]
+    if not view.in_containers:
+        return [check.ok(f"{gib(room.free_bytes)} free; {_NOT_NEEDED}")]
+    return [judge_room(check, room, DOCKER_FREE_BYTES)]
+
+
+def check_docker_gpu(check: Check, view: HostView) -> list[Finding]:
+    """Containers can be given GPUs: the NVIDIA runtime or CDI is set up."""
+    check = check.expecting("GPUs reach containers")
+    try:
+        answer = _answer(view)
+        runtimes = answer.json("Runtimes")
+    except UnreadableError as error:
+        return [_not_answering(check, view, error)]
+    if "gpus" not in answer.lines:
+        return [check.skip("the NVIDIA driver is not loaded")]
+    ways = [f"runtime {name}" for name in sorted(runtimes if isinstance(runtimes, dict) else ()) if "nvidia" in name]
+    ways += [f"hook {name}" for name in answer.values("hook") if name == "nvidia-container-runtime-hook"]
+    ways += [f"CDI {name}" for name in answer.values("cdi")]
+    if ways:
+        return [check.ok(", ".join(one_line(way, 60) for way in ways))]
+    text = "no NVIDIA runtime, hook or CDI device list"
+    if not view.in_containers:
+        return [check.skip(f"{text}; {_NOT_NEEDED}")]
+    return [check.fail(text, "install nvidia-container-toolkit, then restart docker")]
+
+
+def _not_answering(check: Check, view: HostView, error: UnreadableError) -> Finding:
+    return check.unknown("the container engine does not answer") if view.in_containers else _silent(check, view, error)
+
+
+def _answer(view: HostView) -> Answer:
+    """Section host.docker. Raises UnreadableError when no engine answers: a version of the server is the only proof."""
+    answer = view.answer("host.docker")
+    version = answer.json("ServerVersion")
+    if not isinstance(version, str) or not version:
+        raise answer.unreadable("the engine's daemon does not answer")
+    return answer
+
+
+def engine_version(view: HostView) -> str:
+    """Raises UnreadableError."""
+    return str(_answer(view).json("ServerVersion"))
+
+
+def _engine_room(view: HostView) -> tuple[str, Filesystem | None]:
+    """(the engine's folder, its file system; None when that could not be asked). Raises UnreadableError."""
+    answer = _answer(view)
+    return str(answer.json("DockerRootDir")), answer.filesystem("docker") if answer.values("docker") else None
+
+
+def check_image(check: Check, view: HostView) -> list[Finding]:
+    """The image of the configuration is there, and the same one on all nodes."""
+    name = view.config.container.image
+    if not view.in_containers or name is None:
+        return [check.skip(_NOT_NEEDED if name else "cluster.container.image is not set")]
+    if _is_absent(view):
+        return [check.warn(f"{name} is not on the node", "distribute it with `burst image push`")]
+    image = read_image(view)
+    return [check.ok(f"{name}: {image.identity[:12]}, {gib(image.size_bytes)}")]
+
+
+def read_image(view: HostView) -> Image:
+    """Raises UnreadableError when the node has no such image.
+
+    The identity is over architecture, system, time of creation and layers: an engine's own id differs between the two
+    ways in which Docker stores images.
+    """
+    answer = view.answer("host.image")
+    line, decoder, values = answer.value("image"), json.JSONDecoder(), []
+    try:
+        while line:
+            value, end = decoder.raw_decode(line)
+            values.append(value)
+            line = line[end:].lstrip()
+    except ValueError as error:
+        raise answer.unreadable("no description of an image") from error
+    if len(values) != 4 or not isinstance(values[3], list) or not values[3]:
+        raise answer.unreadable("no layers")
+    identity = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return Image(identity, int(answer.number("size")))
+
+
+def image_findings(views: Mapping[str, HostView]) -> list[Finding]:
+    """Of nodes that lack the image while others have it, and of those whose engine cannot take it: twice its size
+    without it, once beside it. Its size is known from any node that has it."""
+    wanting = {node: view for node, view in views.items() if view.in_containers and view.config.container.image}
+    images = {node: _known_image(view) for node, view in wanting.items()}
+    having = [image for image in images.values() if image is not None]
+    size = max((image.size_bytes for image in having), default=0)
+    found = []
+    for node, view in wanting.items():
+        name = view.config.container.image
+        try:
+            folder, room = _engine_room(view)
+        except UnreadableError:
+            room = None
+        needed = size if images[node] is not None else 2 * size
+        if room is not None and room.free_bytes < needed:
+            check = Check(node, "host.docker_disk", f"at least {gib(needed)} free for {name}", folder)
+            remedy = "remove images that nobody uses: `docker image prune -a`"
+            found.append(check.fail(f"{gib(room.free_bytes)} free", remedy))
+        if having and _is_absent(view):
+            text = f"{name} is on {len(having)} of {len(views)} nodes and not on this one"
+            found.append(Check(node, "host.image").fail(text, "distribute it with `burst image push`"))
+    return found
+
+
+def _known_image(view: HostView) -> Image | None:
+    try:
+        return read_image(view)
+    except UnreadableError:
+        return None
+
+
+def _is_absent(view: HostView) -> bool:
+    """Whether the engine answered that it has no such image, which is not the same as no answer."""
+    section = view.probe.section("host.image")
+    return section.exit_code not in (None, 0, 127) and "no such image" in section.output.lower()

@@ -1,0 +1,58 @@
+"""Where GPUs and NVSwitches sit, by sysfs and by nvidia-smi."""
+
+from __future__ import annotations
+
+import pytest
+from cluster.testbed.hardware.gpus import gpu_pci_path
+from gpu_rehearsal import ended, healthy, with_section
+
+from cluster.parse.gpus import parse_gpu_addresses, read_pci_devices
+
+
+def test_pci_devices_hold_gpus_and_switches() -> None:
+    devices = read_pci_devices(healthy("a100x8").section("gpu.lspci"))
+    assert devices is not None
+    assert (len(devices.gpus), len(devices.nvswitches), devices.total) == (8, 6, 14)
+    assert devices.gpus[0].address == "0000:07:00.0"
+    assert devices.gpus[0].width_max == 16
+
+
+def test_the_audio_function_of_a_gpu_is_no_gpu() -> None:
+    line = "pci\t0000:01:00.1\tclass=0x040300\twidth=16\tpath=/sys/devices/pci0000:00/0000:01:00.1"
+    devices = read_pci_devices(ended(f"{line}\npci_devices\t5\tend"))
+    assert devices is not None
+    assert devices.gpus == ()
+    assert len(devices.devices) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "pci_devices\t5", "pci_devices\tx\tend", "pci\t0000:01:00.0\tclass=zz\tpath=/\npci_devices\t5\tend"]
+)
+def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
+    assert read_pci_devices(ended(text)) is None
+
+
+def test_a_device_that_no_longer_answers_has_no_width() -> None:
+    line = "pci\t0000:01:00.0\tclass=0x030200\twidth=63\twidth_max=255\tpath=/sys/devices/pci0000:00/0000:01:00.0"
+    devices = read_pci_devices(ended(f"{line}\npci_devices\t5\tend"))
+    assert devices is not None
+    assert (devices.gpus[0].width, devices.gpus[0].width_max) == (None, None)
+
+
+@pytest.mark.parametrize("profile", ["h100x8", "a100x8"])
+def test_gpu_addresses_lead_from_the_root_port_to_the_gpu(profile: str) -> None:
+    addresses = parse_gpu_addresses(healthy(profile))
+    assert [gpu.index for gpu in addresses] == list(range(8))
+    assert [gpu.pci_path for gpu in addresses] == [gpu_pci_path(profile, index) for index in range(8)]
+    assert [gpu.numa_node for gpu in addresses] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_gpu_addresses_come_from_sysfs_while_nvidia_smi_is_silent() -> None:
+    probe = with_section(healthy(), "gpu.smi", exit_code=15)
+    assert parse_gpu_addresses(probe) == parse_gpu_addresses(healthy())
+
+
+def test_gpu_addresses_come_from_nvidia_smi_while_sysfs_is_silent() -> None:
+    addresses = parse_gpu_addresses(with_section(healthy(), "gpu.lspci", exit_code=1))
+    assert addresses[0].pci_path == ("0000:1b:00.0",)
+    assert len(addresses) == 8

@@ -1,0 +1,238 @@
+"""Which node is to blame for broken pairs; and agents as real processes of this machine, on its many addresses."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from testkit.local_connection import LocalConnection
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.pairs import AGENT_ARGV, AgentError, Link, PairAgent, check_pairs, judge_pairs, read_links
+
+OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
+AGENT = files("cluster.probe") / "pair_agent.py"
+END_WAIT_S = 5.0
+
+
+def judge(
+    broken: Iterable[tuple[str, str]], *, kind: str = "timeout", nodes: str = "abcd", absent: str = ""
+) -> dict[str, Finding]:
+    """The findings when these directions are broken and all others work."""
+    there, bad = [node for node in nodes if node != absent], set(broken)
+    ways = [(one, other) for one in there for other in there if one != other]
+    links = [Link(*way, kind if way in bad else "ok", delay_ms=0.5) for way in ways]
+    why = {absent: AgentError("python3 is not installed", "install python3")} if absent else {}
+    return {finding.node: finding for finding in judge_pairs(list(nodes), links, why)}
+
+
+def severities(found: dict[str, Finding]) -> list[Verdict]:
+    return [finding.severity for finding in found.values()]
+
+
+def between(some: str, others: str) -> list[tuple[str, str]]:
+    """Both directions of all pairs of these."""
+    pairs = [(one, other) for one in some for other in others if one != other]
+    return [*pairs, *((other, one) for one, other in pairs)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "broken", "failed"),
+    [
+        ("abcd", between("b", "d"), "bd"),
+        ("abcd", [("b", "d")], "bd"),
+        ("abcd", between("c", "abd"), "c"),  # cut off: it bears the blame alone
+        ("abcdef", between("c", "abdef") + between("a", "b"), "abc"),  # cut off, and a broken pair
+        ("abcd", between("ab", "cd"), "abcd"),  # two halves
+        ("abcde", between("b", "ac"), "abc"),  # half of its pairs: not blamed alone
+        ("abcde", between("de", "abcde"), "de"),
+        ("ab", between("a", "b"), "ab"),
+        ("abcdefghi", between("a", "b"), "ab"),
+    ],
+)
+def test_who_is_to_blame(nodes: str, broken: list[tuple[str, str]], failed: str) -> None:
+    found = judge(broken, nodes=nodes)
+    assert {node for node, finding in found.items() if finding.severity is FAIL} == set(failed)
+    assert {node for node, finding in found.items() if finding.severity is OK} == set(nodes) - set(failed)
+
+
+def test_directions_and_cut_off_nodes_are_told() -> None:
+    found = judge([("b", "d")], kind="refused")
+    assert "b → d refused" in found["d"].observed
+    assert "d → b" not in found["d"].observed
+    lost = judge(between("c", "abd"))
+    assert "cut off from 3 of 3 others" in lost["c"].observed
+    assert "reaches 2 of 3" in lost["a"].observed
+    assert "c cut off" in lost["a"].observed
+    assert "cut off" not in judge(between("ab", "cd"))["a"].observed
+
+
+def test_a_node_without_agent_is_unknown_and_no_part_of_pairs() -> None:
+    found = judge([], absent="b")
+    assert severities(found) == [OK, UNKNOWN, OK, OK]
+    assert "reaches 2 of 2" in found["a"].observed
+    assert severities(judge([], nodes="ab", absent="b")) == [UNKNOWN, UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"results": None},
+        {"results": "ok"},
+        {"results": [["b", "ok", ""], ["c", "ok", "", "fast"], 7, ["d", "ok", "", 1.0]]},
+        {"results": [["stranger", "ok", "", 1.0], [["b"], "ok", "", 1.0]]},
+    ],
+)
+def test_what_an_agent_does_not_tell_was_not_tried(answer: dict[str, object]) -> None:
+    links = read_links("a", ["b", "c"], answer)
+    assert [(link.target, link.kind) for link in links] == [("b", "not tried"), ("c", "not tried")]
+    others = [Link(one, other, "ok") for one in "bc" for other in "abc" if one != other]
+    found = judge_pairs(list("abc"), [*links, *others], {})
+    assert [finding.severity for finding in found] == [UNKNOWN, OK, OK]
+
+
+def test_words_of_an_agent_are_cleaned() -> None:
+    (link,) = read_links("a", ["b"], {"results": [["b", "refused", "\x1b[31mred\nline", 1]]})
+    assert link.detail == "red line"
+
+
+# Agents.
+
+
+@pytest.fixture
+def nodes() -> Iterator[dict[str, LocalConnection]]:
+    """Three nodes; what is left of their processes is killed after the test."""
+    connections = {f"n{at}": LocalConnection(f"n{at}") for at in range(1, 4)}
+    yield connections
+    for connection in connections.values():
+        for process in connection.processes:
+            process.end()
+
+
+def check(nodes: Mapping[str, LocalConnection], **addresses: str) -> dict[str, Finding]:
+    given = {node: f"127.0.0.{at}/8" for at, node in enumerate(nodes, start=11)}
+    found = check_pairs(nodes, {**given, **addresses}, start_timeout_s=5.0)
+    return {finding.node: finding for finding in found}
+
+
+def python_that(folder: Path, script: str) -> dict[str, str]:
+    """An environment in which python3 is this shell script; $REAL is the true one."""
+    tool = folder / "python3"
+    tool.write_text(f'#!/bin/sh\nREAL="{sys.executable}"\n{script}\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_nodes_that_reach_each_other_are_ok_and_all_agents_end(nodes: dict[str, LocalConnection]) -> None:
+    found = check(nodes)
+    assert severities(found) == [OK] * 3
+    assert "reaches 2 of 2 others" in found["n1"].observed
+    assert all(connection.processes[0].popen.wait(END_WAIT_S) == 0 for connection in nodes.values())
+
+
+def test_no_python_no_address_and_an_address_of_others_are_unknown(
+    nodes: dict[str, LocalConnection], tmp_path: Path
+) -> None:
+    nodes["n1"] = LocalConnection("n1", {"PATH": str(tmp_path)})
+    found = check(nodes, n2="", n3="192.0.2.7")
+    assert severities(found) == [UNKNOWN] * 3
+    told = [f"{finding.observed} {finding.remedy}" for finding in found.values()]
+    for words, text in zip(("install python3", "no address", "cannot listen on 192.0.2.7"), told, strict=True):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("script", "severity"),
+    [
+        (r"""printf 'Welcome!\n{"port": 1}\n@@0 {"port": 1}\n\377\n'; exec "$REAL" "$@" """, OK),  # a login shell
+        ("echo Traceback >&2; exit 1", UNKNOWN),
+        ("head -c 9000000 /dev/zero", UNKNOWN),
+        ("cat >/dev/null", UNKNOWN),
+    ],
+)
+def test_what_else_a_node_prints_spoils_nothing_but_itself(
+    nodes: dict[str, LocalConnection], tmp_path: Path, script: str, severity: Verdict
+) -> None:
+    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, script))
+    assert severities(check(nodes)) == [severity, OK, OK]
+
+
+IMPOSTOR = """
+import json, sys
+data = sys.stdin.buffer
+data.read(int(data.readline()))
+print(json.loads(data.readline())['nonce'], json.dumps({'port': 9}), flush=True)
+data.readline()
+sys.exit(5)
+"""
+
+
+def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
+    (tmp_path / "impostor.py").write_text(IMPOSTOR)
+    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f'exec "$REAL" {tmp_path / "impostor.py"}'))
+    # It listens nowhere, so it is cut off from all; what it reaches it did not say.
+    assert severities(check(nodes)) == [FAIL, OK, OK]
+
+
+def begin(connection: LocalConnection, token: str = "ab" * 32, deadline_s: float = 60.0) -> PairAgent:
+    agent = PairAgent(connection.start(AGENT_ARGV), "127.0.0.21")
+    agent.begin(token, deadline_s)
+    return agent
+
+
+def test_an_agent_ends_with_its_input_and_at_its_deadline(nodes: dict[str, LocalConnection]) -> None:
+    first, second = begin(nodes["n1"]), begin(nodes["n2"], deadline_s=1.0)
+    with socket.create_server(("127.0.0.23", 0)) as silent, pytest.raises(Exception):  # noqa: B017, PT011
+        first.connect([("silent", *silent.getsockname())], timeout_s=60, answer_s=0.2)  # it is in a greeting now
+    first.close()
+    assert nodes["n1"].processes[0].popen.wait(END_WAIT_S) == 0
+    assert nodes["n2"].processes[0].popen.wait(END_WAIT_S) == 3
+    with pytest.raises(Exception, match=r"deadline|no longer reads"):
+        second.connect([], 1.0, 5.0)
+
+
+def test_every_way_of_not_reaching_an_agent_has_its_name(nodes: dict[str, LocalConnection]) -> None:
+    agent, other = begin(nodes["n1"]), begin(nodes["n2"], token="cd" * 32)
+    with socket.socket() as silent, socket.socket() as unused:
+        silent.bind(("127.0.0.23", 0))
+        silent.listen()
+        unused.bind(("127.0.0.23", 0))
+        targets = [
+            *(("silent", *silent.getsockname()), ("nobody", *unused.getsockname())),
+            *(("another test", other.address, other.port), ("itself", agent.address, agent.port)),
+        ]
+        answer = agent.connect(targets, timeout_s=1.0, answer_s=10.0)
+    kinds = {row[0]: row[1] for row in answer["results"]}
+    assert kinds == {"silent": "timeout", "nobody": "refused", "another test": "stranger", "itself": "ok"}
+
+
+def test_idle_connections_do_not_keep_an_agent_busy(nodes: dict[str, LocalConnection]) -> None:
+    agent = begin(nodes["n1"])
+    with contextlib.ExitStack() as idle:
+        for _ in range(100):
+            idle.enter_context(socket.create_connection((agent.address, agent.port)))
+        (row,) = agent.connect([("itself", agent.address, agent.port)], 3.0, 10.0)["results"]
+    assert row[1] == "ok"
+
+
+def test_the_program_is_python_3_9_needs_nothing_installed_and_is_in_no_command_line(
+    nodes: dict[str, LocalConnection],
+) -> None:
+    tree = ast.parse(AGENT.read_text(encoding="utf-8"), feature_version=(3, 9))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+    begin(nodes["n1"])
+    process: subprocess.Popen[bytes] = nodes["n1"].processes[0].popen
+    line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    assert b"python3" in line
+    assert len(line) < 300
