@@ -10,7 +10,7 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, blob_fingerprint
+from cluster.access.known_hosts import HostKeys, fingerprint
 from cluster.access.trust import ShownKey
 
 _STYLES = {"known": "green", "added": "green", "new": "yellow"}
@@ -38,7 +38,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
         "proxy_command": outermost.proxy_command,
         "identity_files": list(host.identity_files),
         "key_name": host.key_names[0],
-        "keys": [{"type": key.kind, "fingerprint": blob_fingerprint(key.blob), "file": key.file} for key in keys],
+        "keys": [{"type": key.kind, "fingerprint": fingerprint(key.blob), "file": key.file} for key in keys],
     }
 
 

@@ -11,7 +11,7 @@ import typer
 from burst_cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from cluster.image.build import BuildPlan, BuiltImage
+    from cluster.image.build import BuildPlan
 
 DEFAULT_TAG = "burst:latest"
 
@@ -76,7 +76,15 @@ def build(
 
     console = render.stderr()
     image = run_build(plan, tag, lambda line: console.print(line, markup=False, style="dim", soft_wrap=True))
-    _show_image(image, as_json=as_json)
+    if as_json:
+        document = {"image": tag, "id": image.image_id, "size_bytes": image.size_bytes, "labels": plan.labels}
+        render.emit_json(document)
+        return
+    from burst_cli.figures import binary_bytes
+
+    console = render.stdout()
+    console.print(f"{tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
+    console.print(f"next: burst image push --image {tag} cluster=NAME", markup=False)
 
 
 def _show_plan(plan: BuildPlan, *, as_json: bool) -> None:
@@ -91,16 +99,3 @@ def _show_plan(plan: BuildPlan, *, as_json: bool) -> None:
     console = render.stdout()
     console.print(shlex.join(plan.argv), markup=False, soft_wrap=True)
     console.print(f"with {len(plan.files)} files on its stdin, {binary_bytes(plan.context_bytes)}", markup=False)
-
-
-def _show_image(image: BuiltImage, *, as_json: bool) -> None:
-    from burst_cli import render
-    from burst_cli.figures import binary_bytes
-
-    if as_json:
-        document = {"image": image.tag, "id": image.image_id, "size_bytes": image.size_bytes}
-        render.emit_json({**document, "labels": image.labels})
-        return
-    console = render.stdout()
-    console.print(f"{image.tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
-    console.print(f"next: burst image push --image {image.tag} cluster=NAME", markup=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from burst_cli import render
@@ -17,27 +16,16 @@ if TYPE_CHECKING:
     from burst_cli.targets import Targets
 
 
-@dataclass(frozen=True)
-class PushRequest:
-    """What was asked for."""
-
-    targets: Targets
-    image: str
-    options: PushOptions
-    dry_run: bool
-    as_json: bool
-
-
-def run_push(request: PushRequest) -> int:
+def run_push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool, as_json: bool) -> int:
     """The exit code of a push, everything shown. Raises ClusterError when this machine has no such image."""
     begin = time.monotonic()
-    cluster = request.targets.config.cluster
+    cluster = targets.config.cluster
     engine = engine_words(cluster.container.command)
-    image, console = LocalImage(engine, request.image), render.stderr()
-    with SshPool() as pool, Push(image, engine, request.targets.hosts, pool.connect) as push:
-        plan = push.plan(request.options, width=cluster.ssh.fan_out)
-        if request.dry_run:
-            if request.as_json:
+    image, console = LocalImage(engine, name), render.stderr()
+    with SshPool() as pool, Push(image, engine, targets.hosts, pool.connect) as push:
+        plan = push.plan(options, width=cluster.ssh.fan_out)
+        if dry_run:
+            if as_json:
                 render.emit_json(plan.to_dict())
             else:
                 render.stdout().print(plan_view(plan))
@@ -48,7 +36,7 @@ def run_push(request: PushRequest) -> int:
             results = push.run(plan, view)
         sent = push.sent_bytes
     elapsed_s, is_ok = time.monotonic() - begin, all(result.ok for result in results)
-    if request.as_json:
+    if as_json:
         received = sum(result.received_bytes for result in results)
         head = {"image": plan.image, "identity": plan.identity, "ok": is_ok, "seconds": elapsed_s}
         nodes = [result.to_dict() for result in results]

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from cluster.testbed.build import TestbedPlan
-from cluster.testbed.status import NodeStatus, Service, TestbedStatus
+from cluster.testbed.node import Service
+from cluster.testbed.status import NodeStatus, TestbedStatus
 
 _SLURM_STYLES = {"idle": "green", "mixed": "green", "allocated": "green", "completing": "yellow"}
 _STYLES = {Service.UP: "green", Service.NONE: "dim"}

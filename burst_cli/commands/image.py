@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +15,11 @@ from burst_cli.targets import HostfileOption, HostsOption
 
 if TYPE_CHECKING:
     from burst_cli.targets import Targets
+    from cluster.access.connection import Connection
+    from cluster.access.fanout import Outcome
+    from cluster.access.hosts import Host
+
+T = TypeVar("T")
 
 app = new_verb(help="Build the container image, bring it to every node over plain SSH, see which node holds which.")
 
@@ -72,7 +78,7 @@ def push(
 
     burst image push cluster=mycluster --image burst:latest
     """
-    from burst_cli.image_push import PushRequest, run_push
+    from burst_cli.image_push import run_push
     from burst_cli.targets import select_targets
     from cluster.image.plan import PushOptions
     from cluster.image.rate import parse_rate
@@ -82,9 +88,8 @@ def push(
         raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     options = PushOptions(route.value, None if limit is None else parse_rate(limit))
-    request = PushRequest(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
     try:
-        code = run_push(request)
+        code = run_push(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
     except KeyboardInterrupt:
         from burst_cli import render
 
@@ -114,9 +119,6 @@ def status(
     from burst_cli import render
     from burst_cli.image_view import status_view
     from burst_cli.targets import select_targets
-    from cluster.access.fanout import fan_out
-    from cluster.access.hosts import Host
-    from cluster.access.ssh import SshPool
     from cluster.errors import ClusterError
     from cluster.image.local import LocalImage, engine_words
     from cluster.image.status import NodeImage, build_status, read_node_image
@@ -128,13 +130,8 @@ def status(
     except ClusterError:
         local = None
 
-    def ask(host: Host) -> NodeImage:
-        with pool.connect(host) as connection:
-            return read_node_image(connection, engine, name)
-
-    with SshPool() as pool:
-        outcomes = fan_out(targets.hosts, ask, width=targets.config.cluster.ssh.fan_out).values()
-    found = [outcome.value or NodeImage(outcome.host.name, problem=str(outcome.error)) for outcome in outcomes]
+    outcomes = _on_every_node(targets, lambda connection: read_node_image(connection, engine, name))
+    found = [one.value or NodeImage(one.host.name, problem=str(one.error)) for one in outcomes]
     result = build_status(name, found, local)
     if as_json:
         render.emit_json(result.to_dict())
@@ -165,9 +162,6 @@ def prune(
     from burst_cli import render
     from burst_cli.image_view import prune_view
     from burst_cli.targets import select_targets
-    from cluster.access.fanout import fan_out
-    from cluster.access.hosts import Host
-    from cluster.access.ssh import SshPool
     from cluster.image.local import engine_words
     from cluster.image.prune import Pruned, prune_node
     from engine.errors import ConfigError
@@ -177,18 +171,26 @@ def prune(
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     engine, name = engine_words(targets.config.cluster.container.command), _image_name(targets, image)
 
-    def work(host: Host) -> Pruned:
-        with pool.connect(host) as connection:
-            return prune_node(connection, engine, name, dry_run=dry_run)
-
-    with SshPool() as pool:
-        outcomes = fan_out(targets.hosts, work, width=targets.config.cluster.ssh.fan_out).values()
-    nodes = [outcome.value or Pruned(outcome.host.name, problem=str(outcome.error)) for outcome in outcomes]
+    outcomes = _on_every_node(targets, lambda connection: prune_node(connection, engine, name, dry_run=dry_run))
+    nodes = [one.value or Pruned(one.host.name, problem=str(one.error)) for one in outcomes]
     if as_json:
         render.emit_json({"dry_run": dry_run, "nodes": [asdict(node) for node in nodes]})
     else:
         render.stdout().print(prune_view(nodes, dry_run=dry_run))
     raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
+
+
+def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
+    """What came of `work` on each node, in their order."""
+    from cluster.access.fanout import fan_out
+    from cluster.access.ssh import SshPool
+
+    def connected(host: Host) -> T:
+        with pool.connect(host) as connection:
+            return work(connection)
+
+    with SshPool() as pool:
+        return list(fan_out(targets.hosts, connected, width=targets.config.cluster.ssh.fan_out).values())
 
 
 def _image_name(targets: Targets, given: str | None) -> str:

@@ -9,7 +9,7 @@ import paramiko
 
 from cluster.access.deadline import Deadline
 from cluster.access.hosts import Host
-from cluster.access.identities import KeyRing, identities, open_agent
+from cluster.access.identities import offered_keys, open_agent
 from cluster.access.transport import SshTransport
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
@@ -91,21 +91,18 @@ def open_tunnel(host: Host, jump: SshTransport, deadline: Deadline) -> paramiko.
         raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node up?") from error
 
 
-def log_in(host: Host, transport: SshTransport, deadline: Deadline, ring: KeyRing) -> None:
+def log_in(host: Host, transport: SshTransport, deadline: Deadline) -> None:
     """Offer key after key until the server takes one. Raises SshError (AUTH, TIMEOUT, PROTOCOL)."""
     agent = open_agent(host, deadline.left_s)
     try:
-        offered = identities(host, ring, agent)
-        tried: list[str] = []
-        for offer in offered.offers:
-            tried.append(offer.label)
-            if _accepts(host, transport, deadline, offer.key):
-                return
+        offers, skipped = offered_keys(host, agent)
+        if any(_accepts(host, transport, deadline, key) for key in offers.values()):
+            return
     finally:
         if agent is not None:
             agent.close()
-    text = f"accepts none of our keys for user {host.user} (tried: {', '.join(tried) or 'none'}"
-    text += f"; skipped: {', '.join(offered.skipped)})" if offered.skipped else ")"
+    text = f"accepts none of our keys for user {host.user} (tried: {', '.join(offers) or 'none'}"
+    text += f"; skipped: {', '.join(skipped)})" if skipped else ")"
     remedy = "add your public key to its authorized_keys, or set cluster.ssh.user or cluster.ssh.identity_file"
     raise SshError(host.name, SshFailure.AUTH, text, remedy)
 

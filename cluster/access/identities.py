@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -13,25 +13,9 @@ import paramiko
 from paramiko.agent import AgentSSH
 
 from cluster.access.hosts import Host
-from cluster.access.known_hosts import blob_fingerprint
+from cluster.access.known_hosts import fingerprint
 
 _AGENT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Offer:
-    """One key to try, and what to call it in messages."""
-
-    label: str
-    key: paramiko.PKey
-
-
-@dataclass(frozen=True)
-class Identities:
-    """What can be offered. skipped: what cannot, each with the reason."""
-
-    offers: tuple[Offer, ...]
-    skipped: tuple[str, ...]
 
 
 class Agent(AgentSSH):
@@ -57,34 +41,22 @@ class Agent(AgentSSH):
         self._close()
 
 
-class KeyRing:
-    """Private keys from files, each read once."""
-
-    def __init__(self) -> None:
-        self._read: dict[str, paramiko.PKey | str] = {}
-
-    def load(self, path: str) -> paramiko.PKey | str:
-        """The key, or in words why there is none; empty words when there is no such file."""
-        # Two threads may read the same file at the same time; both get the same key.
-        if path not in self._read:
-            self._read[path] = _load(path)
-        return self._read[path]
-
-
-def identities(host: Host, ring: KeyRing, agent: Agent | None) -> Identities:
-    """Keys for `host` in the order of trial: its identity files, then the agent's."""
-    offers: list[Offer] = []
+def offered_keys(host: Host, agent: Agent | None) -> tuple[dict[str, paramiko.PKey], list[str]]:
+    """(keys for `host` by what messages call them, in the order of trial: its identity files, then the agent's; what
+    cannot be offered, each with the reason).
+    """
+    offers: dict[str, paramiko.PKey] = {}
     skipped: list[str] = []
     for path in host.identity_files:
-        found = ring.load(path)
+        found = _load(path)
         if isinstance(found, paramiko.PKey):
-            offers.append(Offer(path, found))
+            offers[path] = found
         elif found:
             skipped.append(f"{path} ({found})")
     for key in _agent_keys(host, agent):
-        if all(offer.key.asbytes() != key.asbytes() for offer in offers):
-            offers.append(Offer(f"agent's {blob_fingerprint(key.asbytes())}", key))
-    return Identities(tuple(offers), tuple(skipped))
+        if all(offer.asbytes() != key.asbytes() for offer in offers.values()):
+            offers[f"agent's {fingerprint(key.asbytes())}"] = key
+    return offers, skipped
 
 
 def open_agent(host: Host, timeout_s: float = _AGENT_TIMEOUT_S) -> Agent | None:
@@ -119,13 +91,22 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _load(path: str) -> paramiko.PKey | str:
+    """The key in a file, or in words why there is none; empty words when there is no such file."""
     try:
-        return paramiko.PKey.from_path(path)
+        return _read(path, Path(path).stat().st_mtime_ns)
     except FileNotFoundError:
         return ""
-    except (TypeError, paramiko.PasswordRequiredException):
-        return "encrypted; burst asks for no passphrase: ssh-add it"
     except OSError as error:
         return str(error.strerror or error)
+
+
+@lru_cache(maxsize=64)  # hundreds of nodes take the same few
+def _read(path: str, changed_ns: int) -> paramiko.PKey | str:
+    try:
+        return paramiko.PKey.from_path(path)
+    except (TypeError, paramiko.PasswordRequiredException):
+        return "encrypted; burst asks for no passphrase: ssh-add it"
+    except OSError:
+        raise
     except Exception:  # a damaged or foreign file makes the libraries below stumble in many ways
         return "not a private key that can be read here"

@@ -13,20 +13,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 
 KNOWN_HOSTS_BYTES = 64 << 20
 _PLAIN_TYPE = re.compile(r"[a-z0-9@.-]+")
-
-
-class PublicKey(Protocol):
-    """What is needed of a server's key; paramiko.PKey is one."""
-
-    def asbytes(self) -> bytes:
-        """The key as SSH sends it; its type comes first."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +69,9 @@ class HostKeys:
         """Types of the keys that any of `names` is known by."""
         return tuple(dict.fromkeys(key.kind for key in self.find(names)))
 
-    def check(self, host: Host, key: PublicKey) -> None:
-        """Raise SshError unless `key` is known under one of the host's key names and revoked under none."""
-        blob = key.asbytes()
-        shown = f"{key_type(blob)} {fingerprint(key)}"
+    def check(self, host: Host, blob: bytes) -> None:
+        """Raise SshError unless the key `blob` is known under one of the host's names and revoked under none."""
+        shown = f"{key_type(blob)} {fingerprint(blob)}"
         if any(known.is_revoked and known.blob == blob for known in self.keys):
             text, remedy = f"its host key is marked as revoked: it shows {shown}", "the node needs a new host key"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
@@ -111,12 +102,7 @@ def trust_file() -> Path:
     return Path(base) / "burst" / "known_hosts"
 
 
-def fingerprint(key: PublicKey) -> str:
-    """SHA256:... of a public key, as ssh-keygen -l prints it."""
-    return blob_fingerprint(key.asbytes())
-
-
-def blob_fingerprint(blob: bytes) -> str:
+def fingerprint(blob: bytes) -> str:
     """SHA256:... of a public key as SSH sends it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
@@ -155,14 +141,17 @@ def _read(file: str) -> list[KnownKey]:
     return [key for line in text.split("\n") if (key := parse_line(line, file)) is not None]
 
 
+def is_name(pattern: str, name: str) -> bool:
+    """Whether a pattern is this very name, plain or hashed."""
+    return _is_hash_of(pattern, name.lower()) if pattern.startswith("|1|") else pattern.lower() == name.lower()
+
+
 def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("|1|"):
-        return _is_hash_of(pattern, name)
-    if "*" in pattern or "?" in pattern:
+    if not pattern.startswith("|1|") and ("*" in pattern or "?" in pattern):
         # Only * and ? are special: brackets belong to [name]:port.
         words = re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", ".")
         return re.fullmatch(words, name, flags=re.DOTALL) is not None
-    return pattern.lower() == name
+    return is_name(pattern, name)
 
 
 def _is_hash_of(pattern: str, name: str) -> bool:
@@ -177,4 +166,4 @@ def _is_hash_of(pattern: str, name: str) -> bool:
 def _known_in_words(keys: Sequence[KnownKey]) -> str:
     first = keys[0]
     more = f" or {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{first.kind} {blob_fingerprint(first.blob)}{more} (in {first.file})"
+    return f"{first.kind} {fingerprint(first.blob)}{more} (in {first.file})"

@@ -20,7 +20,6 @@ from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult, quote
 from cluster.access.deadline import Deadline
 from cluster.access.handshake import DroppedError, log_in, open_tunnel, shake_hands, words
 from cluster.access.hosts import Host
-from cluster.access.identities import KeyRing
 from cluster.access.known_hosts import HostKeys
 from cluster.access.process import STALL_S, SshProcess
 from cluster.access.sockets import open_socket
@@ -34,29 +33,25 @@ _FIRST_PAUSE_S = 0.2
 JUMP_RETRY_S = 30.0
 
 
-def connect(host: Host, pool: SshPool | None = None) -> SshConnection:
-    """A logged-in connection to `host`. Raises SshError with the kind that says which step failed.
-
-    Without a `pool` the connection has one of its own: then every target opens its own way through its jump host.
+def connect(host: Host) -> SshConnection:
+    """A logged-in connection to `host`, with a way of its own through its jump host. Raises SshError with the kind that
+    says which step failed.
     """
-    if pool is not None:
-        return pool.connect(host)
-    own = SshPool()
+    pool = SshPool()
     try:
-        connection = own.connect(host)
+        return pool.connect(host, is_own=True)
     except BaseException:
-        own.close()
+        pool.close()
         raise
-    connection.closes(own)
-    return connection
 
 
 class SshConnection:
     """See `cluster.access.connection.Connection`; made by `connect`."""
 
-    def __init__(self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S) -> None:
-        self._host, self._transport, self._stall_s = host, transport, stall_s
-        self._own_pool: SshPool | None = None
+    def __init__(
+        self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S, pool: SshPool | None = None
+    ) -> None:
+        self._host, self._transport, self._stall_s, self._own_pool = host, transport, stall_s, pool
 
     @property
     def host(self) -> Host:
@@ -112,10 +107,6 @@ class SshConnection:
         self._transport.close()
         if self._own_pool is not None:
             self._own_pool.close()
-
-    def closes(self, pool: SshPool) -> None:
-        """Let `pool` end with this connection."""
-        self._own_pool = pool
 
     def __enter__(self) -> Self:
         return self
@@ -174,13 +165,12 @@ class SshPool:
         self._jumps: dict[Host, _Jump] = {}
         self._known: dict[tuple[str, ...], HostKeys] = {}
         self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
-        self._ring = KeyRing()
 
-    def connect(self, host: Host) -> SshConnection:
-        """A logged-in connection to `host`; see `connect`."""
+    def connect(self, host: Host, *, is_own: bool = False) -> SshConnection:
+        """A logged-in connection to `host`; see `connect`. is_own: the pool ends with it."""
         deadline = Deadline.after(host.connect_timeout_s)
         transport = self._open(host, deadline, lambda transport: self._enter(host, transport, deadline))
-        return SshConnection(host, transport, stall_s=self._stall_s)
+        return SshConnection(host, transport, stall_s=self._stall_s, pool=self if is_own else None)
 
     def show_key(self, host: Host, types: Sequence[str]) -> paramiko.PKey:
         """The key of one of `types` that the server at `host` shows, trusted or not, without logging in."""
@@ -256,8 +246,8 @@ class SshPool:
         """Prove the server's key, log in."""
         known = self.known_keys(host)
         shake_hands(host, transport, deadline, known.types(host.key_names))
-        known.check(host, transport.get_remote_server_key())
-        log_in(host, transport, deadline, self._ring)
+        known.check(host, transport.get_remote_server_key().asbytes())
+        log_in(host, transport, deadline)
         transport.watch()
 
     def known_keys(self, host: Host) -> HostKeys:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, blob_fingerprint, key_type, parse_line, trust_file
+from cluster.access.known_hosts import HostKeys, fingerprint, is_name, key_type, parse_line, trust_file
 from cluster.access.ssh import SshPool
 from cluster.errors import ClusterError, SshError, SshFailure
 from engine.files import replace_file
+from engine.run.records import replace_text
 
 # What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.
 _FAMILIES = (("ssh-ed25519",), ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"), ("ssh-rsa",))
@@ -38,7 +39,7 @@ class ShownKey:
     @property
     def fingerprint(self) -> str:
         """SHA256:..., as ssh-keygen -l prints it."""
-        return blob_fingerprint(self.blob)
+        return fingerprint(self.blob)
 
     @property
     def line(self) -> str:
@@ -131,24 +132,12 @@ def _without(line: str, names: Sequence[str]) -> str | None:
     known = parse_line(line, "")
     if known is None or known.is_revoked or known.is_authority:
         return line
-    plain = {name.lower() for name in names}
-    kept = [
-        pattern
-        for pattern in known.patterns
-        if pattern.lower() not in plain
-        and not (pattern.startswith("|1|") and any(_alone(line, pattern, name) for name in plain))
-    ]
+    kept = [pattern for pattern in known.patterns if not any(is_name(pattern, name) for name in names)]
     if len(kept) == len(known.patterns):
         return line
     if not any(not pattern.startswith("!") for pattern in kept):
         return None
     return " ".join([",".join(kept), *line.split(None, 1)[1:]])
-
-
-def _alone(line: str, pattern: str, name: str) -> bool:
-    """Whether the hashed `pattern` of `line` stands for `name`."""
-    single = parse_line(" ".join([pattern, *line.split(None, 1)[1:]]), "")
-    return single is not None and single.matches(name)
 
 
 def _lines(path: Path) -> list[str]:
@@ -161,6 +150,7 @@ def _lines(path: Path) -> list[str]:
 def _write(path: Path, lines: Sequence[str]) -> None:
     """Replace the file by these lines at once, so that a reader sees the old ones or the new ones."""
     replace_file(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+    replace_text(path, "".join(f"{line}\n" for line in lines), "surrogateescape")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from cluster.errors import ClusterError
+from cluster.image.local import LocalImage
 from cluster.remote_text import clean_text
 from engine.errors import ConfigError
 
@@ -88,16 +89,6 @@ class BuildPlan:
         }
 
 
-@dataclass(frozen=True)
-class BuiltImage:
-    """What the engine made."""
-
-    tag: str
-    image_id: str
-    size_bytes: int
-    labels: Mapping[str, str]
-
-
 def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any] | None, command: str) -> BuildPlan:
     """The build of the checkout at `root`; `command` is the engine's command line, `git` its commit when it is known.
 
@@ -128,8 +119,8 @@ def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any]
     return BuildPlan(argv, labels, files)
 
 
-def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> BuiltImage:
-    """Build the image; `on_line` is told every line that the engine prints. Raises ClusterError with its last lines."""
+def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> LocalImage:
+    """The image, built; `on_line` is told every line that the engine prints. Raises ClusterError with the last ones."""
     environment = os.environ | {"BUILDKIT_PROGRESS": "plain"}
     last: deque[str] = deque(maxlen=_LAST_LINES)
     try:
@@ -157,7 +148,7 @@ def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> Buil
     if process.returncode != 0:
         shown = "\n  ".join(line for line in last if line.strip())
         raise ClusterError(f"{plan.argv[0]} build ended with exit code {process.returncode}:\n  {shown}")
-    return _inspect(plan.argv[0], tag, plan.labels)
+    return LocalImage(plan.argv[:1], tag)
 
 
 def context_digest(files: tuple[ContextFile, ...]) -> str:
@@ -239,12 +230,3 @@ def _build_arguments(settings: BuildSettings) -> dict[str, str]:
     elif settings.wheels is not None:
         arguments["APT_PACKAGES"] = ""
     return arguments
-
-
-def _inspect(command: str, tag: str, labels: Mapping[str, str]) -> BuiltImage:
-    argv = [command, "image", "inspect", "--format", "{{.Id}} {{.Size}}", tag]
-    result = subprocess.run(argv, capture_output=True, check=False, timeout=60)
-    if result.returncode != 0:
-        raise ClusterError(f"{tag}: built, but the engine cannot show it: {clean_text(result.stderr, limit=500)}")
-    image_id, size = clean_text(result.stdout).split()
-    return BuiltImage(tag, image_id, int(size), labels)

@@ -6,6 +6,8 @@ an sshd and, when asked for, a Docker engine. When a step fails, everything is t
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -28,7 +30,6 @@ from cluster.testbed.hardware.lay import lay_hardware
 from cluster.testbed.machine import check_machine, run_command
 from cluster.testbed.network import BLOCKS, Command, block_network
 from cluster.testbed.node import Node, make_key, sshd_options
-from cluster.testbed.routes import used_networks
 from cluster.testbed.slurm import SlurmRig
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.teardown import leftovers, tear_down
@@ -261,7 +262,8 @@ def _python_folder() -> str | None:
 def _free_block() -> int:
     """The first block of addresses that neither a testbed nor a route of this machine uses."""
     taken = {state.block for folder in standing_folders() if (state := folder.load()) is not None}
-    used = used_networks()
+    routes = json.loads(run_command(("ip", "-json", "-4", "route", "show")))
+    used = [ipaddress.IPv4Network(route["dst"]) for route in routes if route["dst"] != "default"]
     for block in range(BLOCKS):
         if block not in taken and not any(block_network(block).overlaps(network) for network in used):
             return block

@@ -78,100 +78,40 @@ class TestbedState:
         return replace(self, faults={**self.faults, node: faults})
 
 
-@dataclass(frozen=True)
 class NodeFolder:
-    """Paths of one node; `fake` is what BURST_PROBE_ROOT names when the node has fake hardware."""
+    """Paths of one node."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.etc = path / "etc"  # files that the node has in the place of this machine's: hosts, hostname, passwd, ...
+        self.ssh = path / "ssh"  # configuration, host key, log and pid file of its sshd
+        self.home = path / "home"  # of the SSH user
+        self.authorized_keys = self.home / ".ssh" / "authorized_keys"
+        self.docker = path / "docker"  # everything of its Docker engine
+        self.docker_socket = self.docker / "docker.sock"
+        self.bin = path / "bin"  # fake tools, first in PATH
+        self.fake = path / "root"  # of the fake /sys, /proc, ...: what BURST_PROBE_ROOT names
+        self.holder_pid = path / "holder.pid"  # of the process that holds the node's namespaces
 
     @property
     def testbed(self) -> TestbedFolder:
         """The folder of its testbed."""
         return TestbedFolder(self.path.parents[1])
 
-    @property
-    def etc(self) -> Path:
-        """Files that the node has in the place of this machine's: hosts, hostname, passwd, ..."""
-        return self.path / "etc"
 
-    @property
-    def ssh(self) -> Path:
-        """Configuration, host key, log and pid file of its sshd."""
-        return self.path / "ssh"
-
-    @property
-    def home(self) -> Path:
-        """Home of the SSH user."""
-        return self.path / "home"
-
-    @property
-    def authorized_keys(self) -> Path:
-        """Keys that the node accepts."""
-        return self.home / ".ssh" / "authorized_keys"
-
-    @property
-    def docker(self) -> Path:
-        """Everything of its Docker engine."""
-        return self.path / "docker"
-
-    @property
-    def docker_socket(self) -> Path:
-        """Where its Docker engine listens."""
-        return self.docker / "docker.sock"
-
-    @property
-    def bin(self) -> Path:
-        """Fake tools, first in PATH."""
-        return self.path / "bin"
-
-    @property
-    def fake(self) -> Path:
-        """Root of the fake /sys, /proc, ..."""
-        return self.path / "root"
-
-    @property
-    def holder_pid(self) -> Path:
-        """Number of the process that holds the node's namespaces."""
-        return self.path / "holder.pid"
-
-
-@dataclass(frozen=True)
 class TestbedFolder:
     """Paths of one testbed, and its state on disk."""
 
     __test__ = False
 
-    path: Path
-
-    @property
-    def ssh_config(self) -> Path:
-        """OpenSSH client configuration: `ssh -F FILE NODE`."""
-        return self.path / "ssh_config"
-
-    @property
-    def known_hosts(self) -> Path:
-        """Host keys of the nodes."""
-        return self.path / "known_hosts"
-
-    @property
-    def client_key(self) -> Path:
-        """The private key that every node accepts."""
-        return self.path / "client_key"
-
-    @property
-    def shared(self) -> Path:
-        """A folder that all nodes see under one name."""
-        return self.path / "shared"
-
-    @property
-    def slurm_conf(self) -> Path:
-        """Slurm's configuration, beside everything else of Slurm."""
-        return self.path / "slurm" / "slurm.conf"
-
-    @property
-    def state_file(self) -> Path:
-        """The description."""
-        return self.path / "state.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ssh_config = path / "ssh_config"  # of OpenSSH's client: `ssh -F FILE NODE`
+        self.known_hosts = path / "known_hosts"
+        self.client_key = path / "client_key"  # the private key that every node accepts
+        self.shared = path / "shared"  # a folder that all nodes see under one name
+        self.slurm_conf = path / "slurm" / "slurm.conf"  # beside everything else of Slurm
+        self.state_file = path / "state.json"
 
     def node(self, name: str) -> NodeFolder:
         """Paths of a node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -73,21 +74,18 @@ def try_command(
     """Run `argv` to its end, whatever that is. With `log`, its output goes there: daemons keep it open."""
     base = {"PATH": search_path(), "LC_ALL": "C.UTF-8", **(environment or {})}
     try:
-        if log is None:
-            return subprocess.run(
+        with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("a") as output:
+            done = subprocess.run(
                 argv,
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=output,
+                stderr=output,
                 text=True,
                 errors="replace",
                 env=base,
                 timeout=_COMMAND_TIMEOUT_S,
             )
-        with log.open("a") as output:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=base, timeout=_COMMAND_TIMEOUT_S
-            )
-        return subprocess.CompletedProcess(argv, done.returncode, "", last_lines(log))
+        return done if log is None else subprocess.CompletedProcess(argv, done.returncode, "", last_lines(log))
     except FileNotFoundError as error:
         raise TestbedError(f"{argv[0]} not found; is it installed?") from error
     except subprocess.TimeoutExpired as error:

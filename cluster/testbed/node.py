@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import socket
@@ -27,6 +28,17 @@ NAMESPACES = Path("/run/netns")
 _READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
 _DOCKER_STOP_S = 20.0
 _HOLD = Path(__file__).with_name("hold.sh")
+
+
+class Service(enum.StrEnum):
+    """How a daemon of a node looks from outside."""
+
+    UP = "up"
+    SILENT = "silent"  # it accepts and says nothing
+    REFUSED = "refused"  # nobody listens
+    UNREACHABLE = "unreachable"  # nobody answers
+    DOWN = "down"
+    NONE = "none"  # not part of this testbed
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class Node:
 
     def wait_for_sshd(self) -> None:
         """Return as soon as sshd answers."""
-        self._wait(lambda: self.sshd_answers(0.5), "sshd", self._sshd_log)
+        self._wait(lambda: self.sshd_service(0.5) is Service.UP, "sshd", self._sshd_log)
 
     def stop_sshd(self) -> None:
         """End the listener; sessions go on."""
@@ -127,12 +139,18 @@ class Node:
         """Number of the listener, None when none runs."""
         return self.pid_of(self._sshd_pid_file)
 
-    def sshd_answers(self, timeout_s: float) -> bool:
-        """Whether an SSH server greets at its address."""
-        with contextlib.suppress(OSError), socket.create_connection((self.address, 22), timeout_s) as connection:
+    def sshd_service(self, timeout_s: float) -> Service:
+        """What of an SSH server is at its address."""
+        try:
+            connection = socket.create_connection((self.address, 22), timeout_s)
+        except ConnectionRefusedError:
+            return Service.REFUSED
+        except OSError:
+            return Service.UNREACHABLE
+        with connection, contextlib.suppress(OSError):
             connection.settimeout(timeout_s)
-            return connection.recv(4) == b"SSH-"
-        return False
+            return Service.UP if connection.recv(4) == b"SSH-" else Service.SILENT
+        return Service.SILENT
 
     def start_docker(self) -> None:
         """Start the Docker engine; `wait_for_docker` says when it answers."""

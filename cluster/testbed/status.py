@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -11,22 +9,11 @@ from typing import Any
 
 from cluster.testbed.build import Testbed
 from cluster.testbed.folder import TestbedError, folder_of
-from cluster.testbed.node import Node
+from cluster.testbed.node import Node, Service
 from cluster.testbed.spec import format_rate
 from cluster.testbed.teardown import leftovers
 
 _ANSWER_S = 1.0
-
-
-class Service(enum.StrEnum):
-    """How a daemon of a node looks from outside."""
-
-    UP = "up"
-    SILENT = "silent"  # it accepts and says nothing
-    REFUSED = "refused"  # nobody listens
-    UNREACHABLE = "unreachable"  # nobody answers
-    DOWN = "down"
-    NONE = "none"  # not part of this testbed
 
 
 @dataclass(frozen=True)
@@ -99,22 +86,8 @@ def _node_status(node: Node, slurm: Mapping[str, str] | None) -> NodeStatus:
     return NodeStatus(
         name=node.name,
         addresses={interface: network.address(node.name, interface) for interface in spec.interfaces},
-        sshd=_sshd(node),
+        sshd=node.sshd_service(_ANSWER_S),
         docker=Service.NONE if not spec.docker else Service.UP if node.docker_answers() else Service.DOWN,
         faults=tuple(str(fault) for fault in node.state.faults.get(node.name, ())),
         slurm=None if slurm is None else slurm.get(node.name, "no controller"),
     )
-
-
-def _sshd(node: Node) -> Service:
-    try:
-        connection = socket.create_connection((node.address, 22), _ANSWER_S)
-    except ConnectionRefusedError:
-        return Service.REFUSED
-    except OSError:
-        return Service.UNREACHABLE
-    with connection:
-        try:
-            return Service.UP if connection.recv(4) == b"SSH-" else Service.SILENT
-        except OSError:
-            return Service.SILENT

@@ -13,7 +13,7 @@ CONFIG_MARK = "`burst testbed down` removes this file"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def hosts_text(state: TestbedState, node: str | None = None) -> str:
+def hosts_text(state: TestbedState) -> str:
     """The /etc/hosts of a node: all nodes by name, their rails as NODE-rail0, and this machine as `head`."""
     network = state.network
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{network.head_address} head"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +37,9 @@ def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, kind in (("host_ed25519", ["ed25519"]), ("host_rsa", ["rsa", "-b", "2048"]), ("id", ["ed25519"])):
-        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", str(folder / name), "-t", *kind], check=True)
+    for name, text in _keys().items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(text)
     shutil.copy(folder / "id.pub", folder / "authorized_keys")
     with socket.socket() as reserved:
         # Nobody else is given a port that is bound; sshd may share it with one who does not listen.
@@ -44,6 +47,15 @@ def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
         reserved.bind(("127.0.0.1", 0))
         with _run_sshd(sshd, folder, reserved.getsockname()[1], options) as server:
             yield server
+
+
+@functools.cache
+def _keys() -> dict[str, str]:
+    """Host keys and a client's, by file name; made once, for that takes longer than all else of a server."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, kind in (("host_ed25519", ["ed25519"]), ("host_rsa", ["rsa", "-b", "2048"]), ("id", ["ed25519"])):
+            subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", f"{place}/{name}", "-t", *kind], check=True)
+        return {path.name: path.read_text() for path in Path(place).iterdir()}
 
 
 @contextlib.contextmanager

@@ -73,19 +73,16 @@ def test_a_killed_command_has_no_exit_code(connection: SshConnection) -> None:
 
 @example(NASTY)
 @given(WORDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_word_is_interpreted_by_a_shell(words: list[str]) -> None:
     line = quote_command(["printf", "%s\\0", "first", *words])
     result = subprocess.run(["sh", "-c", line], capture_output=True, check=True, cwd="/")
     assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in words]
 
 
-@example(NASTY)
-@given(WORDS)
-@settings(max_examples=8, deadline=None)
-def test_no_word_is_interpreted_by_a_node(connection: SshConnection, words: list[str]) -> None:
-    result = connection.run(["printf", "%s\\0", "first", *words])
-    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in words]
+def test_no_word_is_interpreted_by_a_node(connection: SshConnection) -> None:
+    result = connection.run(["printf", "%s\\0", "first", *NASTY])
+    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in NASTY]
 
 
 @pytest.mark.parametrize("argv", [[], ["a\0b"]])
@@ -95,24 +92,30 @@ def test_what_is_no_command_is_refused(argv: list[str]) -> None:
 
 
 def test_large_streams_pass_in_both_directions_at_once(connection: SshConnection) -> None:
-    data = os.urandom(1 << 20) * 20
+    data = os.urandom(1 << 20) * 8
     result = connection.run(["cat"], stdin=data, max_output_bytes=len(data))
     assert result.ok
     assert result.stdout == data
 
 
 def test_a_flood_of_errors_is_cut_and_does_not_stop_the_output(connection: SshConnection) -> None:
-    result = connection.run(["sh", "-c", "head -c 30000000 /dev/zero >&2; echo done"])
+    result = connection.run(["sh", "-c", "head -c 10000000 /dev/zero >&2; echo done"])
     assert result.stdout == b"done\n"
     assert (len(result.stderr), result.truncated) == (1 << 20, True)
 
 
 def test_several_commands_share_a_connection(connection: SshConnection) -> None:
-    begin = machine_time()
-    hosts = [connection.host.with_name(f"n{number}") for number in range(8)]
-    found = fan_out(hosts, lambda host: connection.run(["sh", "-c", f"sleep 2; echo {host.name}"]).stdout)
-    assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(8)]
-    assert machine_time() - begin < 10  # one after the other: 16
+    all_run = threading.Barrier(8)
+
+    def work(host: Host) -> bytes:
+        process = connection.start(["cat"])
+        all_run.wait(200)
+        process.write(host.name.encode())
+        process.close_stdin()
+        return process.wait(200).stdout
+
+    found = fan_out([connection.host.with_name(f"n{number}") for number in range(8)], work)
+    assert [outcome.value for outcome in found.values()] == [f"n{number}".encode() for number in range(8)]
 
 
 def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection) -> None:
@@ -131,10 +134,8 @@ def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection
 def test_writing_after_the_end_of_input_is_an_error_and_no_loop(connection: SshConnection) -> None:
     process = connection.start(["sleep", "5"])
     process.close_stdin()
-    begin = machine_time()
     with pytest.raises(SshError, match="no longer reads"):
         process.write(b"x")
-    assert machine_time() - begin < 10  # one after the other: 16
     process.close()
 
 
@@ -146,19 +147,15 @@ def test_closing_from_another_thread_ends_a_read(connection: SshConnection) -> N
     assert machine_time() - begin < 5
 
 
-def test_writing_to_a_command_that_has_ended_is_told(connection: SshConnection) -> None:
-    process = connection.start(["true"])
-    assert process.read(1, 5) == b""
-    with pytest.raises(SshError) as caught:
-        process.write(b"x" * (8 << 20))
-    assert caught.value.kind is SshFailure.LOST
-
-
-def test_a_writer_who_waits_is_told_when_the_command_ends(connection: SshConnection) -> None:
-    process = connection.start(["sleep", "0.5"])
+@pytest.mark.parametrize("seconds", ["0", "0.5"])
+def test_writing_to_a_command_that_ends_without_reading_is_told(connection: SshConnection, seconds: str) -> None:
+    process = connection.start(["sleep", seconds])
+    if seconds == "0":
+        assert process.read(1, 200) == b""
     begin = machine_time()
-    with pytest.raises(SshError, match="no longer reads"):
+    with pytest.raises(SshError, match="no longer reads") as caught:
         process.write(b"x" * (16 << 20))
+    assert caught.value.kind is SshFailure.LOST
     assert machine_time() - begin < 5
 
 
@@ -309,7 +306,7 @@ class CountingPool(SshPool):
 
 def test_few_strangers_at_once_stand_at_one_door(tmp_path: Path) -> None:
     with start_sshd(tmp_path / "door", "MaxStartups 12", "LogLevel VERBOSE") as server, CountingPool() as pool:
-        hosts = [server.host.with_name(f"n{number}") for number in range(32)]
+        hosts = [server.host.with_name(f"n{number}") for number in range(16)]
 
         def work(host: Host) -> bool:
             with pool.connect(host) as connection:
@@ -339,14 +336,14 @@ def test_a_second_factor_is_not_a_log_in(tmp_path: Path) -> None:
 
 def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: Path) -> None:
     with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, SshPool() as pool:
-        hosts = [replace(server.host, name=f"n{number}", jump=gate.host) for number in range(12)]
+        hosts = [replace(server.host, name=f"n{number}", jump=gate.host) for number in range(4)]
 
         def work(host: Host) -> bytes:
             with pool.connect(host) as connection:
                 return connection.run(["echo", host.name]).stdout
 
         found = fan_out(hosts, work)
-        assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(12)]
+        assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(4)]
         assert gate.log.read_text().count("Accepted publickey") == 1
 
 
@@ -417,7 +414,7 @@ def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> No
     begin = time.monotonic()
     silent = f"tail -n 0 -f {server.log.parent}/known_hosts"
     with pytest.raises(SshError, match="stays silent"):
-        connect(replace(server.host, proxy_command=silent, connect_timeout_s=3.0)).close()
+        connect(replace(server.host, proxy_command=silent, connect_timeout_s=1.0)).close()
     assert time.monotonic() - begin < 20
     assert proxies(server) == []
 

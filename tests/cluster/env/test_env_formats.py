@@ -62,22 +62,6 @@ def test_sh_round_trips_through_a_real_shell(values: list[str]) -> None:
     assert by_shell(render_environment(environment(*values), Format.sh), names) == values
 
 
-def docker_reads(line: bytes) -> str:
-    """As the Docker client reads a line of --env-file: blanks before it are stripped, none behind."""
-    return line.decode().lstrip().partition("=")[2]
-
-
-@given(VALUES)
-def test_dotenv_says_a_value_as_docker_reads_it_or_refuses(value: str) -> None:
-    try:
-        text = render_environment(environment(value), Format.dotenv)
-    except ClusterError:
-        assert "\n" in value or "\r" in value
-        return
-    lines = [line for line in text.encode().split(b"\n") if line and not line.startswith(b"#")]
-    assert [docker_reads(line) for line in lines] == [value]
-
-
 @pytest.mark.parametrize("value", SPLIT)
 def test_dotenv_refuses_line_ends_and_says_what_can_say_them(value: str) -> None:
     with pytest.raises(ClusterError, match=r"--format dotenv cannot say V0=.*--format sh"):
@@ -110,26 +94,17 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [(Format.sh, "n1.sh"), (Format.dotenv, "n1.env")],
-)
+@pytest.mark.parametrize(("form", "name"), [(Format.sh, "n1.sh"), (Format.dotenv, "n1.env")])
 def test_each_node_gets_a_file_of_its_own_for_its_owner_only(tmp_path: Path, form: Format, name: str) -> None:
-    files = write_environments({"n1": environment("x"), "n2": environment("x")}, tmp_path / "a" / "env", form)
+    before = os.umask(0)
+    try:
+        files = write_environments({"n1": environment("x"), "n2": environment("x")}, tmp_path / "a" / "env", form)
+    finally:
+        os.umask(before)
     assert files["n1"] == tmp_path / "a" / "env" / name
     assert len(list(files["n1"].parent.iterdir())) == 2
     assert {mode(path) for path in files.values()} == {0o600}
     assert mode(tmp_path / "a" / "env") == 0o700
-
-
-def test_a_lenient_umask_opens_nothing(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        files = write_environments({"n1": environment("x")}, tmp_path / "env", Format.dotenv)
-    finally:
-        os.umask(before)
-    assert mode(files["n1"]) == 0o600
-    assert mode(tmp_path / "env") == 0o700
 
 
 def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from env_hardware import furnish, probe
-from testkit.machine_clock import machine_time
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, DifferenceKind, LiveSource, compare_live, read_live
@@ -81,24 +80,24 @@ def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
         live()
 
 
-def test_more_processes_than_are_looked_at_is_an_error() -> None:
-    sections = {name: Section(name, "", 0, SectionState.ENDED) for name in LIVE_SECTIONS}
-    assert read_live(NodeProbe("n1", sections)) != ()
-    sections[LIVE_SECTIONS[2]] = Section(LIVE_SECTIONS[2], "unreadable", 0, SectionState.ENDED)
-    with pytest.raises(ClusterError, match="more processes of runs than are looked at"):
-        read_live(NodeProbe("n1", sections))
-
-
-@pytest.mark.parametrize("name", ["session", "files", "processes"])
-def test_a_place_that_could_not_be_looked_at_is_an_error(name: str) -> None:
+def answered(**outputs: str) -> NodeProbe:
+    """The answer of a node that was looked at everywhere: `session`, `files`, `processes`."""
     sections = {
-        f"env_live.{one}": Section(f"env_live.{one}", "", 0, SectionState.ENDED)
-        for one in ("session", "files", "processes")
+        name: Section(name, outputs.get(name.split(".")[1], ""), 0, SectionState.ENDED) for name in LIVE_SECTIONS
     }
-    assert read_live(NodeProbe("node1", sections))
-    sections[f"env_live.{name}"] = Section(f"env_live.{name}", "", None, SectionState.TIMED_OUT)
-    with pytest.raises(ClusterError, match=f"env_live.{name}: timed out"):
-        read_live(NodeProbe("node1", sections))
+    return NodeProbe("node1", sections)
+
+
+def test_more_processes_than_are_looked_at_is_an_error() -> None:
+    with pytest.raises(ClusterError, match="more processes of runs than are looked at"):
+        read_live(answered(processes="unreadable"))
+
+
+@pytest.mark.parametrize("name", LIVE_SECTIONS)
+def test_a_place_that_could_not_be_looked_at_is_an_error(name: str) -> None:
+    late = {**answered().sections, name: Section(name, "", None, SectionState.TIMED_OUT)}
+    with pytest.raises(ClusterError, match=f"{name}: timed out"):
+        read_live(NodeProbe("node1", late))
 
 
 @pytest.fixture
@@ -144,39 +143,27 @@ def test_a_secret_never_leaves_the_node(
 
 
 def test_other_names_are_thrown_away_even_if_a_node_sends_them() -> None:
-    def ended(name: str, output: str) -> tuple[str, Section]:
-        return f"env_live.{name}", Section(f"env_live.{name}", output, 0, SectionState.ENDED)
-
-    sections = dict(
-        [
-            ended("session", f"set\tTOKEN={CANARY}\nset\tNCCL_DEBUG=INFO\nset\tNCCL_A B={CANARY}\nNCCL_X={CANARY}"),
-            ended("files", f"file\t/etc/nccl.conf\nset\tTOKEN={CANARY}"),
-            ended("processes", f"process\t7\nset\tRANK=0\nset\tBURST_RUN_ID=x\nset\tTOKEN={CANARY}"),
-        ]
+    sources = read_live(
+        answered(
+            session=f"set\tTOKEN={CANARY}\nset\tNCCL_DEBUG=INFO\nset\tNCCL_A B={CANARY}\nNCCL_X={CANARY}",
+            files=f"file\t/etc/nccl.conf\nset\tTOKEN={CANARY}",
+            processes=f"process\t7\nset\tRANK=0\nset\tBURST_RUN_ID=x\nset\tTOKEN={CANARY}",
+        )
     )
-    sources = read_live(NodeProbe("node1", sections))
     assert CANARY not in repr(sources)
     assert sources[0].values == {"NCCL_DEBUG": "INFO"}
     assert len(sources) == 3
 
 
 def test_values_of_strangers_come_out_on_one_line_without_escapes() -> None:
-    output = "set\tNCCL_DEBUG=\x1b[2J" + "A" * 10_000
-    sections = {
-        "env_live.session": Section("env_live.session", output, 0, SectionState.ENDED),
-        "env_live.files": Section("env_live.files", "", 0, SectionState.ENDED),
-        "env_live.processes": Section("env_live.processes", "", 0, SectionState.ENDED),
-    }
-    value = read_live(NodeProbe("node1", sections))[0].values["NCCL_DEBUG"]
+    value = read_live(answered(session="set\tNCCL_DEBUG=\x1b[2J" + "A" * 10_000))[0].values["NCCL_DEBUG"]
     assert "\x1b" not in value
     assert len(value) <= 4097
 
 
 def test_launchers_and_supervisors_are_no_ranks() -> None:
-    sections = {name: Section(name, "", 0, SectionState.ENDED) for name in ("env_live.session", "env_live.files")}
-    output = "process\t7\nset\tBURST_RUN_ID=x\nprocess\t8\nset\tBURST_RUN_ID=x\nset\tRANK=0"
-    sections["env_live.processes"] = Section("env_live.processes", output, 0, SectionState.ENDED)
-    places = [source.place for source in read_live(NodeProbe("node1", sections)) if source.is_process]
+    processes = "process\t7\nset\tBURST_RUN_ID=x\nprocess\t8\nset\tBURST_RUN_ID=x\nset\tRANK=0"
+    places = [source.place for source in read_live(answered(processes=processes)) if source.is_process]
     assert places == ["rank 0 of run x (process 8)"]
 
 
@@ -193,9 +180,3 @@ def test_a_rank_may_have_the_debug_files_of_its_run_and_a_login_may_not() -> Non
     rank = LiveSource("rank 0", debug | {one.name: one.value for one in PLAN.variables}, is_process=True)
     assert differences(rank) == set()
     assert len(differences(LiveSource(SESSION, debug))) == 2
-
-
-def test_looking_at_processes_is_quick_on_a_busy_machine(root: Path) -> None:
-    begin = machine_time()
-    probe("env_live")
-    assert machine_time() - begin < 20

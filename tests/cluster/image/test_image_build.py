@@ -28,7 +28,7 @@ COMMIT = {"sha": "a" * 40, "dirty": False}
 ENGINE = """#!/bin/sh
 case $1 in
 build) echo 'Step 1/1 : FROM nothing'; cat >"$(dirname "$0")/context.tar"; exit {code} ;;
-image) echo 'sha256:1234 4096' ;;
+image) echo '[{{"Id": "sha256:1234", "Size": 4096, "RepoTags": ["burst:test"]}}]' ;;
 esac
 """
 

@@ -69,12 +69,6 @@ def test_no_nodes_is_a_mistake_with_a_json_document(capsys):
     assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 2
 
 
-@pytest.mark.parametrize("verb", ["push", "status", "prune"])
-def test_help_of_every_verb_says_what_it_does(verb, capsys):
-    assert main(["image", verb, "--help"]) == 0
-    assert f"burst image {verb}" in capsys.readouterr().out
-
-
 def plan_of(*nodes: NodePlan) -> ImagePlan:
     return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", PushOptions(), choose_feeders(nodes, "auto"))
 

@@ -14,7 +14,6 @@ from cluster.testbed.build import build_plan
 from cluster.testbed.folder import Fault, NodeFolder, TestbedFolder, TestbedState, state_root
 from cluster.testbed.machine import missing_requirements
 from cluster.testbed.network import BLOCKS, Network, block_network
-from cluster.testbed.routes import parse_routes
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
 from cluster.testbed.texts import (
     cluster_config_text,
@@ -168,16 +167,6 @@ def test_a_folder_that_configuration_files_would_misread_is_refused(path, monkey
         state_root()
 
 
-def test_routes_of_this_machine_are_read_without_the_default_route():
-    table = (
-        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
-        "eth0\t00000000\t0101A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
-        "eth0\t0050640A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
-    )
-
-    assert [str(network) for network in parse_routes(table)] == ["10.100.80.0/24"]
-
-
 def test_what_is_missing_is_named_with_the_package_that_brings_it(tmp_path):
     problems = missing_requirements(docker=True, platform="linux", root=False, path=str(tmp_path))
 
@@ -185,18 +174,14 @@ def test_what_is_missing_is_named_with_the_package_that_brings_it(tmp_path):
     assert "sshd not found: apt-get install openssh-server" in problems
     assert any("dockerd" in problem and "docker.io" in problem for problem in problems)
     assert any("needs root" in problem for problem in problems)
+    bare = missing_requirements(docker=False, platform="linux", root=True, path=str(tmp_path))
+    assert not any("docker" in problem for problem in bare)
 
 
 def test_other_systems_are_told_that_they_cannot():
     (problem,) = missing_requirements(docker=False, platform="darwin", root=True, path="")
 
     assert "Linux" in problem
-
-
-def test_docker_is_only_asked_of_who_wants_it(tmp_path):
-    problems = missing_requirements(docker=False, platform="linux", root=True, path=str(tmp_path))
-
-    assert not any("docker" in problem for problem in problems)
 
 
 def test_the_plan_holds_every_command_and_file_and_touches_nothing(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 
 from cluster.access.ssh import connect
-from cluster.testbed.build import open_testbed, up
+from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
@@ -60,28 +60,14 @@ def run_on(testbed, node: str, *argv: str) -> str:
         return connection.run(argv).stdout.decode().strip()
 
 
-def test_every_node_has_its_own_name_and_links(testbed4):
+def test_a_node_has_a_name_links_a_home_and_a_python_of_its_own(testbed4):
+    first, second, *_, last = testbed4.node_names
     for node in testbed4.node_names:
         assert run_on(testbed4, node, "sh", "-c", "hostname; ls /sys/class/net").split() == [node, "eth0", "lo"]
-
-
-def test_a_node_has_a_home_of_its_own(testbed4):
-    first, second = testbed4.node_names[:2]
-    run_on(testbed4, first, "sh", "-c", "touch ~/mine")
-
-    assert run_on(testbed4, first, "sh", "-c", "ls ~; rm ~/mine") == "mine"
+    assert run_on(testbed4, first, "sh", "-c", "touch ~/mine; ls ~") == "mine"
     assert run_on(testbed4, second, "sh", "-c", "ls ~") == ""
-
-
-def test_a_node_runs_the_python_that_burst_runs_with(testbed4):
-    where = run_on(testbed4, testbed4.node_names[0], "python3", "-c", "import sys; print(sys.prefix)")
-
-    assert where == sys.prefix
-
-
-def test_nodes_find_each_other_by_name(testbed4):
-    first, last = testbed4.node_names[0], testbed4.node_names[-1]
-
+    assert run_on(testbed4, first, "sh", "-c", "rm ~/mine; ls ~") == ""
+    assert run_on(testbed4, first, "python3", "-c", "import sys; print(sys.prefix)") == sys.prefix
     assert run_on(testbed4, first, "getent", "hosts", last).split() == [testbed4.node(last).address, last]
 
 
@@ -115,6 +101,16 @@ def test_the_status_of_a_healthy_testbed_shows_every_node_up(testbed4):
         (node, "up", "none", ()) for node in testbed4.node_names
     ]
     assert status.complete
+
+
+def test_addresses_that_a_route_leads_to_are_not_taken(testbed4, tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as elsewhere:
+        monkeypatch.setenv("BURST_TESTBED_DIR", elsewhere)
+        plan = build_plan(TestbedSpec("lab", nodes=1), tmp_path / "lab.yaml")
+
+    words = {word for command in plan.commands for word in command}
+    assert any(word.startswith("10.1") for word in words)
+    assert f"{testbed4.state.network.head_address}/24" not in words
 
 
 def test_two_testbeds_stand_side_by_side_and_go_one_by_one(make_testbed):
