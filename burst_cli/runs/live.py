@@ -14,7 +14,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, fold_names, percent, plain, sparkline
+from burst_cli.figures import (
+    DASH,
+    binary_bytes,
+    clean,
+    count,
+    count_of,
+    duration,
+    fold_names,
+    percent,
+    plain,
+    sparkline,
+)
 from burst_cli.logs.alarms import AlarmWatch
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
@@ -231,7 +242,9 @@ def heading(progress: RunProgress, width: int) -> Text:
     """Run, preset, length of sequences, ranks on nodes, in one line."""
     facts, run = progress.facts, progress.run
     narrow = width < NARROW
-    text = Text(f"{run.exp}/{run.run_id[-6:] if narrow else run.run_id}", style="bold", no_wrap=True, overflow="ellipsis")
+    text = Text(
+        f"{run.exp}/{run.run_id[-6:] if narrow else run.run_id}", style="bold", no_wrap=True, overflow="ellipsis"
+    )
     where = f"{facts.shape} ranks" if facts.nodes else facts.shape
     if facts.nodes and len(facts.nodes) <= _MANY_NODES and not narrow:
         ranks = sum(node.local_ranks for node in facts.nodes)
@@ -265,7 +278,8 @@ def _progress_lines(progress: RunProgress, width: int) -> list[RenderableType]:
 def figure_lines(progress: RunProgress, width: int) -> list[Text]:
     """Loss with its curve, speed, MFU, memory; validation when there was one. One line, or two, or three."""
     speed = next(
-        (name for name in ("tokens_per_s_per_device", "tokens_per_s") if progress.figure(name) is not None), "tokens_per_s"
+        (name for name in ("tokens_per_s_per_device", "tokens_per_s") if progress.figure(name) is not None),
+        "tokens_per_s",
     )
     figures = {
         "loss": plain(progress.figure("loss")),

@@ -16,10 +16,10 @@ from burst_cli.nccl_network import fallback_rows, fallback_text, socket_fallback
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import NARROW, figure_lines, hang_text, heading
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
+from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_nodes
 from burst_cli.runs.state import RunState
 from burst_cli.runs.table import STATE_STYLES
-from burst_cli.runs.progress import RunProgress
 from burst_cli.values import number, seconds_between, word
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict

@@ -65,10 +65,14 @@ def runs_table(entries: Sequence[Entry], width: int) -> Table:
     titles = [title for title in _COLUMNS if any(row[title] != DASH for row in cells)]
     room = width - (width // 4 if any(reasons) and width >= _LEAST_WITH_REASONS else 0)
     if sum(_widths(titles, cells)) > room:
-        cells = [{**row, "run": f"{one.run.exp}/{one.run.run_id[-6:]}"} for row, one in zip(cells, entries, strict=True)]
+        cells = [
+            {**row, "run": f"{one.run.exp}/{one.run.run_id[-6:]}"} for row, one in zip(cells, entries, strict=True)
+        ]
     widths = [min(wide, width // 2) for wide in _widths(titles, cells)]  # names may be as long as one likes
     titles = [titles[place] for place in fitting([_COLUMNS[title] for title in titles], widths, room)]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0), width=width if any(reasons) else None)
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0), width=width if any(reasons) else None
+    )
     for title in titles:
         is_text = title in ("run", "state")
         table.add_column(title, no_wrap=True, justify="left" if is_text else "right", max_width=width // 2)
