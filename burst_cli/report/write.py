@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
-import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
 from burst_cli.evaluation_view import evaluation_tables, evaluation_view, is_evaluation, weights_text
+from burst_cli.figures import count_of, fitting
+from burst_cli.render import PIPE_WIDTH
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
-from burst_cli.report.columns import BY_KEY, PROVENANCE_KEYS, Column, filled, notes_for
+from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
 from burst_cli.report.panels import (
     Panel,
@@ -32,7 +33,7 @@ from burst_cli.report.panels import (
     run_panels,
     style_numbers,
 )
-from burst_cli.report.records import Record, count_of, run_name, shortened, status_of
+from burst_cli.report.records import Record, first_of, run_name, status_of
 from engine.errors import BurstError, ConfigError
 from engine.runs import STATES
 
@@ -57,21 +58,6 @@ _LATEX = {
     "|": r"\textbar{}",
     '"': "''",
 }
-_PAPER = frozenset(
-    {
-        "attention_preset",
-        "memory_policy",
-        "seq_len",
-        "tokens_per_s_per_device",
-        "mfu",
-        "mfu_full_attention",
-        "peak_memory_bytes",
-        "final_needle_accuracy",
-        "final_needle_gain",
-        "ratio_tokens_per_s_per_device",
-        "ratio_peak_memory_bytes",
-    }
-)
 _SIGNS = (
     b'name="generator" content="burst report',
     b"burst report",  # the Software entry of a PNG, the first line of LaTeX
@@ -87,6 +73,13 @@ _TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts
 def report_view(report: Report, width: int) -> RenderableType:
     """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
     return Lines(*_parts(report, width))
+
+
+def report_text(report: Report) -> str:
+    """The same as a file: as wide as it likes."""
+    stream = io.StringIO()
+    Console(file=stream, width=PIPE_WIDTH, highlight=False, emoji=False).print(report_view(report, PIPE_WIDTH))
+    return stream.getvalue()
 
 
 def _parts(report: Report, width: int) -> Iterator[RenderableType]:
@@ -129,10 +122,10 @@ def _records_table(
     What is left: with `may_choose` a run per row with the columns that matter most, else several tables of columns.
     """
     cells = {column.key: [column.cell(record) for record in records] for column in columns}
-    wide = {c.key: max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns}
+    wide = sum(max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns)
     headings = [column.heading for column in columns]
     rows = list(zip(*cells.values(), strict=True))
-    if sum(wide.values()) + 1 <= width or len(columns) == 1:
+    if wide + 1 <= width or len(columns) == 1:
         return _table(headings, rows, [column.number for column in columns])
     side_by_side = max(map(len, headings)) + _CELL_PADDING + 1 + sum(_column_width(row, width) for row in rows)
     if not may_choose or len(records) == 1 or side_by_side <= width:
@@ -141,23 +134,12 @@ def _records_table(
     if "run" in cells:
         cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
     words = {column.key: column.heading.split() for column in columns}
-    wide = {key: max(map(len, (*words[key], *cells[key]))) + _CELL_PADDING for key in words}
-    kept = _most_important(columns, wide, width)
+    widths = [max(map(len, (*words[column.key], *cells[column.key]))) + _CELL_PADDING for column in columns]
+    kept = [columns[place] for place in fitting([column.rank for column in columns], widths, width - 1)]
     left_out = ", ".join(column.heading for column in columns if column not in kept)
     rows = list(zip(*(cells[column.key] for column in kept), strict=True))
     table = _table(["\n".join(words[column.key]) for column in kept], rows, [column.number for column in kept])
     return Lines(table, Text(f"Too narrow for: {left_out}. See --columns, --format html or md.", style="dim"))
-
-
-def _most_important(columns: Sequence[Column], wide: Mapping[str, int], width: int) -> list[Column]:
-    """As many columns as fit, chosen by their ranks, in their own order; at least the first."""
-    kept: list[Column] = []
-    used = 1
-    for column in sorted(columns, key=lambda column: column.rank):
-        if not kept or used + wide[column.key] <= width:
-            kept.append(column)
-            used += wide[column.key]
-    return [column for column in columns if column in kept]
 
 
 def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> Table:
@@ -255,7 +237,7 @@ def report_latex(report: Report) -> str:
     """A booktabs table per group, notes as comments; unless columns were chosen, those that fit on a page of paper."""
     parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
     for group in report.groups:
-        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in _PAPER], group.records)
+        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
         rows = [
             [column.heading for column in columns],
             *([c.cell(record) for c in columns] for record in group.records),
@@ -315,15 +297,12 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
     plots, styles = _Plots(), style_numbers(report.records)
     names = list(dict.fromkeys(group.exp for group in report.groups))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    counts: dict[str, int] = {}
-    for record in report.records:
-        counts[status_of(record)] = counts.get(status_of(record), 0) + 1
     compared = list(plots.figures(comparison_panels(report.comparison)))
     groups = [_group(report, group, styles, plots) for group in report.groups]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"count_of": count_of, "status_of": status_of}
     environment.filters |= {
-        "shortened": shortened,
+        "first_of": first_of,
         "status_class": lambda name: name if name in _STATUSES else "missing",
     }
     template = (resources.files("burst_cli.report") / "page.html").read_text(encoding="utf-8")
@@ -332,7 +311,7 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
         version=__version__,
         now=now or datetime.now(UTC),
         title=f"burst report: {shown or 'no runs'}",
-        counts=counts,
+        counts=Counter(map(status_of, report.records)),
         groups=groups,
         comparison_figures=compared,
         published=[PUBLISHED_HEADINGS, *(row.cells for row in report.published)],
@@ -393,19 +372,12 @@ def check_target(option: str, path: Path, *, force: bool) -> None:
 
 def write_file(option: str, path: Path, content: bytes) -> None:
     """Replace `path` atomically. Raises BurstError that names the file."""
-    temporary = ""
+    temporary = path.absolute().parent / f".{path.name[:80]}-{os.getpid()}"
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}-", dir=path.absolute().parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # as if it had been opened under its own name: people share reports
-        Path(temporary).replace(path)
+        temporary.write_bytes(content)
+        temporary.replace(path)
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
+        temporary.unlink(missing_ok=True)
         raise BurstError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 

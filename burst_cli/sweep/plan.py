@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from engine.config import RunConfig, config_fingerprint
 from engine.errors import ConfigError
+from engine.run.summary import config_facts
 
 if TYPE_CHECKING:
     from burst_cli.sweep.estimate import Estimate
@@ -47,6 +48,7 @@ class Cell:
             "exp": self.config.exp if self.config is not None else None,
             "overrides": list(self.overrides),
             "values": dict(self.values),
+            "facts": {} if self.config is None else config_facts(self.config),
             "problems": list(self.problems),
             "short_of_memory": self.short_of_memory,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
