@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
@@ -97,29 +99,41 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     if report.baseline is not None:
         words = f"speed, memory: against {report.baseline.name} at the same length, with the interval of the quartiles"
         yield Text(words, style="dim")
-    if (found := report.comparison) is not None:
-        yield Text(f"\nA = {found.sides[0]}, B = {found.sides[1]}", style="bold")
-        yield _table(found.rows[0], found.rows[1:])
-        yield from (Text(line, style="dim") for line in found.tests)
-        if found.config_rows:
-            yield _table(found.config_rows[0], found.config_rows[1:])
-        yield from (Text(f"warning: {warning}", style="yellow") for warning in found.warnings)
-    if report.published:
-        yield Text("\nPublished by others, not measured here", style="bold")
-        yield _table(PUBLISHED_HEADINGS, [row.cells for row in report.published])
-        yield from (Text(caveat, style="dim") for caveat in caveats_of(report.published))
+    for part in _asked_for(report):
+        yield Text(f"\n{part.title}", style="bold")
+        yield from (_table(rows[0], rows[1:]) for rows in part.tables)
+        yield from (Text(line, style="dim") for line in part.notes)
+        yield from (Text(f"warning: {warning}", style="yellow") for warning in part.warnings)
     if report.failed_gates:
         yield Text(f"{len(report.failed_gates)} of {len(report.verdicts)} gate checks failed", style="bold red")
     elif report.verdicts:
         yield Text(f"all {len(report.verdicts)} gate checks passed", style="green")
 
 
+class _Part(NamedTuple):
+    """What was asked for beside runs: tables, headings first, and what must be read below them."""
+
+    title: str
+    tables: Sequence[Sequence[Sequence[str]]]
+    notes: Sequence[str]
+    warnings: Sequence[str] = ()
+
+
+def _asked_for(report: Report) -> Iterator[_Part]:
+    if (found := report.comparison) is not None:
+        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
+        yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", tables, found.tests, found.warnings)
+    if report.published:
+        table = [PUBLISHED_HEADINGS, *(row.cells for row in report.published)]
+        yield _Part("Published by others, not measured here", [table], caveats_of(report.published))
+
+
 def _records_table(
     columns: Sequence[Column], records: Sequence[Record], width: int, *, may_choose: bool
 ) -> RenderableType:
-    """A run per row when that fits, else a run per column when one table holds all.
+    """A run per row when that fits, with `may_choose` at least with the columns that matter most.
 
-    What is left: with `may_choose` a run per row with the columns that matter most, else several tables of columns.
+    A single run, and what may leave out nothing, is a table of headings and figures per run.
     """
     cells = {column.key: [column.cell(record) for record in records] for column in columns}
     wide = sum(max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns)
@@ -127,13 +141,12 @@ def _records_table(
     rows = list(zip(*cells.values(), strict=True))
     if wide + 1 <= width or len(columns) == 1:
         return _table(headings, rows, [column.number for column in columns])
-    side_by_side = max(map(len, headings)) + _CELL_PADDING + 1 + sum(_column_width(row, width) for row in rows)
-    if not may_choose or len(records) == 1 or side_by_side <= width:
-        return _run_per_column(headings, rows, width)
+    if not may_choose or len(records) == 1:
+        return Lines(*(_run_table(headings, row) for row in rows))
     # Headings word below word, and runs by their last digits, which every verb takes for them.
     if "run" in cells:
         cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
-    words = {column.key: column.heading.split() for column in columns}
+    words = {column.key: re.split(r" |(?<=-)", column.heading) for column in columns}
     widths = [max(map(len, (*words[column.key], *cells[column.key]))) + _CELL_PADDING for column in columns]
     kept = [columns[place] for place in fitting([column.rank for column in columns], widths, width - 1)]
     left_out = ", ".join(column.heading for column in columns if column not in kept)
@@ -153,32 +166,14 @@ def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Seq
     return table
 
 
-def _run_per_column(headings: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Lines:
-    """Tables with the headings down the side and as many runs beside each other as fit."""
-    label = max(map(len, headings)) + _CELL_PADDING + 1
-    groups: list[list[Sequence[str]]] = [[]]
-    used = label
-    for row in cells:
-        wide = min(_column_width(row, width), max(20, width - label - _CELL_PADDING) + _CELL_PADDING)
-        if groups[-1] and used + wide > width:
-            groups.append([])
-            used = label
-        groups[-1].append(row)
-        used += wide
-    tables = []
-    for group in groups:
-        table = Table(header_style="bold", padding=(0, 1))
-        table.add_column(headings[0], no_wrap=True, style="bold")
-        for row in group:
-            table.add_column(Text(row[0]), overflow="fold")
-        for index, heading in enumerate(headings[1:], start=1):
-            table.add_row(heading, *(Text(row[index]) for row in group))
-        tables.append(table)
-    return Lines(*tables)
-
-
-def _column_width(row: Sequence[str], width: int) -> int:
-    return min(max(map(len, row)), width) + _CELL_PADDING
+def _run_table(headings: Sequence[str], cells: Sequence[str]) -> Table:
+    """One run, its figures below each other."""
+    table = Table(header_style="bold", padding=(0, 1))
+    table.add_column(headings[0], no_wrap=True, style="bold")
+    table.add_column(Text(cells[0]), overflow="fold")
+    for heading, cell in zip(headings[1:], cells[1:], strict=True):
+        table.add_row(heading, Text(cell))
+    return table
 
 
 # --- Markdown, CSV, LaTeX ---------------------------------------------------------------------------------------------
@@ -194,17 +189,11 @@ def report_markdown(report: Report) -> str:
         headings = [column.heading for column in report.columns]
         blocks.append(_markdown([headings, *rows], [column.number for column in report.columns]))
     blocks.append("\n".join(notes_for(report.records)))
-    if (found := report.comparison) is not None:
-        blocks.append(f"### A = {_plain(found.sides[0])}, B = {_plain(found.sides[1])}")
-        blocks.append(_markdown(found.rows))
-        blocks += ["\n".join(map(_plain, found.tests))] if found.tests else []
-        blocks += [_markdown(found.config_rows)] if found.config_rows else []
-        blocks += [f"**Warning:** {_plain(warning)}" for warning in found.warnings]
-    if report.published:
-        blocks += ["### Published by others", _markdown([PUBLISHED_HEADINGS, *(row.cells for row in report.published)])]
-        blocks.append("\n".join(caveats_of(report.published)))
+    for part in _asked_for(report):
+        blocks += [f"### {_plain(part.title)}", *map(_markdown, part.tables), "\n".join(map(_plain, part.notes))]
+        blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
     blocks += [f"**Gate failed:** {_plain(verdict.line)}" for verdict in report.failed_gates]
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _markdown(rows: Sequence[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
