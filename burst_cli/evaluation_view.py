@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, clean, percent, plain
-
-Rows = list[Mapping[str, Any]]
+from burst_cli.values import number, rows
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
@@ -22,12 +21,12 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
 def evaluation_view(record: Mapping[str, Any]) -> RenderableType:
     """Whose weights, validation loss and bits per byte, and a table for each of the others that was measured."""
     parts: list[RenderableType] = [Text(line) for line in evaluation_lines(record)]
-    for headings, *rows in evaluation_tables(record):
+    for headings, *lines in evaluation_tables(record):
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
+        for line in lines:
+            table.add_row(*line)
         parts += [Text(), table]
     return Group(*parts)
 
@@ -35,63 +34,51 @@ def evaluation_view(record: Mapping[str, Any]) -> RenderableType:
 def evaluation_lines(record: Mapping[str, Any]) -> list[str]:
     """Whose weights, their losses and, where it was asked for, needles."""
     lines = [weights_text(record), _losses(record)]
-    return [*lines, _needles(record)] if number_of(record, "final_needle_gain") is not None else lines
+    return [*lines, _needles(record)] if number(record, "final_needle_gain") is not None else lines
 
 
 def evaluation_tables(record: Mapping[str, Any]) -> list[list[list[str]]]:
     """The tables that were measured, headings first: loss by position, needles by depth."""
-    positions, depths = rows_of(record, "final_validation_loss_by_position"), rows_of(record, "final_needle_by_depth")
+    positions, depths = (rows(record, f"final_{name}") for name in ("validation_loss_by_position", "needle_by_depth"))
     tables = []
     if positions:
-        tables.append([["tokens", "loss"], *([_place(row), plain(number_of(row, "loss"))] for row in positions)])
+        tables.append([["tokens", "loss"], *([_place(row), plain(number(row, "loss"))] for row in positions)])
     if depths:
         tables.append([["needle at depth", "token", "right", "loss", "gain"], *(_depth_cells(row) for row in depths)])
     return tables
 
 
-def rows_of(record: Mapping[str, Any], name: str) -> Rows:
-    """The rows of a table in a record; empty when it is none."""
-    value = record.get(name)
-    return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
-
-
-def number_of(row: Mapping[str, Any], name: str) -> float | None:
-    """A figure of a row, None when it is no number."""
-    value = row.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def weights_text(record: Mapping[str, Any]) -> str:
     """Whose weights were evaluated."""
-    run, step = record.get("evaluated_run"), number_of(record, "evaluated_step")
+    run, step = record.get("evaluated_run"), number(record, "evaluated_step")
     if run is None:
         return "weights of model.init_from"
     return f"weights of {clean(str(run))} after step {DASH if step is None else f'{step:,.0f}'}"
 
 
 def _losses(record: Mapping[str, Any]) -> str:
-    loss, bits = (number_of(record, f"final_validation_{name}") for name in ("loss", "bits_per_byte"))
-    length = number_of(record, "seq_len")
+    loss, bits = (number(record, f"final_validation_{name}") for name in ("loss", "bits_per_byte"))
+    length = number(record, "seq_len")
     context = "" if length is None else f" on sequences of {length:,.0f} tokens"
     return f"validation loss {plain(loss)}  bits/byte {plain(bits)}{context}"
 
 
 def _needles(record: Mapping[str, Any]) -> str:
-    accuracy, gain = (number_of(record, f"final_needle_{name}") for name in ("accuracy", "gain"))
+    accuracy, gain = (number(record, f"final_needle_{name}") for name in ("accuracy", "gain"))
     return f"needles, all depths: {percent(accuracy)} right, gain {plain(gain)} nats per token of the answer"
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    first, last = number_of(row, "first"), number_of(row, "last")
+    first, last = number(row, "first"), number(row, "last")
     return DASH if first is None or last is None else f"{first:,.0f} to {last:,.0f}"
 
 
 def _depth_cells(row: Mapping[str, Any]) -> list[str]:
-    position = number_of(row, "position")
+    position = number(row, "position")
     return [
-        percent(number_of(row, "depth")),
+        percent(number(row, "depth")),
         DASH if position is None else f"{position:,.0f}",
-        percent(number_of(row, "accuracy")),
-        plain(number_of(row, "loss")),
-        plain(number_of(row, "gain")),
+        percent(number(row, "accuracy")),
+        plain(number(row, "loss")),
+        plain(number(row, "gain")),
     ]

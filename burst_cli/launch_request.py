@@ -122,7 +122,7 @@ def time_notes(
 ) -> tuple[str, ...]:
     """What to say of the time that the settled `config` takes. Raises ConfigError where it is hopeless on CPUs."""
     from burst_cli.launch_time import expected_time, newest_measured
-    from burst_cli.sweep.judge import LaunchJudge
+    from burst_cli.sweep.estimate import LaunchJudge
 
     planner = EnginePlanner(lambda text: None, hardware)
     measured = newest_measured(request.runs_dir or default_runs_dir())

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from burst_cli.figures import duration, seconds
 from burst_cli.runs.read import run_record
-from burst_cli.sweep.estimate import Estimate, Measured, measured_runs
-from burst_cli.sweep.judge import LaunchJudge
+from burst_cli.sweep.estimate import Estimate, LaunchJudge, Measured, measured_runs
 from engine.config import RunConfig
 from engine.errors import ConfigError
 from engine.runs import list_runs

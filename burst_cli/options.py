@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_cli.completion import complete_override
+from burst_cli.completion import complete_override, complete_run
 
 OverridesArgument = Annotated[
     list[str] | None,
@@ -16,6 +16,18 @@ OverridesArgument = Annotated[
         help="Settings in Hydra's grammar: exp=tiny train.steps=50 attention=burst",
         autocompletion=complete_override,
         show_default=False,
+    ),
+]
+
+_RUN = "Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none:"
+NewestRunArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN]", help=f"{_RUN} the newest run.", autocompletion=complete_run, show_default=False),
+]
+LivingRunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help=f"{_RUN} the run that lives.", autocompletion=complete_run, show_default=False
     ),
 ]
 

@@ -25,7 +25,7 @@ from burst_cli.app import app
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.conf_dirs import builtin_conf_dir, list_options
 from burst_cli.evaluation import OVERRIDES as EVALUATES
-from burst_cli.sweep.grammar import cell_overrides
+from burst_cli.sweep.grammar import cells_of
 from engine.config import RunConfig
 from engine.config_schema import walk_fields, walk_sections
 from engine.errors import ConfigError
@@ -144,7 +144,7 @@ def composed(verb: str, parameters: dict[str, Any], conf_dir: Path) -> RunConfig
         # What is evaluated is the run's; here its experiment has the name.
         words = [*EVALUATES, *([f"exp={name}", WEIGHTS] if name else []), *words]
     if verb == "sweep":
-        words = list(cell_overrides(sweep_axes(words, [conf_dir]))[-1])
+        words = list(cells_of(sweep_axes(words, [conf_dir]))[-1][0])
     words = [_here(word, conf_dir) for word in words]
     return _compose(tuple(words), conf_dir) if words else None
 

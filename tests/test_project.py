@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -26,6 +28,12 @@ CODE = sorted(path for name in (*PACKAGES, "tests", "benchmarks", "scripts") for
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 TOP_FOLDERS = (*PACKAGES, "benchmarks", "conf", "docker", "docs", "scripts", "tests")
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Every node of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def project() -> dict[str, Any]:
@@ -111,11 +119,23 @@ def test_readme_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "attention.py"
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    # Not by lines: two ranks write into one pipe.
-    assert sorted(re.findall(r"rank \d: \d+ rows", result.stdout)) == ["rank 0: 500 rows", "rank 1: 500 rows"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # as torchrun says it
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for number, rank in enumerate(ranks):
+        said, errors = rank.communicate(timeout=200)
+        assert (rank.returncode, said.partition(" of ")[0]) == (0, f"rank {number}: 500 rows"), errors
 
 
 def test_files_stay_short() -> None:
@@ -128,7 +148,7 @@ def test_tests_patch_nothing_of_the_product() -> None:
     patching = [
         f"{name_of(path)}:{node.lineno}"
         for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if (isinstance(node, ast.ImportFrom | ast.Import) and "mock" in ast.unparse(node))
         or (isinstance(node, ast.Attribute) and node.attr in ("setattr", "delattr", "setitem", "delitem"))
     ]
@@ -139,7 +159,7 @@ def test_functions_stay_short() -> None:
     functions = [
         (node, f"{name_of(path)}:{node.lineno} {node.name}")
         for path in CODE
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef)
     ]
     long = [name for node, name in functions if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
 
 if TYPE_CHECKING:
     from burst_cli.logs.files import LogFile, Selection
@@ -24,15 +23,7 @@ DEFAULT_TAIL = 50
 
 @app.command()
 def logs(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the run that lives.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = None,
+    run: LivingRunArgument = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
     ranks: Annotated[str | None, typer.Option("--ranks", help="Only these, such as 0,3-5.", show_default=False)] = None,
     nodes: Annotated[

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run
-from burst_cli.options import ForceOption, JsonOption, RunsDirOption, SkipChecksOption
+from burst_cli.options import (
+    DetachOption,
+    ForceOption,
+    JsonOption,
+    LivingRunArgument,
+    PlainOption,
+    RunsDirOption,
+    SkipChecksOption,
+)
 from burst_cli.targets import HostfileOption, HostsOption
 
 app = new_verb()
@@ -16,23 +21,13 @@ app = new_verb()
 
 @app.command()
 def resume(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the run that lives.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = None,
+    run: LivingRunArgument = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
     force: ForceOption = False,
     skip_checks: SkipChecksOption = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Lead it by a process in the background, and return at once.")
-    ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Progress as lines, also on a terminal.")] = False,
+    detach: DetachOption = False,
+    plain: PlainOption = False,
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,9 +42,10 @@ def resume(
     Exit codes as of `burst launch`: 0 completed, 1 failed, 2 configuration, 130 interrupted.
     """
     from burst_cli.launch_request import LaunchRequest
+    from burst_cli.launching import LaunchManner
     from burst_cli.runs.choose import choose_run
-    from burst_cli.runs.resume import ResumeManner, resume_run
+    from burst_cli.runs.resume import resume_run
 
     chosen = choose_run(run, runs_dir, living=True)
     request = LaunchRequest(hosts=hosts, hostfile=hostfile, force=force, skip_checks=skip_checks)
-    raise typer.Exit(resume_run(chosen, ResumeManner(request, detach=detach, plain_lines=plain, as_json=as_json)))
+    raise typer.Exit(resume_run(chosen, request, LaunchManner(detach=detach, plain_lines=plain, as_json=as_json)))

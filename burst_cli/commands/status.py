@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
 
 if TYPE_CHECKING:
     from engine.runs import RunFolder
@@ -18,15 +17,7 @@ app = new_verb()
 
 @app.command()
 def status(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none: the newest run.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = None,
+    run: NewestRunArgument = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines, also on a terminal.")] = False,
     runs_dir: RunsDirOption = None,

@@ -125,7 +125,7 @@ def _conclude(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool
         render.emit_json({"sweep_id": folder.sweep_id, "path": str(folder.path), "cells": cells})
         return
     console = render.stdout()
-    console.print(cells_table(cells, {}))
+    console.print(cells_table(cells, {}, console.width))
     console.print(Text(tally(cells)))
     console.print(Text(f"more: burst report --sweep {folder.sweep_id}"), soft_wrap=True)
 

@@ -11,7 +11,8 @@ from importlib import resources
 from typing import Any
 
 from burst_cli.figures import DASH, count, percent
-from burst_cli.report.records import PEAK_FIGURES, Record, method_of, number, pooled, run_name, share_a_peak, text
+from burst_cli.report.records import PEAK_FIGURES, Record, method_of, pooled, run_name, share_a_peak, text
+from burst_cli.values import number
 from engine.config_schema import nearest
 from engine.errors import ConfigError
 

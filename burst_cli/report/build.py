@@ -5,7 +5,7 @@ Reads run.json, summary.json and provenance.json of every run, the rest if asked
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -36,30 +36,19 @@ from burst_cli.report.columns import (
     unknown_column,
 )
 from burst_cli.report.compare import Comparison, compare
-from burst_cli.report.records import Record, effective_time, number, one_line, read_record, text, with_hardware
+from burst_cli.report.records import Record, effective_time, read_record, text, with_hardware
 from burst_cli.runs.choose import select_runs
 from burst_cli.sweep.store import SweepError, find_sweep
+from burst_cli.values import age_s, number, table, word
+from cluster.remote_text import one_line
 from engine.config_schema import nearest
 from engine.errors import ConfigError
 from engine.runs import STATES, RunFolder
 
 EFFECTIVE_UNASKED = 40  # runs; every file of each is read for it
-NOT_RUN, MISSING = (
-    "not run",
-    "missing",
-)  # a cell that waits for its turn; one that is said to have run, but has no folder
-_AGE = re.compile(r"(\d+)([mhdw])")
-_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+# A cell of a sweep that waits for its turn; one that is said to have run, but has no folder.
+NOT_RUN, MISSING = "not run", "missing"
 _STAMP = "%Y%m%d-%H%M%S"
-# What a swept setting is called in a record.
-_RECORD_KEYS = {
-    "train.seq_len": "seq_len",
-    "attention": "attention_preset",
-    "attention.preset": "attention_preset",
-    "memory": "memory_policy",
-    "model": "model",
-    "exp": "exp",
-}
 
 
 @dataclass(frozen=True)
@@ -236,9 +225,10 @@ def parse_since(value: str | None, now: datetime) -> datetime | None:
     """2026-01-31, 2026-01-31T12:00 (UTC) or an age such as 90m, 12h, 7d, 2w. Raises ConfigError."""
     if value is None:
         return None
-    if found := _AGE.fullmatch(value):
+    age = None if value.isdigit() else age_s(value)
+    if age is not None:
         try:
-            return now - timedelta(**{_UNITS[found[2]]: int(found[1])})
+            return now - timedelta(seconds=age)
         except OverflowError:
             return datetime.min.replace(tzinfo=UTC)
     try:
@@ -311,35 +301,26 @@ def _read_sweep(runs_dir: Path, name: str) -> Sweep:
     good = [cell for cell in cells if isinstance(cell, dict)]
     lost = len(cells) - len(good)
     problems = (f"{folder.path / 'sweep.json'}: {lost} cells are damaged",) if lost else ()
-    records = [_cell_record(cell, runs_dir) for cell in good]
-    _agree(records)
-    states: dict[str, int] = {}
-    for record in records:
-        states[record["status"]] = states.get(record["status"], 0) + 1
-    return Sweep(folder.sweep_id, folder.path, tuple(records), states, problems)
+    records = tuple(_cell_record(cell, runs_dir) for cell in good)
+    return Sweep(folder.sweep_id, folder.path, records, Counter(record["status"] for record in records), problems)
 
 
 def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
-    """That of its run, or what its overrides say about the run that it does not have."""
-    facts: dict[str, Any] = {"cell": str(cell.get("id"))}
+    """That of its run; of a cell without one what its configuration says, and why it did not run."""
     run = _run_of(cell.get("run_path"), runs_dir)
     if run is not None:
-        return {**read_record(run), **facts}
+        return {**read_record(run), "cell": str(cell.get("id"))}
     state = str(cell.get("state") or "pending")
-    overrides, result = cell.get("overrides"), cell.get("result")
-    words = [str(word) for word in overrides] if isinstance(overrides, list) else None
-    for key, _, value in (word.lstrip("+").partition("=") for word in words or ()):
-        if name := _RECORD_KEYS.get(key):
-            facts[name] = int(value) if name == "seq_len" and value.isdecimal() else value.strip("'\"")
-    message = result.get("message") if isinstance(result, dict) else None
+    overrides = cell.get("overrides")
     return {
+        **table(cell, "facts"),
+        "cell": str(cell.get("id")),
         "run_id": None,
         "status": {"pending": NOT_RUN, "running": MISSING, "completed": MISSING}.get(state, state),
         "path": None,
-        **facts,
-        "exp": str(cell.get("exp") or facts.get("exp") or "?"),
-        "failure_text": one_line(str(message)) if message else None,
-        "overrides": " ".join(words) if words is not None else None,
+        "exp": word(cell, "exp") or "?",
+        "failure_text": word(table(cell, "result"), "message"),
+        "overrides": " ".join(map(str, overrides)) if isinstance(overrides, list) else None,
     }
 
 
@@ -350,19 +331,6 @@ def _run_of(path: Any, runs_dir: Path) -> RunFolder | None:
             if (folder / "run.json").is_file():
                 return RunFolder(folder.absolute())
     return None
-
-
-def _agree(records: Iterable[dict[str, Any]]) -> None:
-    """Cells without a run get what they do not say from runs of their experiment, where those agree."""
-    for name in ("model", "world_size", "memory_policy"):
-        known: dict[str, set[str]] = {}
-        for record in records:
-            if record.get("run_id") is not None and record.get(name) is not None:
-                known.setdefault(record["exp"], set()).add(one_line(str(record[name])))
-        for record in records:
-            values = known.get(record["exp"], set())
-            if record.get(name) is None and len(values) == 1:
-                record[name] = next(iter(values))
 
 
 # --- what else was asked for ------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from typing import Literal
 
 from burst_cli.evaluation_view import is_evaluation, weights_text
 from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds, seconds_between
-from burst_cli.report.records import Record, is_above_peak, number, one_line, run_name, text
+from burst_cli.report.records import Record, is_above_peak, run_name, text
+from burst_cli.values import number, table
+from cluster.remote_text import one_line
 from engine.config_schema import nearest
 from engine.errors import ConfigError
 
@@ -108,8 +110,7 @@ def _commit(record: Record) -> str:
 
 
 def _versions(record: Record) -> str:
-    found = record.get("versions")
-    return ", ".join(one_line(f"{name} {value}") for name, value in found.items()) if isinstance(found, dict) else DASH
+    return ", ".join(one_line(f"{name} {value}") for name, value in table(record, "versions").items()) or DASH
 
 
 def _rounded(value: float | None) -> str:
@@ -198,6 +199,10 @@ COLUMNS = (
 )  # fmt: skip
 BY_KEY = {column.key: column for column in COLUMNS}
 EFFECTIVE_KEYS = tuple(column.key for column in COLUMNS if column.kind == "effective")
+PAPER_KEYS = (
+    "attention_preset", "memory_policy", "seq_len", _SPEED, "mfu", "mfu_full_attention", _MEMORY,
+    "final_needle_accuracy", "final_needle_gain", f"ratio_{_SPEED}", f"ratio_{_MEMORY}",
+)  # fmt: skip
 PROVENANCE_KEYS = ("run", "started_at", "git_sha", "config_fingerprint", "hardware", "host", "versions", "command")
 NOTES = (
     "tokens/s and step time: median (p25…p75) over the n optimizer steps after warm-up. Sent bytes: attention messages "

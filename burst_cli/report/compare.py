@@ -15,20 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.figures import DASH, count, flops_per_s, plain
+from burst_cli.figures import DASH, count, count_of, flops_per_s, plain
 from burst_cli.report.columns import BY_KEY
-from burst_cli.report.records import (
-    PEAK_FIGURES,
-    Record,
-    count_of,
-    number,
-    one_line,
-    run_name,
-    run_rows,
-    series,
-    share_a_peak,
-    whole,
-)
+from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak
+from burst_cli.values import number, whole
+from cluster.remote_text import one_line
 from engine.config import config_to_dict, load_config
 from engine.errors import ConfigError
 
@@ -186,8 +177,7 @@ class _Side:
 def compare(a: tuple[str, Sequence[Record]], b: tuple[str, Sequence[Record]]) -> Comparison:
     """The comparison of two named sets of runs, none empty; reads their metrics.jsonl and config.yaml."""
     first, second = (
-        _Side(name, records, [run_rows(Path(record["path"]), all_rows=True) for record in records])
-        for name, records in (a, b)
+        _Side(name, records, [run_rows(Path(record["path"])) for record in records]) for name, records in (a, b)
     )
     config, problems = config_differences(*([Path(r["path"]) for r in side.records] for side in (first, second)))
     one_peak = share_a_peak([*first.records, *second.records])

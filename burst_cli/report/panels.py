@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from burst_cli.evaluation_view import number_of, rows_of
 from burst_cli.figures import binary_bytes, count, percent, plain
 from burst_cli.report.against import Published
 from burst_cli.report.columns import BY_KEY
@@ -18,7 +17,6 @@ from burst_cli.report.records import (
     Record,
     is_above_peak,
     method_of,
-    number,
     pooled,
     run_rows,
     series,
@@ -27,8 +25,8 @@ from burst_cli.report.records import (
     text,
     thinned,
     tokens,
-    whole,
 )
+from burst_cli.values import number, rows, whole
 
 GIB = 2.0**30
 MOST_CURVES = 8  # more cannot be told apart
@@ -333,25 +331,25 @@ def needle_panels(records: Sequence[Record]) -> list[Panel]:
 
     A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger.
     """
-    newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows_of(record, NEEDLES)}
+    newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows(record, NEEDLES)}
     found = [
         (tokens(length), row)
         for length, record in sorted(newest.items())
         for row in sorted(
-            (row for row in rows_of(record, NEEDLES) if number_of(row, "depth") is not None),
-            key=lambda row: number_of(row, "depth") or 0.0,
+            (row for row in rows(record, NEEDLES) if number(row, "depth") is not None),
+            key=lambda row: number(row, "depth") or 0.0,
         )
     ]
     if not found:
         return []
-    most = max(0.0, *(number_of(row, "gain") or 0.0 for _, row in found))
+    most = max(0.0, *(number(row, "gain") or 0.0 for _, row in found))
     cells = []
     for label, row in found:
-        gain, share = number_of(row, "gain"), percent(number_of(row, "accuracy"))
+        gain, share = number(row, "gain"), percent(number(row, "accuracy"))
         words = share if gain is None else f"{share}, {gain:+.2f}"
         strength = (gain or 0.0) / most if most > 0 else 0.0
-        cells.append(Cell(label, percent(number_of(row, "depth")), strength, words))
-    right = sum(number_of(row, "accuracy") or 0.0 for _, row in found) / len(found)
+        cells.append(Cell(label, percent(number(row, "depth")), strength, words))
+    right = sum(number(row, "accuracy") or 0.0 for _, row in found) / len(found)
     title = f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token"
     x_label, y_label = "sequence length (tokens)", "depth of the needle"
     return [Panel("needles", "grid", title, x_label, y_label, cells=tuple(cells))]

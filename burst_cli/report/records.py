@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from burst_cli.figures import clean
-from burst_cli.runs.read import run_record
+from burst_cli.runs.read import read_table, run_record
+from burst_cli.values import number, table, whole
+from cluster.remote_text import one_line
 from engine.checkpoint.commit import checkpoints_of, list_checkpoints
 from engine.errors import ConfigError
-from engine.run.records import parse_line, read_json_lines, read_json_object
+from engine.run.records import read_json_lines
 from engine.runs import FINAL_STATES, RunFolder, RunFolderError
 
 Record = Mapping[str, Any]
 LEAST_STEPS_RANKED = 5  # measured ones; fewer rank nobody
 PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
 _SAME_PEAK = 1.01
-_LONGEST = 200
 _VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
-_LARGEST_BYTES = 16 * 2**20
-_WHOLE_BYTES, _SAMPLES, _LONGEST_LINE = 8 * 2**20, 2000, 64 * 1024
 
 
 class Pooled(NamedTuple):
@@ -46,33 +42,10 @@ class Pooled(NamedTuple):
 # --- values of a record -----------------------------------------------------------------------------------------------
 
 
-def number(record: Record, name: str) -> float | None:
-    """A finite number, or None: for what is missing, no number, a truth value, NaN or infinity."""
-    value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond every float
-        return None
-
-
-def whole(record: Record, name: str) -> int | None:
-    """A whole number above 0, or None."""
-    value = number(record, name)
-    return int(value) if value is not None and value > 0 and value == int(value) else None
-
-
 def text(record: Record, name: str) -> str | None:
     """One line of printable text, cut at 200 characters, or None."""
     value = record.get(name)
     return None if value is None or isinstance(value, Mapping | list) else one_line(str(value))
-
-
-def one_line(value: str) -> str:
-    """`value` without escapes, control characters and line ends, cut at 200 characters."""
-    bare = " ".join(clean(value[: 4 * _LONGEST]).split())
-    return bare if len(bare) <= _LONGEST else f"{bare[: _LONGEST - 1]}…"
 
 
 def method_of(record: Record) -> str | None:
@@ -93,12 +66,7 @@ def status_of(record: Record) -> str:
     return "lost" if record.get("lost") else text(record, "status") or "?"
 
 
-def count_of(word: str, number: int) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def shortened(lines: Sequence[str], most: int = 12) -> list[str]:
+def first_of(lines: Sequence[str], most: int = 12) -> list[str]:
     """`lines`, or the first of them and how many more there are."""
     return [*lines] if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
 
@@ -153,8 +121,8 @@ def provenance_facts(run_path: Path) -> dict[str, Any]:
 
     launch_hardware is that of the machine that launched: see `with_hardware` for what the ranks themselves said.
     """
-    document = _read_object(run_path / "provenance.json")
-    git, hardware, versions = (_table(document, name) for name in ("git", "hardware", "versions"))
+    document = read_table(run_path / "provenance.json")
+    git, hardware, versions = (table(document, name) for name in ("git", "hardware", "versions"))
     command, gpus = document.get("command"), hardware.get("gpus")
     device = one_line(str(gpus[0]).partition(",")[0]) if gpus and isinstance(gpus, list) else "cpu"
     return {
@@ -195,53 +163,25 @@ def with_hardware(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return records
 
 
-def _read_object(path: Path) -> Mapping[str, Any]:
-    try:
-        return (read_json_object(path) if path.stat().st_size <= _LARGEST_BYTES else None) or {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
-
-
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
-def run_rows(run_path: Path, *, all_rows: bool = False) -> list[dict[str, Any]]:
+def run_rows(run_path: Path) -> list[dict[str, Any]]:
     """The rows of all attempts of a run by step: of each attempt the steps before those that the next one made."""
     rows: list[dict[str, Any]] = []
     for attempt in RunFolder(run_path).attempts():
-        newer = metric_rows(attempt.path / "metrics.jsonl", all_rows=all_rows)
+        newer = metric_rows(attempt.path / "metrics.jsonl")
         rows = [row for row in rows if not newer or row["step"] < newer[0]["step"]] + newer
     return rows
 
 
-def metric_rows(path: Path, *, all_rows: bool = False) -> list[dict[str, Any]]:
-    """One file by step, the later of two counts; above 8 MiB 2,000 lines of it evenly spread, unless `all_rows`."""
+def metric_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of one file by step, the later of two counts."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            lines = file.read().split(b"\n") if all_rows or size <= _WHOLE_BYTES else _sampled_lines(file, size)
-            found = (row for line in lines if (row := parse_line(line)) is not None)
-            rows = {row["step"]: row for row in found if whole(row, "step") is not None}
+        rows = {row["step"]: row for row in read_json_lines(path) if whole(row, "step") is not None}
     except OSError:
         return []
     return [rows[step] for step in sorted(rows)]
-
-
-def _sampled_lines(file: BinaryIO, size: int) -> Iterable[bytes]:
-    """The first whole line after each of evenly spaced places, and the last one."""
-    for index in range(_SAMPLES):
-        file.seek(max(0, index * size // _SAMPLES - 1))
-        if index:
-            file.readline(_LONGEST_LINE)
-        yield file.readline(_LONGEST_LINE)
-    file.seek(max(0, size - _LONGEST_LINE))
-    yield from file.read().split(b"\n")[-2:]
 
 
 def series(rows: Iterable[Record], name: str) -> list[tuple[int, float]]:
@@ -342,7 +282,7 @@ def _attempt(folder: Path, start: float, end: float | None) -> _Attempt:
         end = max([start, *(moment for moment, _ in events), *written])
     phases = {name: [at for at, event in events if event.get("phase") == name] for name in ("train", "evaluate")}
     begun = min(phases["train"] or phases["evaluate"], default=max(start, end))
-    steps = dict(series(metric_rows(metrics, all_rows=True), "step_time_s"))
+    steps = dict(series(metric_rows(metrics), "step_time_s"))
     return _Attempt(start, begun, max(start, end), steps, _phases(events, end))
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
 from burst_cli.evaluation_view import evaluation_tables, evaluation_view, is_evaluation, weights_text
+from burst_cli.figures import count_of, fitting
+from burst_cli.render import PIPE_WIDTH
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
-from burst_cli.report.columns import BY_KEY, PROVENANCE_KEYS, Column, filled, notes_for
+from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
 from burst_cli.report.panels import (
     Panel,
@@ -29,7 +34,7 @@ from burst_cli.report.panels import (
     run_panels,
     style_numbers,
 )
-from burst_cli.report.records import Record, count_of, run_name, shortened, status_of
+from burst_cli.report.records import Record, first_of, run_name, status_of
 from engine.errors import BurstError, ConfigError
 from engine.files import replace_file
 from engine.runs import STATES
@@ -55,21 +60,6 @@ _LATEX = {
     "|": r"\textbar{}",
     '"': "''",
 }
-_PAPER = frozenset(
-    {
-        "attention_preset",
-        "memory_policy",
-        "seq_len",
-        "tokens_per_s_per_device",
-        "mfu",
-        "mfu_full_attention",
-        "peak_memory_bytes",
-        "final_needle_accuracy",
-        "final_needle_gain",
-        "ratio_tokens_per_s_per_device",
-        "ratio_peak_memory_bytes",
-    }
-)
 _SIGNS = (
     b'name="generator" content="burst report',
     b"burst report",  # the Software entry of a PNG, the first line of LaTeX
@@ -87,6 +77,13 @@ def report_view(report: Report, width: int) -> RenderableType:
     return Lines(*_parts(report, width))
 
 
+def report_text(report: Report) -> str:
+    """The same as a file: as wide as it likes."""
+    stream = io.StringIO()
+    Console(file=stream, width=PIPE_WIDTH, highlight=False, emoji=False).print(report_view(report, PIPE_WIDTH))
+    return stream.getvalue()
+
+
 def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     if report.sweep is not None:
         yield Text(report.sweep.line, style="bold")
@@ -102,60 +99,60 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     if report.baseline is not None:
         words = f"speed, memory: against {report.baseline.name} at the same length, with the interval of the quartiles"
         yield Text(words, style="dim")
-    if (found := report.comparison) is not None:
-        yield Text(f"\nA = {found.sides[0]}, B = {found.sides[1]}", style="bold")
-        yield _table(found.rows[0], found.rows[1:])
-        yield from (Text(line, style="dim") for line in found.tests)
-        if found.config_rows:
-            yield _table(found.config_rows[0], found.config_rows[1:])
-        yield from (Text(f"warning: {warning}", style="yellow") for warning in found.warnings)
-    if report.published:
-        yield Text("\nPublished by others, not measured here", style="bold")
-        yield _table(PUBLISHED_HEADINGS, [row.cells for row in report.published])
-        yield from (Text(caveat, style="dim") for caveat in caveats_of(report.published))
+    for part in _asked_for(report):
+        yield Text(f"\n{part.title}", style="bold")
+        yield from (_table(rows[0], rows[1:]) for rows in part.tables)
+        yield from (Text(line, style="dim") for line in part.notes)
+        yield from (Text(f"warning: {warning}", style="yellow") for warning in part.warnings)
     if report.failed_gates:
         yield Text(f"{len(report.failed_gates)} of {len(report.verdicts)} gate checks failed", style="bold red")
     elif report.verdicts:
         yield Text(f"all {len(report.verdicts)} gate checks passed", style="green")
 
 
+class _Part(NamedTuple):
+    """What was asked for beside runs: tables, headings first, and what must be read below them."""
+
+    title: str
+    tables: Sequence[Sequence[Sequence[str]]]
+    notes: Sequence[str]
+    warnings: Sequence[str] = ()
+
+
+def _asked_for(report: Report) -> Iterator[_Part]:
+    if (found := report.comparison) is not None:
+        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
+        yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", tables, found.tests, found.warnings)
+    if report.published:
+        table = [PUBLISHED_HEADINGS, *(row.cells for row in report.published)]
+        yield _Part("Published by others, not measured here", [table], caveats_of(report.published))
+
+
 def _records_table(
     columns: Sequence[Column], records: Sequence[Record], width: int, *, may_choose: bool
 ) -> RenderableType:
-    """A run per row when that fits, else a run per column when one table holds all.
+    """A run per row when that fits, with `may_choose` at least with the columns that matter most.
 
-    What is left: with `may_choose` a run per row with the columns that matter most, else several tables of columns.
+    A single run, and what may leave out nothing, is a table of headings and figures per run.
     """
     cells = {column.key: [column.cell(record) for record in records] for column in columns}
-    wide = {c.key: max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns}
+    wide = sum(max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns)
     headings = [column.heading for column in columns]
     rows = list(zip(*cells.values(), strict=True))
-    if sum(wide.values()) + 1 <= width or len(columns) == 1:
+    if wide + 1 <= width or len(columns) == 1:
         return _table(headings, rows, [column.number for column in columns])
-    side_by_side = max(map(len, headings)) + _CELL_PADDING + 1 + sum(_column_width(row, width) for row in rows)
-    if not may_choose or len(records) == 1 or side_by_side <= width:
-        return _run_per_column(headings, rows, width)
+    if not may_choose or len(records) == 1:
+        return Lines(*(_run_table(headings, row) for row in rows))
     # Headings word below word, and runs by their last digits, which every verb takes for them.
     if "run" in cells:
         cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
-    words = {column.key: column.heading.split() for column in columns}
-    wide = {key: max(map(len, (*words[key], *cells[key]))) + _CELL_PADDING for key in words}
-    kept = _most_important(columns, wide, width)
+    words = {column.key: re.split(r" |(?<=-)", column.heading) for column in columns}
+    widths = [max(map(len, (*words[column.key], *cells[column.key]))) + _CELL_PADDING for column in columns]
+    kept = [columns[place] for place in fitting([column.rank for column in columns], widths, width - 1)]
     left_out = ", ".join(column.heading for column in columns if column not in kept)
     rows = list(zip(*(cells[column.key] for column in kept), strict=True))
     table = _table(["\n".join(words[column.key]) for column in kept], rows, [column.number for column in kept])
     return Lines(table, Text(f"Too narrow for: {left_out}. See --columns, --format html or md.", style="dim"))
-
-
-def _most_important(columns: Sequence[Column], wide: Mapping[str, int], width: int) -> list[Column]:
-    """As many columns as fit, chosen by their ranks, in their own order; at least the first."""
-    kept: list[Column] = []
-    used = 1
-    for column in sorted(columns, key=lambda column: column.rank):
-        if not kept or used + wide[column.key] <= width:
-            kept.append(column)
-            used += wide[column.key]
-    return [column for column in columns if column in kept]
 
 
 def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> Table:
@@ -169,32 +166,14 @@ def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Seq
     return table
 
 
-def _run_per_column(headings: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Lines:
-    """Tables with the headings down the side and as many runs beside each other as fit."""
-    label = max(map(len, headings)) + _CELL_PADDING + 1
-    groups: list[list[Sequence[str]]] = [[]]
-    used = label
-    for row in cells:
-        wide = min(_column_width(row, width), max(20, width - label - _CELL_PADDING) + _CELL_PADDING)
-        if groups[-1] and used + wide > width:
-            groups.append([])
-            used = label
-        groups[-1].append(row)
-        used += wide
-    tables = []
-    for group in groups:
-        table = Table(header_style="bold", padding=(0, 1))
-        table.add_column(headings[0], no_wrap=True, style="bold")
-        for row in group:
-            table.add_column(Text(row[0]), overflow="fold")
-        for index, heading in enumerate(headings[1:], start=1):
-            table.add_row(heading, *(Text(row[index]) for row in group))
-        tables.append(table)
-    return Lines(*tables)
-
-
-def _column_width(row: Sequence[str], width: int) -> int:
-    return min(max(map(len, row)), width) + _CELL_PADDING
+def _run_table(headings: Sequence[str], cells: Sequence[str]) -> Table:
+    """One run, its figures below each other."""
+    table = Table(header_style="bold", padding=(0, 1))
+    table.add_column(headings[0], no_wrap=True, style="bold")
+    table.add_column(Text(cells[0]), overflow="fold")
+    for heading, cell in zip(headings[1:], cells[1:], strict=True):
+        table.add_row(heading, Text(cell))
+    return table
 
 
 # --- Markdown, CSV, LaTeX ---------------------------------------------------------------------------------------------
@@ -210,17 +189,11 @@ def report_markdown(report: Report) -> str:
         headings = [column.heading for column in report.columns]
         blocks.append(_markdown([headings, *rows], [column.number for column in report.columns]))
     blocks.append("\n".join(notes_for(report.records)))
-    if (found := report.comparison) is not None:
-        blocks.append(f"### A = {_plain(found.sides[0])}, B = {_plain(found.sides[1])}")
-        blocks.append(_markdown(found.rows))
-        blocks += ["\n".join(map(_plain, found.tests))] if found.tests else []
-        blocks += [_markdown(found.config_rows)] if found.config_rows else []
-        blocks += [f"**Warning:** {_plain(warning)}" for warning in found.warnings]
-    if report.published:
-        blocks += ["### Published by others", _markdown([PUBLISHED_HEADINGS, *(row.cells for row in report.published)])]
-        blocks.append("\n".join(caveats_of(report.published)))
+    for part in _asked_for(report):
+        blocks += [f"### {_plain(part.title)}", *map(_markdown, part.tables), "\n".join(map(_plain, part.notes))]
+        blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
     blocks += [f"**Gate failed:** {_plain(verdict.line)}" for verdict in report.failed_gates]
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _markdown(rows: Sequence[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
@@ -253,7 +226,7 @@ def report_latex(report: Report) -> str:
     """A booktabs table per group, notes as comments; unless columns were chosen, those that fit on a page of paper."""
     parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
     for group in report.groups:
-        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in _PAPER], group.records)
+        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
         rows = [
             [column.heading for column in columns],
             *([c.cell(record) for c in columns] for record in group.records),
@@ -313,15 +286,12 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
     plots, styles = _Plots(), style_numbers(report.records)
     names = list(dict.fromkeys(group.exp for group in report.groups))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    counts: dict[str, int] = {}
-    for record in report.records:
-        counts[status_of(record)] = counts.get(status_of(record), 0) + 1
     compared = list(plots.figures(comparison_panels(report.comparison)))
     groups = [_group(report, group, styles, plots) for group in report.groups]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"count_of": count_of, "status_of": status_of}
     environment.filters |= {
-        "shortened": shortened,
+        "first_of": first_of,
         "status_class": lambda name: name if name in _STATUSES else "missing",
     }
     template = (resources.files("burst_cli.report") / "page.html").read_text(encoding="utf-8")
@@ -330,7 +300,7 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
         version=__version__,
         now=now or datetime.now(UTC),
         title=f"burst report: {shown or 'no runs'}",
-        counts=counts,
+        counts=Counter(map(status_of, report.records)),
         groups=groups,
         comparison_figures=compared,
         published=[PUBLISHED_HEADINGS, *(row.cells for row in report.published)],

@@ -70,8 +70,8 @@ class RunFacts:
 
 def read_facts(run: RunFolder) -> RunFacts:
     """From launch.json; for a run without one, from config.yaml and the nodes that have written logs."""
-    plan = _read(run.path / "launch.json")
-    config = table(plan, "config") or _read(run.path / "config.yaml")
+    plan = read_table(run.path / "launch.json")
+    config = table(plan, "config") or read_table(run.path / "config.yaml")
     train, cluster = table(config, "train"), table(config, "cluster")
     return RunFacts(
         steps=whole(train, "steps"),
@@ -172,7 +172,7 @@ def _node(folder: Path | None, name: str, run: RunFolder) -> NodeStatus:
     heard_s = _age(run.log_dir(name))
     if folder is None:
         return NodeStatus(name, heard_s=heard_s)
-    supervisor, outcome, health = (_read(folder / f"{part}.json") for part in ("supervisor", "outcome", "health"))
+    supervisor, outcome, health = (read_table(folder / f"{part}.json") for part in ("supervisor", "outcome", "health"))
     phase: Phase = "ended" if outcome else next((one for one in _PHASES if one == supervisor.get("phase")), "none")
     heard_s = min(heard_s, _age(folder))
     return NodeStatus(name, phase, outcome or None, health or None, heard_s, supervisor=supervisor)
@@ -188,7 +188,7 @@ def _planned(entry: Mapping[str, Any]) -> PlannedNode:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
     """The table in a JSON or YAML file; empty when there is none that can be read.
 
     config.yaml goes without the checks of `load_config`, which take ten times as long.

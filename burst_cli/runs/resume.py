@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
@@ -32,24 +31,11 @@ class UnknownRunError(ClusterError):
     exit_code = 3
 
 
-@dataclass(frozen=True)
-class ResumeManner:
-    """detach: lead it by a process in the background. plain_lines, as_json: as for a launch.
-
-    request: other nodes for the next attempt, and whether they are checked.
-    """
-
-    request: LaunchRequest = LaunchRequest()  # noqa: RUF009 - frozen
-    detach: bool = False
-    plain_lines: bool = False
-    as_json: bool = False
-
-
-def resume_run(run: RunFolder, manner: ResumeManner) -> int:
+def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> int:
     """The exit code of the run, after it was led to its end or left to the background.
 
-    Raises ControllerBusyError when a process controls it, UnknownRunError when its nodes cannot be asked, PlanFileError
-    when `burst launch` did not start it.
+    request: other nodes for the next attempt, and whether they are checked. Raises ControllerBusyError when a process
+    controls it, UnknownRunError when its nodes cannot be asked, PlanFileError when `burst launch` did not start it.
     """
     plan = read_launch_plan(run.path)
     console = render.plain_stderr() if manner.plain_lines else render.stderr()
@@ -57,8 +43,8 @@ def resume_run(run: RunFolder, manner: ResumeManner) -> int:
     if way == "done":
         return _say_done(run, as_json=manner.as_json)
     if way == "start":
-        plan = renewed_plan(plan, run, manner.request)
-    elif manner.request.hosts is not None or manner.request.hostfile is not None:
+        plan = renewed_plan(plan, run, request)
+    elif request.hosts is not None or request.hostfile is not None:
         raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
     stop = StopRequests()
     with stop.listening():
@@ -66,8 +52,7 @@ def resume_run(run: RunFolder, manner: ResumeManner) -> int:
             from burst_cli.detach import launch_detached
 
             return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
-        talk = LaunchManner(plain_lines=manner.plain_lines, as_json=manner.as_json)
-        return lead_run(plan, run, stop, console, talk, start=way == "start")
+        return lead_run(plan, run, stop, console, manner, start=way == "start")
 
 
 def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], Settled] = settle) -> Way:

@@ -1,4 +1,6 @@
-"""What a cell is expected to take, from runs that were measured, else from the peak of a known device. Pure.
+"""Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand.
+
+What it takes is told by runs that were measured, else by the peak of a known device.
 
 The time of a step is its FLOPs over a rate. The rate is that of the run most like the cell: same model, ranks and
 device are a must; then the same method, then the nearest length (rates change with the length of a sequence). Without
@@ -9,9 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from burst_cli.engine_memory import EnginePlanner
+from burst_cli.memory_check import check_memory
+from burst_cli.plan_candidates import flops_of, group_topology
+from burst_cli.values import seconds_between
+from cluster.facts import NodeFacts
+from cluster.plan import choose_backend
+from engine.attention.auto import check_attention
+from engine.attention.presets import resolve_attention
+from engine.config import RunConfig
+from engine.config_checks import check_config
+from engine.devices import published_peak
+from engine.errors import ConfigError, RunError
 
 # Of the dense peak; published long-context training reaches 35% to 55% with the mask counted.
 ASSUMED_MFU = 0.4
@@ -113,8 +127,75 @@ def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, f
 
 def _start_s(record: Mapping[str, Any], step_s: float) -> float:
     """Seconds of a run that were no steps: start, data, validation."""
-    try:
-        began, ended = (datetime.fromisoformat(str(record[name])) for name in ("started_at", "ended_at"))
-    except (KeyError, ValueError):
-        return ASSUMED_START_S
-    return max(0.0, (ended - began).total_seconds() - step_s * int(record.get("steps") or 0))
+    whole_s = seconds_between(record.get("started_at"), record.get("ended_at") or "")
+    return ASSUMED_START_S if whole_s is None else max(0.0, whole_s - step_s * int(record.get("steps") or 0))
+
+
+@dataclass(frozen=True)
+class LaunchJudge:
+    """What judges cells as a launch would. facts: of this machine; nodes elsewhere are asked when a cell starts."""
+
+    facts: NodeFacts
+    planner: EnginePlanner
+    measured: Sequence[Measured]
+    force: bool = False
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
+        if is_local(config):
+            backend = choose_backend(config, self.facts)
+            cluster = replace(
+                config.cluster,
+                backend=backend.name,  # type: ignore[arg-type]
+                ranks_per_node=backend.local_ranks,
+                threads_per_rank=backend.threads_per_rank,
+            )
+            config = replace(config, cluster=cluster)
+        check_config(config)
+        if config.cluster.world_size is not None:
+            check_attention(config, group_topology(config))
+        return config
+
+    def shortage(self, config: RunConfig) -> str | None:
+        """The first sentence of what a launch would refuse with; None where machines are not known yet."""
+        if self.force or config.cluster.world_size is None or not is_local(config):
+            return None
+        try:
+            problems = check_memory(self.planner.settle_attention(config), self.planner, force=True).problems
+        except (ConfigError, RunError):
+            return None  # the launch of the cell says it better, and it is that cell's result
+        return problems[0] if problems else None
+
+    def estimate(self, config: RunConfig) -> Estimate | None:
+        """From runs like it, else from the peak of the device."""
+        if config.cluster.world_size is None:
+            return None
+        work = work_of(self.planner.settle_attention(config))
+        return estimate(work, self.measured, self._peak(config))
+
+    def _peak(self, config: RunConfig) -> float | None:
+        train = config.train
+        if train.peak_flops_per_device is not None:
+            return train.peak_flops_per_device
+        try:
+            known = published_peak(self.planner.capacity(config).device_name, train.compute_dtype)
+        except ConfigError:
+            return None
+        if known is None and config.cluster.backend == "gloo":
+            return ASSUMED_CORE_FLOPS * (config.cluster.threads_per_rank or 1)
+        return known.flops_per_s if known is not None else None
+
+
+def is_local(config: RunConfig) -> bool:
+    """Whether the ranks of `config` run on this machine."""
+    cluster = config.cluster
+    return cluster.launcher == "local" or (cluster.launcher == "auto" and cluster.nodes is None)
+
+
+def work_of(config: RunConfig) -> Work:
+    """What a run of the settled `config` computes, by the counts of `engine.flops`."""
+    world_size, group = config.cluster.world_size, group_topology(config)
+    assert world_size is not None
+    preset = resolve_attention(config, group).preset
+    flops = flops_of(config, group).hardware
+    return Work(config.model.name, preset, config.train.seq_len, world_size, config.train.steps, float(flops))

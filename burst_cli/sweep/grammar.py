@@ -46,14 +46,11 @@ def check_axes(axes: Sequence[Axis]) -> None:
         raise ConfigError(problems)
 
 
-def cell_overrides(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
-    """The overrides of every cell, the last axis changing fastest, as nested loops would."""
-    return list(itertools.product(*(axis.overrides for axis in axes)))
-
-
-def cell_values(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """{key: value} of the swept settings, for every cell in the order of `cell_overrides`."""
-    swept = [axis for axis in axes if axis.is_sweep]
-    combined = itertools.product(*(axis.values if axis.is_sweep else (None,) for axis in axes))
-    kept = [[value for value, axis in zip(values, axes, strict=True) if axis.is_sweep] for values in combined]
-    return [{axis.key: str(value) for axis, value in zip(swept, values, strict=True)} for values in kept]
+def cells_of(axes: Sequence[Axis]) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """(overrides, {swept setting: value}) of every cell, the last axis changing fastest, as nested loops would."""
+    cells = []
+    for places in itertools.product(*(range(len(axis.values)) for axis in axes)):
+        chosen = list(zip(axes, places, strict=True))
+        values = {axis.key: axis.values[place] for axis, place in chosen if axis.is_sweep}
+        cells.append((tuple(axis.overrides[place] for axis, place in chosen), values))
+    return cells

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from burst_cli.sweep.estimate import Estimate
-from burst_cli.sweep.grammar import Axis, cell_overrides, cell_values, check_axes
+from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from engine.config import RunConfig, config_fingerprint
 from engine.errors import ConfigError
+from engine.run.summary import config_facts
+
+if TYPE_CHECKING:
+    from burst_cli.sweep.estimate import Estimate
 
 _ID_DIGITS = 10
+_MOST_TITLES = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Cell:
             "exp": self.config.exp if self.config is not None else None,
             "overrides": list(self.overrides),
             "values": dict(self.values),
+            "facts": {} if self.config is None else config_facts(self.config),
             "problems": list(self.problems),
             "short_of_memory": self.short_of_memory,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
@@ -59,11 +63,6 @@ class SweepPlan:
     overrides: tuple[str, ...]
     axes: tuple[Axis, ...]
     cells: tuple[Cell, ...]
-
-    @property
-    def illegal(self) -> tuple[Cell, ...]:
-        """Cells that cannot run."""
-        return tuple(cell for cell in self.cells if cell.problems)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: what --dry-run --json prints."""
@@ -108,7 +107,7 @@ def build_sweep(
     """
     check_axes(axes)
     cells: dict[str, Cell] = {}
-    for words, values in zip(cell_overrides(axes), cell_values(axes), strict=True):
+    for words, values in cells_of(axes):
         cell = _settled(words, values, compose, judge)
         cells.setdefault(cell.cell_id, cell)
     sweep_id = _sweep_id(cells, name)
@@ -117,24 +116,24 @@ def build_sweep(
     return SweepPlan(sweep_id, tuple(overrides), tuple(axes), judged)
 
 
-def refuse_illegal(plan: SweepPlan) -> None:
-    """Raise ConfigError that names every cell that cannot run, each with all its problems, equal ones said once."""
-    if not plan.illegal:
+def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:
+    """Raise ConfigError that names every cell that cannot run, each with all its problems, equal ones said once.
+
+    skip_illegal: only when no other cell is left; illegal ones stay in the plan as results.
+    """
+    illegal = [cell for cell in plan.cells if cell.problems]
+    if not illegal or (skip_illegal and len(illegal) < len(plan.cells)):
         return
     whose: dict[str, list[str]] = {}
-    for cell in plan.illegal:
+    for cell in illegal:
         for problem in cell.problems:
             whose.setdefault(problem, []).append(cell.title)
-    texts = [f"{problem}  [{_some(titles)}]" for problem, titles in whose.items()]
-    count = f"{len(plan.illegal)} of {len(plan.cells)} cells cannot run"
+    texts = []
+    for problem, titles in whose.items():
+        more = len(titles) - _MOST_TITLES
+        texts.append(f"{problem}  [{', '.join(titles[:_MOST_TITLES])}{f' and {more} more' if more > 0 else ''}]")
+    count = f"{len(illegal)} of {len(plan.cells)} cells cannot run"
     raise ConfigError([*texts, f"{count}; nothing was started. Leave these values out, or add --skip-illegal"])
-
-
-def skipping_illegal(plan: SweepPlan) -> SweepPlan:
-    """The plan as it is, if a cell is left to run; illegal ones stay in it as results. Raises ConfigError otherwise."""
-    if len(plan.illegal) == len(plan.cells):
-        refuse_illegal(plan)
-    return plan
 
 
 def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: CellJudge) -> Cell:
@@ -166,13 +165,3 @@ def _text_id(words: Iterable[str]) -> str:
 def _sweep_id(cells: Iterable[str], name: str | None) -> str:
     digest = hashlib.sha256("\0".join(sorted(cells)).encode()).hexdigest()[:8]
     return f"{name}-{digest}" if name else digest
-
-
-def _some(titles: Sequence[str], most: int = 3) -> str:
-    more = len(titles) - most
-    return ", ".join(titles[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def sweeps_dir(runs_dir: Path) -> Path:
-    """Where sweeps are kept, beside the runs that they started."""
-    return runs_dir / "sweeps"

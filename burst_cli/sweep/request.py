@@ -9,13 +9,11 @@ from pathlib import Path
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.engine_memory import EnginePlanner
 from burst_cli.runs.read import run_record
-from burst_cli.sweep.estimate import measured_runs
-from burst_cli.sweep.grammar import Axis, cell_overrides, check_axes
-from burst_cli.sweep.judge import LaunchJudge, is_local
-from burst_cli.sweep.lanes import choose_lanes
-from burst_cli.sweep.plan import SweepPlan, build_sweep, refuse_illegal, skipping_illegal, sweeps_dir
+from burst_cli.sweep.estimate import LaunchJudge, is_local, measured_runs
+from burst_cli.sweep.grammar import Axis, cells_of, check_axes
+from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane
-from burst_cli.sweep.store import SweepFolder
+from burst_cli.sweep.store import SweepFolder, sweeps_dir
 from cluster.access.nodes import parse_nodes
 from cluster.facts import probe_local_node
 from engine.config import RunConfig
@@ -58,9 +56,7 @@ def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
     plan = build_sweep(
         request.overrides, axes, compose_cell, judge, name=request.name, recorded=lambda name: _recorded(request, name)
     )
-    if request.skip_illegal:
-        return skipping_illegal(plan), lanes
-    refuse_illegal(plan)
+    check_legal(plan, skip_illegal=request.skip_illegal)
     return plan, lanes
 
 
@@ -88,9 +84,32 @@ def _lanes(request: SweepRequest, axes: list[Axis], gpus: int) -> tuple[Lane, ..
 
 
 def _first_legal(request: SweepRequest, axes: list[Axis]) -> RunConfig | None:
-    for words in cell_overrides(axes):
+    for words, _ in cells_of(axes):
         try:
             return compose(words, request.config_dirs).config
         except ConfigError:
             continue
     return None
+
+
+def choose_lanes(names: Sequence[str], parallel: int, *, gpus: int = 0, is_slurm: bool = False) -> tuple[Lane, ...]:
+    """Where cells run at the same time: on disjoint sets of neighbours of the nodes `names`, of equal size.
+
+    Without names on this machine, or as jobs of Slurm. Raises ConfigError where that cannot be.
+    """
+    if names:
+        if parallel < 1 or len(names) % parallel:
+            legal = ", ".join(str(number) for number in range(1, len(names) + 1) if len(names) % number == 0)
+            raise ConfigError(
+                f"--parallel {parallel}: {len(names)} nodes cannot be divided into equal parts; legal values: {legal}"
+            )
+        size = len(names) // parallel
+        parts = (",".join(names[first : first + size]) for first in range(0, len(names), size))
+        return tuple(Lane(part, (f"cluster.nodes='{part}'",)) for part in parts)
+    if parallel > 1 and gpus and not is_slurm:
+        raise ConfigError(
+            f"--parallel {parallel}: cells at the same time would share the {gpus} GPUs of this machine; "
+            "name nodes with cluster.nodes, or leave it out"
+        )
+    where = "Slurm" if is_slurm else "this machine"
+    return tuple(Lane(where if parallel == 1 else f"{where} {number}") for number in range(1, parallel + 1))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.store import SweepFolder
+from cluster.control.evidence import tail_text
 from engine.errors import BurstError
 from engine.run.process import die_with_parent
 from engine.run.records import utc_now
@@ -28,6 +29,15 @@ POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.
 MOST_LAUNCHES = 3
 _MESSAGE_BYTES = 4096
+# Of a run, for the table of cells.
+_FIGURES = (
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "final_train_loss",
+    "final_validation_loss",
+    "steps",
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class SweepRunner:
     def run(self) -> list[dict[str, Any]]:
         """The cells at the end. Raises SweepError while another process runs this sweep."""
         with self.folder.locked():
-            self._load()
+            self._cells = self.folder.read()["cells"]
             self._reopen()
             try:
                 self._loop()
@@ -115,9 +125,6 @@ class SweepRunner:
             time.sleep(POLL_S)
 
     # --- which cells ------------------------------------------------------------------------------------------------
-
-    def _load(self) -> None:
-        self._cells = self.folder.read()["cells"]
 
     def _reopen(self) -> None:
         """Cells whose result is to be tried once more, and those that were cancelled, wait again."""
@@ -212,16 +219,20 @@ class SweepRunner:
             if code is not None and code < 0:
                 return  # killed before it had a run; the cell stays as it is recorded, and is begun again
             cancelled = code == 130 or self.stop.count > 0
-            result = None if cancelled else {"message": last_words(self.folder.output_path(job.cell_id))}
-            self._update(job.cell_id, state="pending" if cancelled else "failed", ended_at=utc_now(), exit_code=code)
-            self._update(job.cell_id, result=result)
+            said = None if cancelled else {"message": last_words(self.folder.output_path(job.cell_id))}
+            state = "pending" if cancelled else "failed"
+            self._update(job.cell_id, state=state, ended_at=utc_now(), exit_code=code, result=said)
             return
         if state not in FINAL_STATES:
             return  # its launcher was lost; the cell is still recorded as running, and is begun again
         if state == "cancelled" and job.process is None and self.stop.count == 0:
             return  # likewise: the launch of a killed sweep, which was still on its way out
         record = run_record(job.run)
-        facts = {"exit_code": record.get("exit_code"), "ended_at": utc_now(), "result": _result(record)}
+        result = {
+            "message": (record.get("failure") or {}).get("message"),
+            **{name: record.get(name) for name in _FIGURES},
+        }
+        facts = {"exit_code": record.get("exit_code"), "ended_at": utc_now(), "result": result}
         self._update(job.cell_id, state=state, run_path=str(job.run.path), **facts)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -248,13 +259,7 @@ class SweepRunner:
 
 def last_words(log: Path) -> str:
     """The last line of a launch that says what is wrong; else its last line."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MESSAGE_BYTES))
-            text = file.read(_MESSAGE_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return "it said nothing"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in tail_text(log, _MESSAGE_BYTES).splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1]
 
@@ -267,17 +272,3 @@ def _state(run: RunFolder) -> str | None:
         return str(run.read_state()["state"])
     except BurstError:
         return None
-
-
-def _result(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that a table of cells shows."""
-    failure = record.get("failure") or {}
-    names = (
-        "tokens_per_s_per_device",
-        "mfu",
-        "peak_memory_bytes",
-        "final_train_loss",
-        "final_validation_loss",
-        "steps",
-    )
-    return {"message": failure.get("message"), **{name: record.get(name) for name in names}}

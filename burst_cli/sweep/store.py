@@ -16,16 +16,15 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from burst_cli.sweep.plan import Cell, SweepPlan, sweeps_dir
+from burst_cli.runs.choose import SWEEPS
+from burst_cli.sweep.plan import Cell, SweepPlan
 from engine.config_schema import nearest
 from engine.errors import BurstError, ConfigError
 from engine.run.records import read_json_object, replace_json, utc_now
 
 FORMAT = 1
-CellState = Literal["pending", "running", "completed", "failed", "oom", "cancelled", "illegal"]
-RESULTS = frozenset({"completed", "failed", "oom", "illegal"})
 
 
 class SweepError(BurstError):
@@ -87,6 +86,11 @@ class SweepFolder:
             os.close(descriptor)
 
 
+def sweeps_dir(runs_dir: Path) -> Path:
+    """Where sweeps are kept, beside the runs that they started."""
+    return runs_dir / SWEEPS
+
+
 def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
     """(the folder of `plan`, whether it was there before); the same cells were recorded by an earlier command."""
     folder = SweepFolder(sweeps_dir(runs_dir) / plan.sweep_id)
@@ -99,13 +103,14 @@ def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
                     return folder, False
     except OSError as error:
         raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
-    _check_same(folder, plan)
+    if {cell.get("id") for cell in folder.read()["cells"]} != {cell.cell_id for cell in plan.cells}:
+        raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
     return folder, True
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
     """The sweep whose id is, or begins or ends with, `name`. Raises ConfigError when there is none, or several."""
-    every = list_sweeps(runs_dir)
+    every = [SweepFolder(file.parent) for file in sorted(sweeps_dir(runs_dir).glob("*/sweep.json"))]
     exact = [one for one in every if one.sweep_id == name]
     found = exact or [one for one in every if one.sweep_id.startswith(name) or one.sweep_id.endswith(f"-{name}")]
     if len(found) == 1:
@@ -118,18 +123,13 @@ def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
     raise ConfigError(f"sweep {name}: not in {sweeps_dir(runs_dir)}; {advice}")
 
 
-def list_sweeps(runs_dir: Path) -> list[SweepFolder]:
-    """All sweeps by name; damaged ones are included and raise when they are read."""
-    return [SweepFolder(file.parent) for file in sorted(sweeps_dir(runs_dir).glob("*/sweep.json"))]
-
-
 def _document(plan: SweepPlan) -> dict[str, Any]:
     return {**plan.to_dict(), "format": FORMAT, "created_at": utc_now(), "cells": [_cell(cell) for cell in plan.cells]}
 
 
 def _cell(cell: Cell) -> Mapping[str, Any]:
     """A cell that has not run; one that cannot, or is not expected to fit, has its result already."""
-    state: CellState = "illegal" if cell.problems else "oom" if cell.short_of_memory else "pending"
+    state = "illegal" if cell.problems else "oom" if cell.short_of_memory else "pending"
     result = {"predicted": True, "message": cell.short_of_memory} if state == "oom" else None
     return {
         **cell.to_dict(),
@@ -142,10 +142,3 @@ def _cell(cell: Cell) -> Mapping[str, Any]:
         "exit_code": None,
         "result": result,
     }
-
-
-def _check_same(folder: SweepFolder, plan: SweepPlan) -> None:
-    """Raise SweepError when the folder holds other cells (its name is a short hash of them)."""
-    recorded = {cell.get("id") for cell in folder.read()["cells"]}
-    if recorded != {cell.cell_id for cell in plan.cells}:
-        raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,44 +14,41 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, fitting, percent, plain, shortened
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.table import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
-from engine.run.records import JsonLinesTail
+from engine.runs import RunFolder
 
-_STYLES = {
-    "completed": "green",
-    "running": "bold cyan",
-    "failed": "red",
-    "oom": "magenta",
-    "cancelled": "yellow",
-    "illegal": "red",
-    "pending": "dim",
-}
+_STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
+# Heading, name of the figure, how it reads, rank: who stays on a narrow terminal, lowest first.
+_FIGURES: tuple[tuple[str, str, Callable[[float | None], str], int], ...] = (
+    ("tokens/s\n/device", "tokens_per_s_per_device", count, 1),
+    ("MFU", "mfu", percent, 3),
+    ("peak\nmemory", "peak_memory_bytes", binary_bytes, 4),
+    ("loss", "final_train_loss", plain, 2),
+)
 _REDRAW_S = 0.5
 _MESSAGE = 70
+_GAP, _EDGES = 3, 2  # columns between those of a table, and at its sides
 
 
 def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
     """What a sweep will do: its cells, what each is expected to take, and all of them together."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     keys = [axis.key for axis in plan.axes if axis.is_sweep]
-    for key in ("cell", *keys):
-        table.add_column(key)
-    table.add_column("expected", justify="right")
-    table.add_column("device hours", justify="right")
-    table.add_column("")
+    for title in ("cell", *keys, "expected", "device hours", ""):
+        table.add_column(title, justify="right" if title in ("expected", "device hours") else "left")
     for cell in plan.cells:
         known = cell.estimate if not cell.problems and not cell.short_of_memory else None
-        note = (
-            Text(_first(cell.problems), "red") if cell.problems else Text(_cut(cell.short_of_memory or ""), "magenta")
-        )
+        why, style = (cell.problems[0], "red") if cell.problems else (cell.short_of_memory or "", "magenta")
         table.add_row(
             cell.cell_id,
             *(Text(cell.values.get(key, "")) for key in keys),
-            duration(known.seconds) if known else "–",
-            f"{known.device_hours:.3g}" if known else "–",
-            note,
+            duration(known.seconds if known else None),
+            f"{known.device_hours:.3g}" if known else DASH,
+            Text(shortened(why, _MESSAGE), style),
         )
     return Group(table, expectation(plan, parallel, price))
 
@@ -76,28 +73,38 @@ def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
     return text
 
 
-def cells_table(cells: Sequence[Mapping[str, Any]], progress: Mapping[str, str], rows: int | None = None) -> Table:
-    """All cells with what is known of each; `rows`: at most so many, around those that run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def cells_table(
+    cells: Sequence[Mapping[str, Any]], progress: Mapping[str, str], width: int, rows: int | None = None
+) -> Table:
+    """All cells with what is known of each; `rows`: at most so many, around those that run.
+
+    On a narrow terminal figures are left out, memory first, speed last.
+    """
     keys = list(dict.fromkeys(key for cell in cells for key in cell["values"]))
-    for key in (*keys, "state"):
-        table.add_column(key, no_wrap=True)
-    for title in ("tokens/s/device", "MFU", "peak memory", "loss"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", overflow="ellipsis", no_wrap=True)
-    shown = window(cells, rows)
-    for cell in shown:
+    texts = []
+    for cell in window(cells, rows):
         result = cell.get("result") or {}
-        note = progress.get(cell["id"]) or _note(cell)
-        table.add_row(
-            *(Text(str(cell["values"].get(key, ""))) for key in keys),
-            Text(_state_text(cell), _STYLES.get(cell["state"], "")),
-            count(result.get("tokens_per_s_per_device")),
-            percent(result.get("mfu")),
-            binary_bytes(result.get("peak_memory_bytes")),
-            plain(result.get("final_train_loss")),
-            Text(note, "dim"),
-        )
+        figures = [show(result.get(name)) for _, name, show, _ in _FIGURES]
+        note = Text(progress.get(cell["id"]) or _note(cell), "dim")
+        texts.append((cell, [str(cell["values"].get(key, "")) for key in keys], figures, note))
+    state_width = max([len("state"), *(len(_state_text(cell)) for cell, *_ in texts)])
+    used = state_width + sum(
+        _GAP + max([len(key), *(len(values[place]) for _, values, *_ in texts)]) for place, key in enumerate(keys)
+    )
+    widths = [
+        _GAP + max([*map(len, title.split("\n")), *(len(figures[place]) for *_, figures, _ in texts)])
+        for place, (title, *_) in enumerate(_FIGURES)
+    ]
+    kept = fitting([rank for *_, rank in _FIGURES], widths, width - used - _GAP - _EDGES)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in (*keys, "state"):
+        table.add_column(title, no_wrap=True)
+    for place in kept:
+        table.add_column(_FIGURES[place][0], justify="right", no_wrap=True)
+    table.add_column("", overflow="ellipsis", no_wrap=True)
+    for cell, values, figures, note in texts:
+        state = Text(_state_text(cell), _STYLES.get(cell["state"], ""))
+        table.add_row(*map(Text, values), state, *(figures[place] for place in kept), note)
     return table
 
 
@@ -132,7 +139,7 @@ class SweepView:
         self._console = console
         self._live: Live | None = None
         self._said: dict[str, str] = {}
-        self._tails: dict[str, _Steps] = {}
+        self._runs: dict[str, RunProgress] = {}
         self._next = 0.0
         self._began = time.monotonic()
 
@@ -165,15 +172,23 @@ class SweepView:
         progress = {cell["id"]: self._progress(cell) for cell in cells if cell["state"] == "running"}
         rows = max(3, self._console.height - 6)
         elapsed = duration(time.monotonic() - self._began)
-        return Group(cells_table(cells, progress, rows), Text(f"{tally(cells)}   {elapsed}", "bold"))
+        return Group(
+            cells_table(cells, progress, self._console.width, rows), Text(f"{tally(cells)}   {elapsed}", "bold")
+        )
 
     def _progress(self, cell: Mapping[str, Any]) -> str:
+        """`step 12, loss 4.21, 3.1K tokens/s`: how far the run of a cell is."""
         path = cell.get("run_path")
         if not path:
             return "starting"
-        if cell["id"] not in self._tails or self._tails[cell["id"]].path != path:
-            self._tails[cell["id"]] = _Steps(path)
-        return self._tails[cell["id"]].text()
+        if path not in self._runs:
+            self._runs[path] = RunProgress(RunFolder(Path(path)), 0)
+        progress = self._runs[path]
+        progress.poll()
+        if progress.latest is None:
+            return "starting"
+        loss, speed = plain(progress.figure("loss")), count(progress.figure("tokens_per_s"))
+        return f"step {progress.step}, loss {loss}, {speed} tokens/s"
 
     def _say_changes(self, cells: Sequence[Mapping[str, Any]]) -> None:
         for number, cell in enumerate(cells, 1):
@@ -183,24 +198,6 @@ class SweepView:
                 line = f"[{number}/{len(cells)}] {_title(cell)}: {_state_text(cell)}" + (f"  {note}" if note else "")
                 self._console.print(Text(clean(line)), soft_wrap=True)
             self._said[cell["id"]] = now
-
-
-class _Steps:
-    """How far the run in folder `path` is, from what its ranks recorded."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._metrics = JsonLinesTail(Path(path) / "metrics.jsonl")
-        self._last: Mapping[str, Any] | None = None
-
-    def text(self) -> str:
-        """`step 12, loss 4.21, 3.1K tokens/s`; empty words before the first step."""
-        rows = self._metrics.poll()
-        self._last = rows[-1] if rows else self._last
-        if self._last is None:
-            return "starting"
-        loss = self._last.get("loss")
-        return f"step {self._last.get('step')}, loss {plain(loss)}, {count(self._last.get('tokens_per_s'))} tokens/s"
 
 
 def _state_text(cell: Mapping[str, Any]) -> str:
@@ -214,14 +211,5 @@ def _title(cell: Mapping[str, Any]) -> str:
 
 def _note(cell: Mapping[str, Any]) -> str:
     """Why a cell has no figures, in one line."""
-    message = (cell.get("result") or {}).get("message") or _first(cell.get("problems") or ())
-    return _cut(message)
-
-
-def _first(problems: Sequence[str]) -> str:
-    return _cut(problems[0]) if problems else ""
-
-
-def _cut(text: str) -> str:
-    line = " ".join(clean(text).split())
-    return line if len(line) <= _MESSAGE else line[: _MESSAGE - 1] + "…"
+    message = (cell.get("result") or {}).get("message") or next(iter(cell.get("problems") or ()), "")
+    return shortened(message, _MESSAGE)

@@ -14,7 +14,6 @@ from cluster.access.known_hosts import HostKeys, fingerprint, is_name, key_type,
 from cluster.access.ssh import SshPool
 from cluster.errors import ClusterError, SshError, SshFailure
 from engine.files import replace_file
-from engine.run.records import replace_text
 
 # What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.
 _FAMILIES = (("ssh-ed25519",), ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"), ("ssh-rsa",))
@@ -150,7 +149,6 @@ def _lines(path: Path) -> list[str]:
 def _write(path: Path, lines: Sequence[str]) -> None:
     """Replace the file by these lines at once, so that a reader sees the old ones or the new ones."""
     replace_file(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
-    replace_text(path, "".join(f"{line}\n" for line in lines), "surrogateescape")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from testkit.clock import Clock
 
-from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, open_view
+from burst_cli.runs.live import PLAIN_INTERVAL_S, PlainView, open_view
 from burst_cli.runs.progress import RunProgress
 from engine.runs import RunFolder, create_run
 
@@ -38,14 +38,6 @@ def test_phase_is_shown_until_the_first_step(run: RunFolder) -> None:
     assert progress.poll() is True
     assert (progress.phase, progress.step, progress.remaining_s()) == ("build model", 0, None)
     assert progress.poll() is False
-
-
-def test_time_left_is_the_median_step_times_the_steps_left(run: RunFolder) -> None:
-    progress = RunProgress(run, 10)
-    for number, seconds in enumerate((60.0, 2.0, 3.0), start=1):
-        run.append_metrics({"step": number, "step_time_s": seconds})
-    progress.poll()
-    assert progress.remaining_s() == 3.0 * 7
 
 
 def test_unknown_figures_are_none_and_damaged_rows_are_ignored(run: RunFolder) -> None:
@@ -87,12 +79,6 @@ def test_plain_view_shows_phases_warnings_and_stops_without_escapes(run: RunFold
     assert "warning: mfu [b]above[/b] 1\n" in text
     assert "warning: step 3 is dropped (skip): the loss is nan; samples 8 to 11\n" in text
     assert "killing what is left after 12 s; press Ctrl-C again" in text
-
-
-def test_terminal_gets_a_live_block_and_anything_else_lines(run: RunFolder) -> None:
-    for terminal, kind in ((True, LiveView), (False, PlainView)):
-        with open_view(console(terminal=terminal), RunProgress(run, 4)) as view:
-            assert isinstance(view, kind)
 
 
 def test_live_block_shows_bar_figures_and_sparkline(run: RunFolder) -> None:

@@ -141,17 +141,6 @@ def test_block_fits_the_screen_whatever_happens(run: RunFolder, width: int, heig
     assert height < 20 or "more nodes" in text
 
 
-def test_heading_names_run_preset_ranks_and_length(tmp_path: Path) -> None:
-    run = make_run(tmp_path, nodes={"tb1": 8, "tb2": 8})
-    first = drawn(RunProgress(run, 200), 100, 20)[0]
-    assert first.rstrip() == "tiny/20260101-000000-aaaaaa  ring, 16 ranks on tb[1-2], seq 4,096"
-
-
-def test_run_without_any_plan_is_drawn_too(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {})
-    assert drawn(RunProgress(run, 5), 80, 24)[0].rstrip() == "tiny/20260101-000000-aaaaaa"
-
-
 def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> None:
     document = plan_document({"tb1": 2})
     document["config"]["cluster"] = {"hang_timeout_s": 30.0}

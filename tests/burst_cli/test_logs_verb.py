@@ -208,20 +208,6 @@ def test_ranks_that_are_not_there_are_said_not_to_be(burst, run: RunFolder) -> N
     assert "it has ranks 0-3 on tb[1-2]" in result.err
 
 
-def test_several_living_runs_are_named(burst, tmp_path: Path) -> None:
-    make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa")
-    make_run(tmp_path / "runs", "big/20260102-000000-bbbbbb")
-    result = burst("logs")
-    assert result.code == 2
-    assert "2 runs have not ended: big/20260102-000000-bbbbbb, tiny/20260101-000000-aaaaaa" in result.err
-
-
-@pytest.mark.parametrize("name", ["aaaaaa", "20260101", "tiny", "tiny/20260101-000000-aaaaaa"])
-def test_runs_have_many_names(burst, run: RunFolder, name: str) -> None:
-    assert "rank 0 is here" in burst("logs", name).out
-    assert "rank 0 is here" in burst("logs", str(run.path)).out
-
-
 def test_ranks_are_folded_as_they_are_parsed() -> None:
     assert fold_numbers(parse_ranks("7,0,3-5,4")) == "0,3-5,7"
 

@@ -18,7 +18,6 @@ from burst_cli.report.write import report_csv, report_markdown
 from burst_cli.runs.choose import select_runs
 from burst_cli.runs.read import run_record
 from engine.config import dump_config
-from engine.errors import ConfigError
 from engine.runs import RunFolder, create_run
 
 
@@ -52,10 +51,8 @@ def names(runs: list[RunFolder]) -> list[str]:
 )
 def test_names_select_runs(runs_dir: Path, arguments: list[str], expected: list[str]) -> None:
     assert names(select_runs(runs_dir, arguments)) == expected
-
-
-def test_run_is_selected_by_its_folder(runs_dir: Path) -> None:
-    assert names(select_runs(Path("nowhere"), [str(runs_dir / "tiny" / "20260101-000000-aaaaaa")])) == ["aaaaaa"]
+    folders = [str(run.path) for run in select_runs(runs_dir, arguments)]
+    assert not folders or names(select_runs(Path("nowhere"), folders)) == expected
 
 
 def test_unknown_names_are_all_listed_with_the_nearest(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,12 +62,9 @@ def test_unknown_names_are_all_listed_with_the_nearest(runs_dir: Path, capsys: p
     assert "99999999" in message
 
 
-def test_unknown_name_without_any_run_says_where_it_looked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path} holds no runs"):
-        select_runs(tmp_path, ["tiny"])
-
-
-def test_no_runs_at_all_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_runs_at_all_are_an_error_only_for_who_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(tmp_path / "runs", "tiny") == 2
+    assert f"{tmp_path / 'runs'} holds no runs" in capsys.readouterr().err
     assert report(tmp_path / "runs") == 0
     assert "burst launch" in capsys.readouterr().out
     assert report(tmp_path / "runs", "--json") == 0
@@ -141,25 +135,15 @@ def test_json_has_the_contract_keys_and_null_for_the_unknown(
     assert first["comm_exposed_s"] is None
 
 
-def test_json_option_is_format_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report(runs_dir, "--json")
-    short = capsys.readouterr().out
-    report(runs_dir, "--format", "json")
-    assert capsys.readouterr().out == short
-
-
-def test_every_convention_of_mfu_is_labelled() -> None:
-    headings = {column.heading for column in default_columns(baseline=False, effective=False)}
-    assert {"MFU (causal-aware)", "MFU (full attention)", "HFU"} <= headings
-
-
 def test_markdown_of_two_runs(runs_dir: Path) -> None:
     found = build_report(Request(runs_dir, names=("tiny",)))
     header, _, first, second, *_ = report_markdown(found).splitlines()
-    expected = (
-        "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time | n |"
+    assert header == (
+        "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time | n "
+        "| MFU (causal-aware) | MFU (full attention) | HFU | peak memory | peak tensors | predicted peak "
+        "| sent intra / inter node | train loss | validation loss | bits/byte | peak FLOP/s per device | commit "
+        "| started (UTC) |"
     )
-    assert header.startswith(expected)
     assert first == (
         "| tiny/20260101-000000-aaaaaa | completed | ring | full | 512 | 2 | 4 | 1.67K (1.46K…2.08K) "
         "| 300 ms (250…350) | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
@@ -180,13 +164,10 @@ def test_csv_holds_every_figure_unrounded(runs_dir: Path, capsys: pytest.Capture
 def test_text_that_a_spreadsheet_would_run_is_made_inert() -> None:
     record = {"run_id": "=cmd()", "exp": "@x", "status": "-1+1", "path": "/runs", "final_train_loss": -0.5}
     assert report_csv([record]).splitlines()[1] == "'=cmd(),'@x,'-1+1,/runs,-0.5"
-
-
-def test_csv_without_runs_is_a_header() -> None:
     assert report_csv([]) == "run_id,exp,status,path\n"
 
 
-@pytest.mark.parametrize("width", [60, 100, 500])
+@pytest.mark.parametrize("width", [60, 500])
 def test_table_of_one_run_shows_every_figure_at_any_width(
     runs_dir: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +189,7 @@ def test_run_that_was_cancelled_early_is_no_table_of_dashes(tmp_path: Path, caps
     assert "–" not in output.partition("tokens/s and step time")[0]
 
 
-@pytest.mark.parametrize("width", [64, 100, 160])
+@pytest.mark.parametrize("width", [60, 100])
 def test_narrow_table_of_many_runs_keeps_a_row_per_run_and_names_what_it_leaves_out(
     tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,12 +163,6 @@ def test_losses_are_compared_over_the_whole_last_quarter(tmp_path: Path) -> None
     )  # of 79 steps after the warm-up
 
 
-def test_same_speed_shows_no_difference(tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
-    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1000, 7))
-    assert figure(compared(tmp_path, "aaaaaa", "bbbbbb"), "step_time_s").verdict == "no difference shown"
-
-
 def test_settings_that_differ_are_named_and_those_that_matter_warned_of(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
     make_run(tmp_path, "tiny/20260102-000000-bbbbbb", config=variant("burst", log_interval_steps=7))

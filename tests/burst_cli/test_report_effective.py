@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from datetime import UTC, datetime, timedelta
@@ -112,19 +111,6 @@ def test_it_is_read_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
-
-
-def test_huge_file_is_sampled_evenly_and_ends_with_its_last_row(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    filler = "x" * 400
-    with file.open("w") as stream:
-        stream.writelines(f'{{"step": {step}, "loss": {step}.5, "text": "{filler}"}}\n' for step in range(1, 25_001))
-    rows = metric_rows(file)
-    steps = [row["step"] for row in rows]
-    assert 1500 < len(rows) <= 2002
-    assert (steps[0], steps[-1]) == (1, 25_000)
-    assert max(b - a for a, b in itertools.pairwise(steps)) < 30
-    assert len(metric_rows(file, all_rows=True)) == 25_000
 
 
 def test_damaged_lines_are_left_out_and_the_later_row_of_a_step_counts(tmp_path: Path) -> None:

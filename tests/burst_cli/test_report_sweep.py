@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,22 @@ from burst_cli.report.build import Request, build_report
 from burst_cli.report.panels import PUBLISHED, group_panels, style_numbers
 from burst_cli.report.write import report_page
 from engine.errors import ConfigError
+from engine.run.summary import config_facts
 
 
 def cell(name: str, preset: str, seq_len: int, state: str, run: Path | None = None, **facts: Any) -> dict[str, Any]:
     overrides = ["exp=tiny", f"attention={preset}", f"train.seq_len={seq_len}"]
-    return {"id": name, "overrides": overrides, "run_path": str(run) if run else None, "state": state, **facts}
+    known = config_facts(replace(variant(preset, seq_len), exp="tiny"))
+    path = str(run) if run else None
+    return {
+        "id": name,
+        "exp": "tiny",
+        "facts": known,
+        "overrides": overrides,
+        "run_path": path,
+        "state": state,
+        **facts,
+    }
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from burst_cli.compose import sweep_axes
 from burst_cli.sweep.estimate import Estimate, Measured, Work, estimate, measured_runs, total
-from burst_cli.sweep.grammar import Axis, cell_overrides, cell_values, check_axes
-from burst_cli.sweep.lanes import choose_lanes, node_lanes
-from burst_cli.sweep.plan import build_sweep, refuse_illegal, skipping_illegal
+from burst_cli.sweep.grammar import Axis, cells_of, check_axes
+from burst_cli.sweep.plan import build_sweep, check_legal
+from burst_cli.sweep.request import choose_lanes
 from engine.config import RunConfig, TrainConfig
 from engine.errors import ConfigError
 
@@ -45,13 +45,13 @@ def axes_of(**values: Sequence[str]) -> list[Axis]:
 
 def test_cells_are_nested_loops_over_the_lists_as_typed() -> None:
     axes = sweep_axes(["exp=tiny", "train.seq_len=512,1024", "attention=burst,ring"])
-    assert cell_overrides(axes) == [
+    assert [overrides for overrides, _ in cells_of(axes)] == [
         ("exp=tiny", "train.seq_len=512", "attention=burst"),
         ("exp=tiny", "train.seq_len=512", "attention=ring"),
         ("exp=tiny", "train.seq_len=1024", "attention=burst"),
         ("exp=tiny", "train.seq_len=1024", "attention=ring"),
     ]
-    assert cell_values(axes)[2] == {"train.seq_len": "1024", "attention": "burst"}
+    assert cells_of(axes)[2][1] == {"train.seq_len": "1024", "attention": "burst"}
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_plan_judges_every_cell_before_any_runs() -> None:
 def test_sweep_with_illegal_cells_is_refused_with_every_reason_once() -> None:
     plan = build_sweep([], axes_of(train__seq_len=("512", "513"), attention=("a", "nonsense", "b")), compose, Judge())
     with pytest.raises(ConfigError) as refused:
-        refuse_illegal(plan)
+        check_legal(plan, skip_illegal=False)
     texts = refused.value.problems
     assert sum("has no option nonsense" in text for text in texts) == 1
     assert "4 of 6 cells cannot run" in texts[-1]
-    assert skipping_illegal(plan) == plan
+    check_legal(plan, skip_illegal=True)
 
 
 def test_sweep_without_a_legal_cell_is_refused_also_when_illegal_ones_are_skipped() -> None:
     plan = build_sweep([], axes_of(train__seq_len=("511", "513")), compose, Judge())
     with pytest.raises(ConfigError):
-        skipping_illegal(plan)
+        check_legal(plan, skip_illegal=True)
 
 
 def test_cells_of_equal_configuration_are_one_cell() -> None:
@@ -182,7 +182,7 @@ def test_total_packs_cells_into_lanes_and_needs_every_estimate() -> None:
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_lanes_are_disjoint_equal_and_cover_all_nodes(size: int, parallel: int) -> None:
     names = [f"n{k}" for k in range(size * parallel)]
-    lanes = node_lanes(names, parallel)
+    lanes = [lane.name.split(",") for lane in choose_lanes(names, parallel)]
     assert [name for lane in lanes for name in lane] == names
     assert {len(lane) for lane in lanes} == {size}
 
@@ -197,7 +197,7 @@ def test_a_lane_puts_its_launches_onto_its_nodes() -> None:
 
 def test_nodes_that_cannot_be_divided_are_refused_with_what_can() -> None:
     with pytest.raises(ConfigError, match="legal values: 1, 2, 3, 6"):
-        node_lanes([f"n{k}" for k in range(6)], 4)
+        choose_lanes([f"n{k}" for k in range(6)], 4)
 
 
 def test_cells_must_not_share_the_gpus_of_one_machine() -> None:
