@@ -94,7 +94,7 @@ class PlanBuilder:
         self.direction = direction
         self.size = size
         self.ranks = tuple(range(size)) if only is None else tuple(sorted(only))
-        self._keep = frozenset(self.ranks)
+        self.kept = frozenset(self.ranks)
         self._values: dict[int, list[Value]] = {rank: [] for rank in self.ranks}
         self._drafts: dict[int, defaultdict[int, _Draft]] = {rank: defaultdict(_Draft) for rank in self.ranks}
         self._messages: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -112,12 +112,12 @@ class PlanBuilder:
 
     def tile(self, step: int, rank: int, tile: Tile) -> None:
         """Compute `tile` on `rank` at `step`."""
-        if rank in self._keep:
+        if rank in self.kept:
             self._drafts[rank][step].tiles.append(tile)
 
     def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
         """Run a local op on `rank` before the posts or after the waits of `step`."""
-        if rank in self._keep:
+        if rank in self.kept:
             draft = self._drafts[rank][step]
             (draft.pre if phase == "pre" else draft.after).append(op)
 
@@ -133,7 +133,7 @@ class PlanBuilder:
         assert post <= wait, (post, wait)
         assert (src.rank != dst.rank, src.kind, src.heads) == (True, dst.kind, dst.heads), (src, dst)
         assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src_rows, dst_rows)
-        if src.rank not in self._keep and dst.rank not in self._keep:
+        if src.rank not in self.kept and dst.rank not in self.kept:
             return
         number = self._number(src.rank, dst.rank)
         self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(src_rows)))
@@ -158,7 +158,7 @@ class PlanBuilder:
         return (before * self.size + src) * self.size + dst
 
     def _end(self, post: int, wait: int, value: Value, transfer: Transfer) -> None:
-        if value.rank in self._keep:
+        if value.rank in self.kept:
             self._drafts[value.rank][post].post.append(transfer)
             self._drafts[value.rank][wait].wait.append(transfer.message)
 

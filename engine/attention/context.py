@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.kernels.base import TileKernel
 from engine.attention.layers import LayerAttention
 from engine.attention.layout import Layout
-from engine.attention.methods import Blocks, divide_sequence, plan_method, recomputed_rows
+from engine.attention.methods import plan_method
 from engine.attention.plan import Channel
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedTransport
@@ -130,6 +131,6 @@ def build_context(group: AttentionGroup, layers: Sequence[LayerAttention], padde
                 getattr(torch, layer.method.gradient_wire_dtype),
                 pool=group.pool,
                 recompute=plans.recompute.ranks[group.rank] if plans.recompute else None,
-                recomputed_rows=0 if cut is None else recomputed_rows(blocks, cut, group.rank),
+                recomputed_rows=0 if cut is None else blocks.recomputed_rows(cut, group.rank),
             )
     return AttentionContext(group, blocks, tuple(layers), tuple(runtimes[layer] for layer in layers))

@@ -10,8 +10,12 @@ Sources: Gu et al. 2024 (LoongTrain: head-first and context-first placement).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.attention.layout import Layout, build_layout, split_for_heads
+from engine.attention.mask import Mask
+from engine.attention.presets import AttentionMethod
 from engine.config import Placement
 
 
@@ -61,3 +65,45 @@ class Grid:
     def head_group(self, ring_index: int) -> tuple[int, ...]:
         """Ranks that hold the pieces of one ring member's block, in order of their pieces."""
         return tuple(self.rank(ring_index, head) for head in range(self.heads))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Who holds what: `home` rows of every rank between the layers, `ring` rows of every ring member inside attention.
+
+    With head parallelism a ring member's block is the concatenation of its head group's pieces.
+    """
+
+    grid: Grid
+    home: Layout
+    ring: Layout
+
+    def recomputed_rows(self, before: int, rank: int) -> int:
+        """How many first rows of the ring block that `rank` works on lie before a position: rows ascend.
+
+        before=8, zigzag on 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15     rank 1: 4 5 6 7 | 8 9 10 11
+        recomputed                              0 1 2 3                           4 5 6 7
+        """
+        return self.ring.rows_before(self.grid.place(rank)[0], before)
+
+
+def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
+    """Rows of every rank and ring member under the method's layout; `masks` are those that the layout must balance."""
+    grid = Grid(method.head_parallel_size, method.ring_inner_size, method.ring_outer_size, method.placement)
+    chunks = chunk_count(method, seq_len)
+    cyclic = chunks if method.layout == "chunk_cyclic" else 1
+    split_at = min(method.split_at, seq_len) if method.layout == "split_zigzag" else 0
+    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=split_at)
+    if grid.heads == 1:
+        return Blocks(grid, ring, ring)
+    pieces = split_for_heads(ring, grid.heads, chunks)
+    segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
+    return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
+
+
+def chunk_count(method: AttentionMethod, seq_len: int) -> int:
+    """Chunks of every rank's rows, equally many on all ranks; 1 without a chunk pipeline."""
+    if method.chunk_tokens is None:
+        return 1
+    rows = -(-seq_len // method.cp_size)
+    return -(-rows // method.chunk_tokens)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention.mask import Mask
-from engine.attention.pieces import BlockList, BlockRectangle
+from engine.attention.rectangles import BlockList, BlockRectangle
 from engine.config import MaskKind
 from engine.errors import ConfigError
 

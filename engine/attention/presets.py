@@ -106,13 +106,13 @@ class Degrees(NamedTuple):
 class AttentionMethod:
     """A legal, fully resolved method: what the planners need besides mask and shapes."""
 
-    preset: PresetName
-    layout: LayoutName
-    ring_inner_size: int
-    ring_outer_size: int
-    backward_circulates: Literal["kv", "q"]
-    gradient_wire_dtype: Dtype
-    reason: str  # why this operand circulates in backward
+    preset: PresetName = "single"
+    layout: LayoutName = "contiguous"
+    ring_inner_size: int = 1
+    ring_outer_size: int = 1
+    backward_circulates: Literal["kv", "q"] = "kv"
+    gradient_wire_dtype: Dtype = "float32"
+    reason: str = ""  # why this operand circulates in backward
     head_parallel_size: int = 1
     placement: Placement = "head_first"
     kv_transport: KvTransport = "p2p"

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from engine.attention.balance import member_pairs
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.lengths import padded_length
 from engine.attention.mask import Mask
-from engine.attention.methods import Blocks, divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
 from engine.attention.presets import BYTES_OF, AttentionMethod, local_heads, resolve_attention, warnings_of
 from engine.attention.topology import Topology

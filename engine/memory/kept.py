@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.attention.balance import member_pairs
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.layout import Layout
 from engine.attention.lengths import padded_length
-from engine.attention.methods import Blocks, divide_sequence
 from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig, Store
 from engine.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.attention.grid import chunk_count
 from engine.attention.lengths import padded_length
-from engine.attention.methods import chunk_count
 from engine.attention.presets import BYTES_OF, AttentionMethod
 from engine.config import RunConfig
 from engine.flops import count_parameters, layer_vectors

@@ -6,9 +6,10 @@ sees of the sequence, and results that a policy keeps by how much of its end the
 
 from __future__ import annotations
 
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.layers import LayerAttention, attention_layers
 from engine.attention.lengths import padded_length
-from engine.attention.methods import Blocks, divide_sequence, plan_method, recomputed_rows
+from engine.attention.methods import plan_method
 from engine.attention.plan import Kind, TokenBytes
 from engine.attention.presets import AttentionMethod
 from engine.config import ModelConfig, RunConfig
@@ -68,7 +69,7 @@ def _kept_rows(layer: LayerAttention, blocks: Blocks) -> list[int]:
     """Rows whose attention is not computed again, of the ring block that every rank works on."""
     cut = layer.recompute_before or 0
     return [
-        blocks.ring.row_counts[blocks.grid.place(rank)[0]] - recomputed_rows(blocks, cut, rank)
+        blocks.ring.row_counts[blocks.grid.place(rank)[0]] - blocks.recomputed_rows(cut, rank)
         for rank in range(blocks.grid.size)
     ]
 

@@ -7,7 +7,7 @@ Every ring member's block is cut into equally many chunks. Tiles meet one chunk 
     ring of more             keys in the outer loop both ways: chunk j of every member makes one trip around the ring
 
 Turning around at the end of a row meets the chunks that are still there. First the whole order of tiles is emitted,
-then transfers are placed (`engine.attention.planners.chunk_stays`).
+then transfers are placed (`engine.attention.planners.residency`).
 
 With head parallelism every chunk is exchanged by itself, `prefetch` tiles before its first use, and results go home
 chunk by chunk, so no buffer on the device grows with the sequence.
@@ -18,37 +18,28 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from engine.attention.allocate import Home, PlanBuilder, Rows, Value
-from engine.attention.mask import Band, Visibility
-from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp, Tile
-from engine.attention.planners.chunk_stays import Arrive, Block, Chunking, Finish, Held, Stay, clip, stays
+from engine.attention.mask import Band
+from engine.attention.plan import AttentionPlan, Channel, Kind, LocalOp
 from engine.attention.planners.exchange import Exchange, HeadGroup, Span, kv_gradient_kind, return_kv
-from engine.attention.planners.ring import Ring
-from engine.attention.planners.rows import hull
+from engine.attention.planners.residency import Arrive, Block, Chunking, Finish, Held, Residency, residencies
+from engine.attention.planners.ring import Route, clip, tile_of
+from engine.attention.visibility import Visibility
 
 
-def plan_chunked_forward(
-    visibility: Visibility, exchange: Exchange, chunking: Chunking, ring: Ring, only: Collection[int] | None = None
-) -> AttentionPlan:
-    """Forward plan. Pins q, kv, saved; with head parallelism also out, ring_q, ring_kv. `ring` says who visits whom.
+def plan_chunks(visibility: Visibility, exchange: Exchange, builder: PlanBuilder) -> AttentionPlan:
+    """The plan of the builder's direction.
 
-    Run again (`exchange.asking`), `saved` is an input too: the rows that do not ask are there, the others are written.
+    forward    pins q, kv, saved; with head parallelism also out, ring_q, ring_kv. Run again (`exchange.asking`),
+               `saved` is an input too: the rows that do not ask are there, the others are written
+    backward   pins qx (whole), kv, dq, dkv; with head parallelism qx (q), ring_kv, saved, dout, dq, dkv
     """
-    work = _Forward(visibility, exchange, chunking, ring, PlanBuilder("forward", exchange.grid.size, only))
-    work.emit()
-    return work.builder.build()
-
-
-def plan_chunked_backward(
-    visibility: Visibility, exchange: Exchange, chunking: Chunking, ring: Ring, only: Collection[int] | None = None
-) -> AttentionPlan:
-    """Backward plan. Pins qx (whole), kv, dq, dkv; with head parallelism qx (q), ring_kv, saved, dout, dq, dkv."""
-    work = _Backward(visibility, exchange, chunking, ring, PlanBuilder("backward", exchange.grid.size, only))
-    work.emit()
-    return work.builder.build()
+    work = _Forward if builder.direction == "forward" else _Backward
+    work(visibility, exchange, builder).emit()
+    return builder.build()
 
 
 def _has_rows(rows: Rows) -> bool:
@@ -69,17 +60,16 @@ class _Visit(NamedTuple):
 class _Work:
     """What both passes share: the order of tiles, trips of keys around the ring, and tiles."""
 
-    def __init__(
-        self, visibility: Visibility, exchange: Exchange, chunking: Chunking, ring: Ring, builder: PlanBuilder
-    ) -> None:
+    def __init__(self, visibility: Visibility, exchange: Exchange, builder: PlanBuilder) -> None:
+        method = exchange.method
         self.visibility = visibility
         self.whole = Visibility(visibility.mask.all_queries(), visibility.layout)
         self.exchange = exchange
-        self.chunking = chunking
-        self.ring = ring
+        self.chunking = Chunking(method.chunk_store, method.prefetch_chunks)
+        self.ring = Route(method.ring_inner_size, method.ring_outer_size)
         self.builder = builder
         self.backward = builder.direction == "backward"
-        self.blocks = [Block(HeadGroup(exchange, builder, i), chunking) for i in range(exchange.grid.ring_size)]
+        self.blocks = [Block(HeadGroup(exchange, builder, i), self.chunking) for i in range(exchange.grid.ring_size)]
         self.visits: list[_Visit] = []
         self.last_step = 0
         self._bands: dict[tuple[int, int], dict[tuple[int, int], list[Band]]] = {}
@@ -113,18 +103,15 @@ class _Work:
         return [*uses, *((self.last_step + self.chunking.pace * n, c) for n, c in enumerate(rest, 1))]
 
     def tiles(self, member: int, queries: Held, sums: Held) -> None:
-        """Tiles of all visits, over the stays of queries and sums."""
+        """Tiles of all visits, over the residencies of queries and sums."""
         for visit in self.visits:
             if visit.member != member:
                 continue
             q, acc = queries.at(visit.chunk, visit.step), sums.at(visit.chunk, visit.step)
             for head in range(len(q)):
+                kv_sums = visit.kv_sums[head] if visit.kv_sums else None
                 for band in visit.bands:
-                    rows, keys = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
-                    acc_kv = visit.kv_sums[head].view(keys) if visit.kv_sums else None
-                    tile = Tile(
-                        q[head].view(rows), visit.kv[head].view(keys), acc[head].view(rows), acc_kv, band.low, band.high
-                    )
+                    tile = tile_of(band, q[head], visit.kv[head], acc[head], kv_sums)
                     self.builder.tile(visit.step, q[head].rank, tile)
 
     # ---- keys in the outer loop -----------------------------------------------------------------------------------
@@ -142,9 +129,9 @@ class _Work:
                 start += steps
             yield chunk, spans
 
-    def planned(self, uses: Iterable[tuple[int, int]]) -> list[Stay]:
-        """Stays for some uses."""
-        return stays(uses, self.chunking.lead)
+    def planned(self, uses: Iterable[tuple[int, int]]) -> list[Residency]:
+        """Residencies for some uses."""
+        return residencies(uses, self.chunking.lead)
 
     def seen(self, home: int, chunk: int) -> bool:
         """Whether anybody sees a key chunk."""
@@ -187,8 +174,7 @@ class _Work:
         for stop in reversed(stops):
             member = self.visitor(home, stop)
             bands = [band for i in self.seers(member, home, chunk) for band in self.bands(member, home)[i, chunk]]
-            own = hull(Rows(band.k_start, band.k_stop) for band in bands)
-            assert own is not None
+            own = Rows(min(band.k_start for band in bands), max(band.k_stop for band in bands))
             needed[stop] = later = own.hull(later)
         return needed
 
@@ -320,14 +306,14 @@ class _Forward(_Work):
         """Keys in the outer loop, each chunk once around the ring."""
         operands = [self._operand(block, Kind.KV, "kv", "ring_kv") for block in self.blocks]
         for chunk, spans in self.trips():
-            stay = Stay(chunk, spans[0].post, spans[-1].wait)
+            stay = Residency(chunk, spans[0].post, spans[-1].wait)
             for home, (block, operand) in enumerate(zip(self.blocks, operands, strict=True)):
                 if self.seen(home, chunk):
                     keys = block.read([stay], *operand).at(chunk, stay.first)
                     self.travel(home, chunk, spans, keys, [])
             self.last_step = stay.last
         for home, (block, operand) in enumerate(zip(self.blocks, operands, strict=True)):
-            block.read([Stay(chunk, step, step) for chunk, step in self._passing(home).keys.items()], *operand)
+            block.read([Residency(chunk, step, step) for chunk, step in self._passing(home).keys.items()], *operand)
 
     def _operand(self, block: Block, kind: Kind, pin: str, ring_pin: str) -> tuple[list[Value], Arrive | None]:
         """Where an input lies, and how its chunks get there if that takes an exchange."""
@@ -369,7 +355,7 @@ class _Backward(_Work):
         finishes = [self._kv_finish(block) for block in self.blocks]
         for chunk, spans in self.trips():
             # The sum of the last stop comes home one step later.
-            stay = Stay(chunk, spans[0].post, spans[-1].wait + (self.ring.size > 1))
+            stay = Residency(chunk, spans[0].post, spans[-1].wait + (self.ring.size > 1))
             for home, block in enumerate(self.blocks):
                 if block.rows(chunk).start == block.rows(chunk).stop:
                     continue
@@ -390,7 +376,7 @@ class _Backward(_Work):
 
         return finish
 
-    def _queries(self, block: Block, planned: list[Stay]) -> Held:
+    def _queries(self, block: Block, planned: list[Residency]) -> Held:
         """Q, dO, lse and scale or out; after a head exchange dO comes chunk by chunk, and a scale follows from it."""
         whole = block.whole(Kind.QX if block.host else Kind.QO, "qx")  # `out` does not come along
         if not block.exchanged:
@@ -408,7 +394,7 @@ class _Backward(_Work):
 
         return block.read(planned, whole, arrive, keep=False)
 
-    def _query_sums(self, block: Block, planned: list[Stay]) -> Held:
+    def _query_sums(self, block: Block, planned: list[Residency]) -> Held:
         if not block.exchanged:
             whole = block.whole(Kind.DQ, "dq")
 

@@ -18,49 +18,63 @@ Forward keeps ring_q, ring_kv and saved (out, lse) for backward, so that only do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
-from engine.attention.allocate import Home, Lane, PlanBuilder, Rows, Value
-from engine.attention.grid import Grid
+from engine.attention.allocate import Home, PlanBuilder, Rows, Value
+from engine.attention.grid import Blocks, Grid, chunk_count
 from engine.attention.layout import piece_rows
-from engine.attention.plan import AttentionPlan, Channel, HeadPart, Kind, LocalOp, OpName
-from engine.attention.planners.ring import Operands
+from engine.attention.plan import Channel, HeadPart, Kind, LocalOp, OpName
+from engine.attention.presets import AttentionMethod
 
-Attend = Callable[[Lane, Operands], None]  # emits attention of one ring
 Phase = Literal["pre", "after"]
 Where = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who exchanges: `rows[i]` tokens in the block of ring member i, in `chunks`; kv heads may be `replicated`.
+    """What a head group exchanges: the blocks of ring members, whole or in chunks.
 
-    last_homes   for a reversed ring: whose block ring member i holds last (kept as kv_last); else empty
-    asking       a forward pass run again: how many first rows of each block ask; of the others, out and lse were kept
+    asking   a forward pass run again: how many first rows of each block ask; of the others, out and lse were kept
     """
 
-    grid: Grid
-    rows: tuple[int, ...]
-    replicated: bool = False
-    narrow_gradients: bool = False
-    chunks: int = 1
-    last_homes: tuple[int, ...] = ()
+    method: AttentionMethod
+    blocks: Blocks
     asking: tuple[int, ...] | None = None
+
+    @property
+    def grid(self) -> Grid:
+        """Places of the ranks."""
+        return self.blocks.grid
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks have the same kv heads."""
+        return self.method.kv_replicated
+
+    @property
+    def narrow_gradients(self) -> bool:
+        """Whether gradients travel in less than fp32; sums are fp32 all the same."""
+        return self.method.gradient_wire_dtype != "float32"
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of every block."""
+        return chunk_count(self.method, self.blocks.home.seq_len)
+
+    def rows(self, ring_index: int) -> int:
+        """Rows of a ring member's block."""
+        return self.blocks.ring.rows(ring_index)
 
     def chunk(self, ring_index: int, chunk: int) -> Rows:
         """Rows of one chunk of a ring member's block."""
-        return Rows(*piece_rows(self.rows[ring_index], 1, self.chunks, 0, chunk))
+        return Rows(*piece_rows(self.rows(ring_index), 1, self.chunks, 0, chunk))
 
     def piece(self, ring_index: int, head: int, chunk: int = 0) -> Rows:
         """Rows of a chunk of a ring member's block that the rank of its head group numbered `head` holds."""
-        return Rows(*piece_rows(self.rows[ring_index], self.grid.heads, self.chunks, head, chunk))
-
-    def home_chunk(self, ring_index: int, head: int, chunk: int) -> Rows:
-        """The same rows as that rank numbers them: its pieces of all chunks follow each other."""
-        sizes = [stop - start for start, stop in (self.piece(ring_index, head, c) for c in range(chunk + 1))]
-        return Rows(sum(sizes[:-1]), sum(sizes))
+        return Rows(*piece_rows(self.rows(ring_index), self.grid.heads, self.chunks, head, chunk))
 
 
 class Span(NamedTuple):
@@ -80,6 +94,7 @@ class HeadGroup:
         self.exchange = exchange
         self.builder = builder
         self.ring_index = ring_index
+        self._home_chunks: dict[tuple[int, int], Rows] = {}
         self.ranks = exchange.grid.head_group(ring_index)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
@@ -102,7 +117,7 @@ class HeadGroup:
 
     def block(self, kind: Kind, where: Where = "device", pin: str | None = None) -> list[Value]:
         """As `parts`, of the whole block."""
-        return self.parts(kind, Rows(0, self.exchange.rows[self.ring_index]), where, pin)
+        return self.parts(kind, Rows(0, self.exchange.rows(self.ring_index)), where, pin)
 
     def homes(self, kind: Kind, pin: str, where: Where = "device") -> list[Value]:
         """Pinned values of all heads and all rows that each rank holds between the layers."""
@@ -111,8 +126,13 @@ class HeadGroup:
         return [self.builder.value(r, home, Rows(0, end), pin) for r, end in zip(self.ranks, ends, strict=True)]
 
     def home_chunk(self, head: int, chunk: int) -> Rows:
-        """Rows of a chunk on one rank of the group, in its own numbers."""
-        return self.exchange.home_chunk(self.ring_index, head, chunk)
+        """Rows of a chunk on one rank of the group, in its own numbers: its pieces of all chunks follow each other."""
+        key = head, chunk
+        if key not in self._home_chunks:
+            start = self.home_chunk(head, chunk - 1).stop if chunk else 0
+            first, stop = self.exchange.piece(self.ring_index, head, chunk)
+            self._home_chunks[key] = Rows(start, start + stop - first)
+        return self._home_chunks[key]
 
     def op(self, step: int, phase: Phase, op: OpName, dst: tuple[Value, Rows], src: tuple[Value, Rows] | None) -> None:
         """One op between some rows of two values; nothing if there are no rows."""
@@ -166,56 +186,16 @@ class HeadGroup:
             self.op(span.wait, "after", op, home, (arrived, arrived.rows))
 
     def _pieces(self, chunk: int) -> Iterator[tuple[int, int, Rows]]:
-        """(a member, a member that holds a piece with rows, that piece); peers are staggered."""
+        """(a member, a member that holds a piece with rows, that piece), one of them planned; peers are staggered."""
         heads = len(self.ranks)
-        for head in range(heads):
+        kept = [rank in self.builder.kept for rank in self.ranks]
+        for head in range(heads) if any(kept) else ():
             for other in ((head + distance) % heads for distance in range(heads)):
+                if not (kept[head] or kept[other]):
+                    continue
                 piece = self.exchange.piece(self.ring_index, other, chunk)
                 if piece.start < piece.stop:
                     yield head, other, piece
-
-
-def plan_exchanged_forward(exchange: Exchange, attend: Attend, only: Collection[int] | None = None) -> AttentionPlan:
-    """Forward plan. Pins q, kv, out (all heads, own piece); ring_q, ring_kv, saved (part of the heads, whole block).
-
-    Run again (`exchange.asking`), `saved` is an input too: the rows that do not ask are there, the others are written.
-    """
-    work = _Exchanged(exchange, PlanBuilder("forward", exchange.grid.size, only))
-    keeps_last = bool(exchange.last_homes)
-    query, sums = work.blocks(Kind.Q, "ring_q"), work.blocks(Kind.ACC)
-    kv = work.blocks(Kind.KV, None if keeps_last else "ring_kv")
-    for group, ring_q, ring_kv in zip(work.groups, query, kv, strict=True):
-        group.gather(Span(0, 0), group.homes(Kind.Q, "q"), ring_q)
-        group.gather(Span(0, 0), group.homes(Kind.KV, "kv"), ring_kv)
-    last = work.attend(attend, query, kv, sums, kv_last=work.last_blocks() if keeps_last else None)
-    for group, acc, saved in zip(work.groups, sums, work.blocks(Kind.SAVED, "saved"), strict=True):
-        group.each(last, "copy", saved, acc, acc[0].rows)
-        out = group.block(Kind.OUT)
-        group.each(last, "copy", out, saved)
-        group.scatter(Span(last, last), out, group.homes(Kind.OUT, "out"), "copy")
-    return work.builder.build()
-
-
-def plan_exchanged_backward(
-    exchange: Exchange, attend: Attend, query_kind: Kind, only: Collection[int] | None = None
-) -> AttentionPlan:
-    """Backward plan. Pins dout, dq, dkv (all heads, own piece); qx, ring_kv, saved (part of the heads, whole block)."""
-    work = _Exchanged(exchange, PlanBuilder("backward", exchange.grid.size, only))
-    query = work.blocks(query_kind, "qx")
-    kv = work.last_blocks() if exchange.last_homes else work.blocks(Kind.KV, "ring_kv")
-    for group, ring_q, saved in zip(work.groups, query, work.blocks(Kind.SAVED, "saved"), strict=True):
-        group.gather(Span(0, 0), group.homes(Kind.DOUT, "dout"), ring_q, copied=(0, "after"))
-        if query_kind == Kind.QX:
-            group.each(1, "stats", ring_q, saved)
-    sums, kv_sums = work.blocks(Kind.DQ), work.blocks(Kind.DKV)
-    last = work.attend(attend, query, kv, sums, kv_sums)
-    for group, ring_dq, ring_dkv in zip(work.groups, sums, kv_sums, strict=True):
-        dq = group.block(Kind.DQ_CAST)
-        group.each(last, "copy", dq, ring_dq)
-        group.scatter(Span(last, last), dq, group.homes(Kind.DQ_CAST, "dq"), "copy")
-        homes = group.homes(kv_gradient_kind(exchange), "dkv")
-        return_kv(group, Span(last, last), ring_dkv, homes)
-    return work.builder.build()
 
 
 def kv_gradient_kind(exchange: Exchange) -> Kind:
@@ -237,43 +217,3 @@ def return_kv(group: HeadGroup, span: Span, sums: Sequence[Value], homes: Sequen
         group.each(span.post, "copy", cast, sums)
         sums = cast
     group.scatter(span, sums, homes, "add" if group.exchange.replicated else "copy", chunk)
-
-
-class _Exchanged:
-    """One plan of whole blocks: its head groups, and the rings between them."""
-
-    def __init__(self, exchange: Exchange, builder: PlanBuilder) -> None:
-        self.builder = builder
-        self.exchange = exchange
-        self.grid = exchange.grid
-        self.groups = [HeadGroup(exchange, builder, index) for index in range(self.grid.ring_size)]
-
-    def blocks(self, kind: Kind, pin: str | None = None) -> list[list[Value]]:
-        """One value per [ring index][head], of the whole block and part of the heads."""
-        return [group.block(kind, pin=pin) for group in self.groups]
-
-    def last_blocks(self) -> list[list[Value]]:
-        """K,V of the block that every ring member holds last, for a reversed backward."""
-        exchange = self.exchange
-        return [
-            group.parts(Kind.KV, Rows(0, exchange.rows[home]), pin="kv_last")
-            for group, home in zip(self.groups, exchange.last_homes, strict=True)
-        ]
-
-    def attend(self, attend: Attend, *operands: list[list[Value]], kv_last: list[list[Value]] | None = None) -> int:
-        """Attention of every ring from step 1 on, over query, kv, sums and in backward kv_sums; first step after it."""
-        last = 1
-        for head in range(self.grid.heads):
-            # Inside a ring a value's rank is its index in the ring.
-            rings = [_ring_of(blocks, head) for blocks in operands]
-            query, kv, sums, *kv_sums = rings
-            held = _ring_of(kv_last, head) if kv_last else []
-            lane = Lane(self.builder, self.grid.ring(head), first_step=1, heads=HeadPart(head, self.grid.heads))
-            attend(lane, Operands(query, kv, sums, kv_sums[0] if kv_sums else [], held))
-            last = max(last, lane.last_step)
-        return last + 1
-
-
-def _ring_of(blocks: list[list[Value]], head: int) -> list[Value]:
-    """One part of the heads of every block, each with its index in the ring as rank."""
-    return [replace(values[head], rank=index) for index, values in enumerate(blocks)]

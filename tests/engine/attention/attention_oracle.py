@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from testkit.hub import Hub, lockstep, poison
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from engine.attention.arithmetic import TensorArithmetic
 from engine.attention.executor import Execution, Fields
-from engine.attention.grid import Grid
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.kernels.base import TileKernel
-from engine.attention.layout import Layout, LayoutName, build_layout
-from engine.attention.mask import Mask, Visibility
-from engine.attention.methods import Blocks, PlanPair, recomputed_rows
+from engine.attention.mask import Mask
+from engine.attention.methods import PlanPair, plan_method
 from engine.attention.plan import AttentionPlan, HeadPart, LinkBytes, Slot
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.presets import AttentionMethod
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.topology import Topology
+from engine.attention.visibility import Visibility
+from engine.config import LayoutName
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -67,9 +68,18 @@ def causal(rows: int) -> Tensor:
     return torch.ones(rows, rows, dtype=torch.bool).tril()
 
 
-def ring_plans(mask: Mask, layout: Layout, ring: Ring, circulates: Literal["kv", "q"]) -> PlanPair:
-    visibility = Visibility(mask, layout)
-    return PlanPair(plan_forward(visibility, ring), plan_backward(visibility, ring, circulates))
+def pairs_between(visibility: Visibility, q_rank: int, kv_rank: int) -> int:
+    """Visible pairs of two blocks."""
+    return sum(band.area() for band in visibility.bands(q_rank, kv_rank))
+
+
+def ring_method(
+    inner: int, outer: int = 1, layout: LayoutName = "zigzag", heads: int = 1, **axes: Any
+) -> AttentionMethod:
+    """A method by its degrees."""
+    return AttentionMethod(
+        "loongtrain", layout, ring_inner_size=inner, ring_outer_size=outer, head_parallel_size=heads, **axes
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ class Group:
         """As `collect` of the forward pass, after a recompute pass that was given nothing but the kept rows."""
         hub = Hub(self.blocks.home.size, late=self.late)
         again = []
-        rows = [recomputed_rows(self.blocks, self.before or 0, rank) for rank in range(len(local))]
+        rows = [self.blocks.recomputed_rows(self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):
             pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}, "saved": _forgotten(saved[rank], rows[rank])}
             arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
@@ -220,17 +230,8 @@ def relative_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str
     return {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in ("out", "dq", "dk", "dv")}
 
 
-def build_group(
-    layout: LayoutName,
-    ring: Ring,
-    circulates: Literal["kv", "q"],
-    mask: Mask,
-    kernel: TileKernel,
-    *,
-    rows: int | None = None,
-    late: bool = True,
-) -> Group:
-    blocks = build_layout(layout, rows or mask.seq_len, ring.size)
-    wire = torch.bfloat16 if ring.narrow_gradients else torch.float32
-    plans = ring_plans(mask, blocks, ring, circulates)
-    return Group(plans, Blocks(Grid(1, ring.inner, ring.outer), blocks, blocks), kernel, late, wire=wire)
+def build_group(method: AttentionMethod, mask: Mask, kernel: TileKernel, *, rows: int | None = None) -> Group:
+    """A method under a mask, over a hub that delivers late."""
+    blocks = divide_sequence(method, rows or mask.seq_len, [mask])
+    wire = getattr(torch, method.gradient_wire_dtype)
+    return Group(plan_method(method, mask, blocks), blocks, kernel, wire=wire)

@@ -16,8 +16,9 @@ from testkit.hub import Hub, lockstep, poison
 from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
+from engine.attention.grid import Blocks
 from engine.attention.mask import Mask
-from engine.attention.methods import Blocks, PlanPair, recomputed_rows
+from engine.attention.methods import PlanPair
 from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
 from engine.errors import PlanError
 
@@ -188,7 +189,7 @@ def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, befor
     left = _run_on_records(plans.forward, blocks, given, late=late)
     _check_counts(plans.forward, expected, left, given)
     if plans.recompute is not None:
-        asking = {rank: recomputed_rows(blocks, before or 0, rank) for rank in plans.recompute.ranks}
+        asking = {rank: blocks.recomputed_rows(before or 0, rank) for rank in plans.recompute.ranks}
         left = _prove_recompute(plans.recompute, replace(expected, asking=asking), left, late=late)
     given = [own | saved for own, saved in zip(_given(plans.backward, blocks), left, strict=True)]
     _check_counts(plans.backward, expected, _run_on_records(plans.backward, blocks, given, late=late), given)

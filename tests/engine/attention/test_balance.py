@@ -7,13 +7,15 @@ import time
 
 import numpy as np
 import pytest
+from attention_oracle import pairs_between
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.balance import TOLERANCE
 from engine.attention.layout import Layout, build_layout
-from engine.attention.mask import BlockList, Mask, Visibility
+from engine.attention.mask import BlockList, Mask
 from engine.attention.patterns import MaskOptions, build_mask
+from engine.attention.visibility import Visibility
 
 ROWS = 1 << 16
 
@@ -61,7 +63,7 @@ def loads(layout: Layout, masks: tuple[Mask, ...]) -> list[int]:
     for mask in set(masks):
         visibility = Visibility(mask, layout)
         for q in range(layout.size):
-            total[q] += masks.count(mask) * sum(visibility.pairs(q, k) for k in range(layout.size))
+            total[q] += masks.count(mask) * sum(pairs_between(visibility, q, k) for k in range(layout.size))
     return total
 
 

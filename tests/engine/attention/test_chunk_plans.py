@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from engine.attention.grid import chunk_count, divide_sequence
 from engine.attention.mask import Mask
-from engine.attention.methods import chunk_count, divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.plan import AttentionPlan
 from engine.attention.presets import AttentionMethod
 

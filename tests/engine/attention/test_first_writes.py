@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from attention_oracle import ring_method
 
 from engine.attention.first_writes import store_first
-from engine.attention.layout import build_layout
-from engine.attention.mask import Mask, Visibility
+from engine.attention.grid import divide_sequence
+from engine.attention.mask import Mask
+from engine.attention.methods import plan_method
 from engine.attention.plan import HeadPart, Kind, LocalOp, Slot, Step, Tile, View
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
 
 SLOTS = {
     0: Slot(Kind.DQ, 8),
@@ -72,8 +73,11 @@ def test_results_that_nothing_reaches_are_zero() -> None:
 
 def test_a_causal_ring_sets_nothing_to_zero() -> None:
     """Every sum's first tile covers its rows."""
-    visibility = Visibility(Mask(32), build_layout("zigzag", 32, 4))
-    plans = [plan_forward(visibility, Ring(4)), *(plan_backward(visibility, Ring(4), way) for way in ("kv", "q"))]
+    plans = []
+    for way in ("kv", "q"):
+        method = ring_method(4, backward_circulates=way)
+        pair = plan_method(method, Mask(32), divide_sequence(method, 32))
+        plans += [pair.forward, pair.backward]
     ops = [op.op for plan in plans for rank in plan.ranks.values() for s in rank.steps for op in (*s.pre, *s.after)]
     assert "init" not in ops
     assert "add" in ops

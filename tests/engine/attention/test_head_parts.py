@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import build_group, dense_visibility, errors, oracle, random_inputs, relative_errors
+from attention_oracle import build_group, dense_visibility, errors, oracle, random_inputs, relative_errors, ring_method
 from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.mask import Mask
-from engine.attention.planners.ring import Ring
 from engine.row_blocks import Rehearsal, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8
@@ -55,7 +54,7 @@ def test_parts_of_the_heads_give_the_whole_tile(inner: int, outer: int, heads_pe
     want = oracle(inputs, dense_visibility(mask, ROWS))
     kernel = LimitedKernel(ReferenceKernel(), heads_per_call * (ROWS // (inner * outer)) * HEAD_DIM)
     for circulates in ("kv", "q"):
-        group = build_group("zigzag", Ring(inner, outer), circulates, mask, kernel)  # type: ignore[arg-type]
+        group = build_group(ring_method(inner, outer, backward_circulates=circulates), mask, kernel)
         found = errors(group.run(inputs).values, want)
         assert all(error < 1e-10 for error in found.values()), found
     assert any(queries < HEADS for queries, _ in kernel.calls) == (heads_per_call < HEADS)
@@ -68,7 +67,7 @@ def test_gradients_of_a_kv_head_that_parts_share_are_summed_in_fp32() -> None:
     want = oracle(inputs, dense_visibility(mask, 64))
 
     def found(kernel: TileKernel) -> dict[str, float]:
-        return relative_errors(build_group("contiguous", Ring(1), "kv", mask, kernel).run(inputs).values, want)
+        return relative_errors(build_group(ring_method(1), mask, kernel).run(inputs).values, want)
 
     whole, parts = found(CpuFlashKernel()), found(LimitedKernel(CpuFlashKernel(), 3 * 64 * 64))
     assert all(parts[name] <= 1.1 * whole[name] for name in whole), (parts, whole)
@@ -78,5 +77,5 @@ def test_a_rehearsal_runs_the_first_two_parts_and_the_last() -> None:
     inputs, mask = random_inputs(ROWS, HEADS, 4, HEAD_DIM), Mask(ROWS)
     kernel = LimitedKernel(ReferenceKernel(), ROWS * HEAD_DIM)
     with rehearse(Rehearsal()):
-        build_group("contiguous", Ring(1), "kv", mask, kernel).run(inputs)
+        build_group(ring_method(1), mask, kernel).run(inputs)
     assert len(kernel.calls) == 2 * 3

@@ -13,11 +13,12 @@ from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
 
 from engine.attention.api import WINDOWED
+from engine.attention.grid import divide_sequence
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.layers import attention_layers
 from engine.attention.lengths import padded_length
-from engine.attention.methods import channels_of, divide_sequence, plan_method
+from engine.attention.methods import channels_of, plan_method
 from engine.attention.plan import HOST_CHANNELS
 from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.topology import Topology

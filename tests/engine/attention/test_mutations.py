@@ -9,24 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from attention_oracle import Group, build_group, causal, errors, oracle, random_inputs
+from attention_oracle import Group, build_group, causal, errors, oracle, random_inputs, ring_method
 from counting import prove_pair
 
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.mask import Mask
 from engine.attention.methods import PlanPair
 from engine.attention.plan import Step, View
-from engine.attention.planners.ring import Ring
 
 MUTANTS = 50  # of every plan
-CASES: list[tuple[Ring, Literal["kv", "q"], Literal["zigzag", "striped"]]] = [
-    (Ring(3), "kv", "zigzag"),
-    (Ring(3), "q", "striped"),
-    (Ring(2, 2), "kv", "zigzag"),
-]
+CASES = [ring_method(3), ring_method(3, layout="striped", backward_circulates="q"), ring_method(2, 2)]
 
 
 def mutants(plans: PlanPair, seed: int) -> Iterator[tuple[str, PlanPair]]:
@@ -70,9 +65,9 @@ def moved(item: Any, rng: random.Random) -> Any:
 
 def test_counting_finds_what_falsifies_numbers() -> None:
     faults, missed = 0, []
-    for seed, (ring, circulates, layout) in enumerate(CASES):
-        rows = 2 * ring.size + 1
-        whole = build_group(layout, ring, circulates, Mask(rows), ReferenceKernel())
+    for seed, method in enumerate(CASES):
+        rows = 2 * method.cp_size + 1
+        whole = build_group(method, Mask(rows), ReferenceKernel())
         inputs = random_inputs(rows, 2, 1, head_dim=4)
         want = oracle(inputs, causal(rows))
 

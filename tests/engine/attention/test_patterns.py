@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.layout import build_layout
-from engine.attention.mask import BlockList, Mask, Visibility
+from engine.attention.mask import BlockList, Mask
 from engine.attention.patterns import (
     MaskKind,
     MaskOptions,
@@ -24,7 +24,8 @@ from engine.attention.patterns import (
     strided_blocks,
     vertical_slash_blocks,
 )
-from engine.attention.pieces import BlockRectangle
+from engine.attention.rectangles import BlockRectangle
+from engine.attention.visibility import Visibility
 from engine.errors import ConfigError
 
 PAIRS = st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=60)

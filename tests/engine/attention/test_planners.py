@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import check_plans, same_but_for_step_numbers
 
-from engine.attention.grid import Grid
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layout import build_layout
-from engine.attention.mask import BlockList, Mask, Visibility
-from engine.attention.methods import Blocks, PlanPair, divide_sequence, plan_method
-from engine.attention.planners.gather import plan_gather_backward, plan_gather_forward
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.mask import BlockList, Mask
+from engine.attention.methods import PlanPair, plan_method
 from engine.attention.presets import AttentionMethod
 
 RING_SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (5, 1), (6, 1), (3, 2), (2, 3), (7, 1), (2, 4)]
@@ -50,37 +47,6 @@ def masks(draw: st.DrawFn) -> Mask:
 
 
 @st.composite
-def rings(draw: st.DrawFn, gathers: bool) -> Case:
-    """The planners of rings and of gathered keys, with the habits that no setting reaches."""
-    mask, (inner, outer) = draw(masks()), draw(st.sampled_from(RING_SHAPES))
-    layout = build_layout(
-        draw(st.sampled_from(LAYOUTS)), mask.seq_len + draw(st.integers(0, 4)), inner * outer, masks=(mask,)
-    )
-    order = "same" if gathers else draw(st.sampled_from(["same", "reversed"]))
-    ring = Ring(
-        inner,
-        outer,
-        draw(st.sampled_from([-1, 1])),
-        narrow_gradients=draw(st.booleans()),
-        whole_blocks=draw(st.booleans()),
-        own_gradient_travels=draw(st.booleans()),
-        backward_order=order,  # type: ignore[arg-type]
-        tail_steps=0 if gathers or order == "reversed" else draw(st.integers(0, inner)),
-        prefetch_steps=draw(st.none() | st.integers(0, inner)) if gathers else None,
-    )
-    circulates = draw(st.sampled_from(["kv", "q"])) if order == "same" else "kv"
-    visibility = Visibility(mask, layout)
-
-    def plan(rank: int | None) -> PlanPair:
-        only = None if rank is None else (rank,)
-        if gathers:
-            return PlanPair(plan_gather_forward(visibility, ring, only), plan_gather_backward(visibility, ring, only))
-        return PlanPair(plan_forward(visibility, ring, only), plan_backward(visibility, ring, circulates, only))
-
-    return Case(plan, mask, Blocks(Grid(1, inner, outer), layout, layout))
-
-
-@st.composite
 def head_counts(draw: st.DrawFn, parallel: int) -> tuple[int, int]:
     """Query and kv heads that so many ranks can divide, kv heads also as copies."""
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n % parallel == 0 or parallel % n == 0]))
@@ -88,10 +54,12 @@ def head_counts(draw: st.DrawFn, parallel: int) -> tuple[int, int]:
 
 
 @st.composite
-def methods(draw: st.DrawFn, chunked: bool, cut: bool) -> Case:
-    """Head exchange, chunk pipelines and what is attended again: planned from a method."""
-    mask, (inner, outer) = draw(masks()), draw(st.sampled_from(SMALL_SHAPES))
-    parallel = draw(st.sampled_from([2, 3, 4] if inner * outer < 3 and not chunked and not cut else [1, 2]))
+def methods(draw: st.DrawFn, *, rings: bool = False, chunked: bool = False, cut: bool = False) -> Case:
+    """Rings alone or with a head exchange, chunk pipelines and what is attended again."""
+    mask, (inner, outer) = draw(masks()), draw(st.sampled_from(RING_SHAPES if rings else SMALL_SHAPES))
+    parallel = (
+        1 if rings else draw(st.sampled_from([2, 3, 4] if inner * outer < 3 and not chunked and not cut else [1, 2]))
+    )
     heads = draw(head_counts(parallel))
     rows = mask.seq_len + draw(st.integers(0, 4))
     before = draw(st.integers(0, rows)) if cut else None
@@ -102,9 +70,7 @@ def methods(draw: st.DrawFn, chunked: bool, cut: bool) -> Case:
         layout,  # type: ignore[arg-type]
         inner,
         outer,
-        options.pop("backward_circulates", "kv"),
-        draw(st.sampled_from(["float32", "bfloat16"])),
-        "",
+        gradient_wire_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         head_parallel_size=parallel,
         placement=draw(st.sampled_from(["head_first", "context_first", "interleaved"])),
         kv_replicated=parallel > heads[1],
@@ -138,10 +104,9 @@ def ring_options(draw: st.DrawFn, inner: int) -> dict[str, Any]:
 
 
 PLANNERS: dict[str, st.SearchStrategy[Case]] = {
-    "ring": rings(gathers=False),
-    "gather": rings(gathers=True),
-    "exchange": methods(chunked=False, cut=False),
-    "chunks": methods(chunked=True, cut=False),
+    "ring": methods(rings=True),
+    "exchange": methods(),
+    "chunks": methods(chunked=True),
     "recompute": st.booleans().flatmap(lambda chunked: methods(chunked=chunked, cut=True)),
 }
 

@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from attention_oracle import pairs_between
 
+from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.layers import attention_layers
 from engine.attention.layout import build_layout
-from engine.attention.mask import Mask, Visibility
-from engine.attention.methods import Blocks, PlanPair, divide_sequence, plan_method, recomputed_rows
+from engine.attention.mask import Mask
+from engine.attention.methods import PlanPair, plan_method
 from engine.attention.plan import AttentionPlan
 from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
 from engine.attention.topology import Topology
+from engine.attention.visibility import Visibility
 from engine.config import AttentionConfig, CheckpointKind, LayoutName, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 
 ROWS = 48
@@ -60,7 +63,7 @@ LONG = 4096
 def balance(mask: Mask, layout: LayoutName, split_at: int = 0, size: int = 8) -> float:
     """Pairs of the busiest rank over the mean."""
     visibility = Visibility(mask, build_layout(layout, LONG, size, split_at=split_at))
-    pairs = [sum(visibility.pairs(rank, other) for other in range(size)) for rank in range(size)]
+    pairs = [sum(pairs_between(visibility, rank, other) for other in range(size)) for rank in range(size)]
     return max(pairs) / float(np.mean(pairs))
 
 
@@ -101,7 +104,7 @@ def test_accumulators_have_only_the_rows_that_ask() -> None:
         assert again is not None
         for rank, plan in again.ranks.items():
             rows = {slot.rows for slot in plan.slots if slot.kind == "acc"}
-            assert rows == {recomputed_rows(case.blocks, ROWS // 2, rank)}
+            assert rows == {case.blocks.recomputed_rows(ROWS // 2, rank)}
             ring_rows = case.blocks.ring.rows(case.blocks.grid.place(rank)[0])
             assert rows == {ring_rows // 2}
 

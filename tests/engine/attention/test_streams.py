@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 import torch
-from attention_oracle import causal, gather, oracle, random_inputs
+from attention_oracle import causal, gather, oracle, random_inputs, ring_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.hub import poison
@@ -17,13 +18,12 @@ from torch import Tensor
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool, compute_place
 from engine.attention.executor import Execution, Fields
+from engine.attention.grid import divide_sequence
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layout import build_layout
-from engine.attention.mask import Mask, Visibility
+from engine.attention.mask import Mask
 from engine.attention.merge import backward_stats
-from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.plan import AttentionPlan, Channel, Slot
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
 from engine.attention.presets import AttentionMethod
 from engine.attention.streams import StreamTransport
 from engine.attention.topology import Topology
@@ -31,7 +31,7 @@ from engine.attention.transport import Meter, Parcel
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
-RINGS = [Ring(1), Ring(2), Ring(3), Ring(1, 3), Ring(2, 2), Ring(2, 2, 1), Ring(3, 2), Ring(2, 3)]
+RINGS = [ring_method(*shape) for shape in ((1,), (2,), (3,), (1, 3), (2, 2), (3, 2), (2, 3))]
 
 
 class PooledArithmetic(TensorArithmetic):
@@ -77,13 +77,17 @@ class Group:
 class Case:
     """A ring, a mask and a layout with random inputs and what dense attention says."""
 
-    def __init__(self, ring: Ring, layout_name: Literal["contiguous", "zigzag", "striped"], rows: int, seed: int = 0):
+    def __init__(self, ring: AttentionMethod, rows: int, seed: int = 0):
         self.ring = ring
-        self.layout = build_layout(layout_name, rows, ring.size)
-        self.visibility = Visibility(Mask(rows), self.layout)
-        self.index = [torch.from_numpy(self.layout.positions(rank)) for rank in range(ring.size)]
+        self.layout = divide_sequence(ring, rows).ring
+        self.index = [torch.from_numpy(self.layout.positions(rank)) for rank in range(ring.cp_size)]
         self.data = random_inputs(rows, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
         self.want = oracle(self.data, causal(rows))
+
+    def plan(self, direction: Literal["forward", "kv", "q"]) -> AttentionPlan:
+        ring = self.ring if direction == "forward" else replace(self.ring, backward_circulates=direction)
+        plans = plan_method(ring, Mask(self.layout.seq_len), divide_sequence(ring, self.layout.seq_len))
+        return plans.forward if direction == "forward" else plans.backward
 
     def forward_inputs(self) -> list[dict[str, Fields]]:
         x = self.data
@@ -113,8 +117,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     ring = draw(st.sampled_from(RINGS))
-    rows = draw(st.integers(2 * ring.size, 4 * ring.size + 3))
-    return Case(ring, draw(st.sampled_from(["contiguous", "zigzag", "striped"])), rows)
+    rows = draw(st.integers(2 * ring.cp_size, 4 * ring.cp_size + 3))
+    return Case(replace(ring, layout=draw(st.sampled_from(["contiguous", "zigzag", "striped"]))), rows)
 
 
 @settings(max_examples=25, deadline=None)
@@ -122,11 +126,9 @@ def cases(draw: st.DrawFn) -> Case:
 def test_every_plan_is_free_of_races_and_right_in_any_order_of_the_streams(
     case: Case, direction: Literal["forward", "kv", "q"], one_queue: bool, seed: int
 ) -> None:
-    group = Group(case.ring.size, one_queue=one_queue)
-    if direction == "forward":
-        executions = group.start(plan_forward(case.visibility, case.ring), case.forward_inputs())
-    else:
-        executions = group.start(plan_backward(case.visibility, case.ring, direction), case.backward_inputs())
+    group = Group(case.ring.cp_size, one_queue=one_queue)
+    inputs = case.forward_inputs() if direction == "forward" else case.backward_inputs()
+    executions = group.start(case.plan(direction), inputs)
     assert group.machine.races() == []
     group.machine.run(seed)
     check = case.check_forward if direction == "forward" else case.check_backward
@@ -134,11 +136,11 @@ def test_every_plan_is_free_of_races_and_right_in_any_order_of_the_streams(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ring", [Ring(3), Ring(2, 2)], ids=str)
-def test_runs_that_follow_each_other_share_buffers_without_a_race(ring: Ring, seed: int) -> None:
-    first, second = Case(ring, "zigzag", 13, seed=1), Case(ring, "zigzag", 13, seed=2)
-    group = Group(ring.size)
-    forward, backward = plan_forward(first.visibility, ring), plan_backward(first.visibility, ring, "q")
+@pytest.mark.parametrize("ring", [ring_method(3), ring_method(2, 2)], ids=str)
+def test_runs_that_follow_each_other_share_buffers_without_a_race(ring: AttentionMethod, seed: int) -> None:
+    first, second = Case(ring, 13, seed=1), Case(ring, 13, seed=2)
+    group = Group(ring.cp_size)
+    forward, backward = first.plan("forward"), first.plan("q")
     for _ in range(2):  # pools know their size after the first runs
         done = [group.start(forward, first.forward_inputs()), group.start(backward, second.backward_inputs())]
     assert all(pool.idle_bytes > 0 for pool in group.pools)
@@ -180,12 +182,14 @@ class TooEarly(MachineStreams):
 
 
 @pytest.mark.parametrize("streams", [Forgetful, ForgetfulCompute, TooEarly])
-@pytest.mark.parametrize("ring", [Ring(3), Ring(2, 2)], ids=str)
-def test_a_missing_wait_is_found_as_a_race_and_as_wrong_numbers(ring: Ring, streams: type[MachineStreams]) -> None:
-    case = Case(ring, "zigzag", 13)
-    plan = plan_backward(case.visibility, ring, "kv")  # computes what it sends, and receives what it adds
+@pytest.mark.parametrize("ring", [ring_method(3), ring_method(2, 2)], ids=str)
+def test_a_missing_wait_is_found_as_a_race_and_as_wrong_numbers(
+    ring: AttentionMethod, streams: type[MachineStreams]
+) -> None:
+    case = Case(ring, 13)
+    plan = case.plan("kv")  # computes what it sends, and receives what it adds
     for seed in range(20):
-        group = Group(ring.size, streams)
+        group = Group(ring.cp_size, streams)
         executions = group.start(plan, case.backward_inputs())
         assert group.machine.races()
         group.machine.run(seed)
@@ -234,7 +238,7 @@ def test_copies_between_host_and_device_are_ordered_by_the_plans_waits(seed: int
         "fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host", prefetch_chunks=prefetch
     )
     plans = plan_method(method, Mask(rows), divide_sequence(method, rows))
-    case, group = Case(Ring(1), "contiguous", rows), Group(1)
+    case, group = Case(ring_method(1), rows), Group(1)
     [execution] = group.start(plans.forward, case.forward_inputs())
     assert group.machine.races() == []
     group.machine.run(seed)

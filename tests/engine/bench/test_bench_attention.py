@@ -8,8 +8,9 @@ import torch
 from testkit.ranks import Pools
 from torch import Tensor
 
+from engine.attention.grid import divide_sequence
 from engine.attention.mask import Mask
-from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.bench.attention import timed_pass

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from memory_cases import EIGHT_B, FOURTEEN_B, SEVEN_B, WORLD, seven_b
 
+from engine.attention.grid import divide_sequence
 from engine.attention.layers import attention_layers
 from engine.attention.lengths import padded_length
-from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.plan import RankPlan
 from engine.attention.presets import PRESETS
 from engine.attention.preview import token_bytes_of

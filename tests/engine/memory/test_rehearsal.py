@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention.grid import divide_sequence
 from engine.attention.kernels.base import BandSpec, TileGradients
 from engine.attention.mask import Mask
-from engine.attention.methods import divide_sequence, plan_method
+from engine.attention.methods import plan_method
 from engine.attention.plan import RankPlan, Tile
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology

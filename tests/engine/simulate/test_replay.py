@@ -6,13 +6,15 @@ import math
 import time
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import build_layout
-from engine.attention.mask import Mask, Visibility
+from engine.attention.grid import divide_sequence
+from engine.attention.mask import Mask
+from engine.attention.methods import PlanPair, plan_method
 from engine.attention.plan import (
     AttentionPlan,
     Channel,
@@ -26,7 +28,7 @@ from engine.attention.plan import (
     Transfer,
     View,
 )
-from engine.attention.planners.ring import Ring, plan_backward, plan_forward
+from engine.attention.presets import AttentionMethod
 from engine.attention.topology import Topology
 from engine.errors import PlanError
 from engine.simulate.machine import Machine, find_machine, free_links
@@ -260,11 +262,14 @@ def plans(draw: st.DrawFn) -> tuple[AttentionPlan, Topology]:
     size = inner * outer
     rows = draw(st.integers(2, 40)) * size
     mask = draw(st.sampled_from([Mask(rows), Mask(rows, causal=False), Mask(rows, window=rows // 3 + 1)]))
-    visibility = Visibility(mask, build_layout(draw(st.sampled_from(["contiguous", "zigzag", "striped"])), rows, size))
-    ring = Ring(inner, outer, direction=draw(st.sampled_from([-1, 1])))
-    if draw(st.booleans()):
-        return plan_forward(visibility, ring), Topology(outer, inner)
-    return plan_backward(visibility, ring, draw(st.sampled_from(["kv", "q"]))), Topology(outer, inner)
+    layout, way = draw(st.sampled_from(["contiguous", "zigzag", "striped"])), draw(st.sampled_from(["kv", "q"]))
+    found = ring_plans(inner, outer, mask, layout=layout, backward_circulates=way)
+    return draw(st.sampled_from([found.forward, found.backward])), Topology(outer, inner)
+
+
+def ring_plans(inner: int, outer: int, mask: Mask, **axes: Any) -> PlanPair:
+    method = AttentionMethod(**{"layout": "zigzag", **axes}, ring_inner_size=inner, ring_outer_size=outer)
+    return plan_method(method, mask, divide_sequence(method, mask.seq_len))
 
 
 @st.composite
@@ -321,12 +326,9 @@ def test_a_rank_does_one_thing_at_a_time(case: tuple[AttentionPlan, Topology], m
 
 
 def causal_rings(inner: int, outer: int, machine: Machine) -> list[Timeline]:
-    size = 8
-    visibility = Visibility(Mask(65536), build_layout("zigzag", 65536, size))
-    ring = Ring(inner, outer)
+    plans = ring_plans(inner, outer, Mask(65536))
     shape = TokenBytes(num_heads=32, num_kv_heads=32, head_dim=128)
-    both = (plan_forward(visibility, ring), plan_backward(visibility, ring, "kv"))
-    return [replay(plan, machine, shape, Topology(2, 4)) for plan in both]
+    return [replay(plan, machine, shape, Topology(2, 4)) for plan in (plans.forward, plans.backward)]
 
 
 def test_a_double_ring_beats_a_flat_one_when_nodes_are_far_apart() -> None:
@@ -345,8 +347,7 @@ def test_both_rings_are_equal_when_nothing_is_exposed() -> None:
 
 
 def test_sixty_four_ranks_are_replayed_in_seconds() -> None:
-    visibility = Visibility(Mask(1 << 20), build_layout("zigzag", 1 << 20, 64))
-    plan = plan_backward(visibility, Ring(8, 8), "kv")
+    plan = ring_plans(8, 8, Mask(1 << 20)).backward
     start = time.process_time()
     timeline = replay(plan, find_machine("h100"), GQA, Topology(8, 8))
     assert time.process_time() - start < 2.0

@@ -1,13 +1,13 @@
 """Where a mask lets queries see keys: disjoint rectangles of positions, each with one band over position differences.
 
-A piece is (q_low, q_high, k_low, k_high, low, high): the query at position q in [q_low, q_high) sees the key at
-position k in [k_low, k_high) iff low <= q - k <= high. Pieces are kept as one int64 table [n, 6] because a mask may
+Each is (q_low, q_high, k_low, k_high, low, high): the query at position q in [q_low, q_high) sees the key at
+position k in [k_low, k_high) iff low <= q - k <= high. They are kept as one int64 table [n, 6] because a mask may
 have 10^5 of them; all functions here are pure and vectorised over that table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,17 +20,6 @@ from engine.errors import ConfigError
 Table = npt.NDArray[np.int64]
 
 UNBOUNDED = 1 << 40  # a difference that no two positions have
-
-
-class Piece(NamedTuple):
-    """One rectangle of positions with its band; unbounded sides are -UNBOUNDED and UNBOUNDED."""
-
-    q_low: int
-    q_high: int
-    k_low: int
-    k_high: int
-    low: int
-    high: int
 
 
 class BlockRectangle(NamedTuple):
@@ -107,9 +96,9 @@ class BandRule(NamedTuple):
     sink: int
 
 
-def build_pieces(starts: Table, seq_len: int, rule: BandRule, blocks: BlockList | None) -> Table:
-    """All pieces [n, 6] of a mask, sorted by q_low; documents begin at `starts` and end at the next or at seq_len."""
-    tables = _document_pieces(starts, np.append(starts[1:], seq_len), rule)
+def build_rectangles(starts: Table, seq_len: int, rule: BandRule, blocks: BlockList | None) -> Table:
+    """All rectangles [n, 6] of a mask, sorted by q_low; documents begin at `starts`, the last ends at seq_len."""
+    tables = _document_rectangles(starts, np.append(starts[1:], seq_len), rule)
     if blocks is not None:
         tables = [_within_blocks(table, blocks) for table in tables]
     table: Table = trimmed(np.concatenate(tables))
@@ -118,7 +107,7 @@ def build_pieces(starts: Table, seq_len: int, rule: BandRule, blocks: BlockList 
     return result
 
 
-def _document_pieces(starts: Table, stops: Table, rule: BandRule) -> list[Table]:
+def _document_rectangles(starts: Table, stops: Table, rule: BandRule) -> list[Table]:
     """Tables whose query and key ranges are each ascending and disjoint: whole documents, sinks, windows."""
     causal_low = 0 if rule.causal else -UNBOUNDED
     if rule.window is None:
@@ -139,7 +128,7 @@ def _table(q_low: Table, q_high: Table, k_low: Table, k_high: Table, low: int, h
 
 
 def _within_blocks(table: Table, blocks: BlockList) -> Table:
-    """Every piece cut to every block rectangle that it meets."""
+    """Every rectangle cut to every block rectangle that it meets."""
     rectangles = np.array(blocks.rectangles, dtype=np.int64).reshape(-1, 4) * blocks.block_size
     q_low, q_high, k_low, k_high = rectangles.T
     after_queries = np.searchsorted(table[:, 1], q_low, "right"), np.searchsorted(table[:, 0], q_high, "left")
@@ -147,27 +136,21 @@ def _within_blocks(table: Table, blocks: BlockList) -> Table:
     first, stop = np.maximum(after_queries[0], after_keys[0]), np.minimum(after_queries[1], after_keys[1])
     counts = np.maximum(0, stop - first)
     rectangle = np.repeat(np.arange(len(rectangles)), counts)
-    piece = np.arange(len(rectangle)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-    cut: Table = table[piece]
+    met = np.arange(len(rectangle)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    cut: Table = table[met]
     cut[:, [0, 2]] = np.maximum(cut[:, [0, 2]], rectangles[rectangle][:, [0, 2]])
     cut[:, [1, 3]] = np.minimum(cut[:, [1, 3]], rectangles[rectangle][:, [1, 3]])
     return cut
 
 
 def trimmed(table: Table) -> Table:
-    """The same visibility with ranges cut to queries and keys that see something; pieces without any dropped."""
-    cut, sees = _trimmed(table)
-    kept: Table = cut[sees]
-    return kept
-
-
-def _trimmed(table: Table) -> tuple[Table, npt.NDArray[np.bool_]]:
-    """(every piece cut to what sees something, which ones do)."""
+    """The same visibility with ranges cut to queries and keys that see something; rectangles without any dropped."""
     q_low, q_high, k_low, k_high, low, high = table.T
     q_first, q_stop = np.maximum(q_low, k_low + low), np.minimum(q_high, k_high + high)
     k_first, k_stop = np.maximum(k_low, q_first - high), np.minimum(k_high, q_stop - low)
     sees = (q_low < q_high) & (k_low < k_high) & (q_first < q_stop)
-    return np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1), sees
+    kept: Table = np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1)[sees]
+    return kept
 
 
 def with_queries_before(table: Table, position: int) -> Table:
@@ -177,35 +160,11 @@ def with_queries_before(table: Table, position: int) -> Table:
     return trimmed(cut)
 
 
-class PieceIndex:
-    """The pieces of a table that meet a range of queries, found without looking at all of them."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-        self._q_low = np.ascontiguousarray(table[:, 0])
-        self._highest = np.maximum.accumulate(table[:, 1]) if len(table) else table[:, 1]
-
-    def within(self, ranges: Sequence[tuple[int, int]]) -> list[list[Piece]]:
-        """For every range of positions the pieces cut to queries in it and to the keys that these see."""
-        low, high = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        first = np.searchsorted(self._highest, low, "right")
-        count = np.maximum(0, np.searchsorted(self._q_low, high, "left") - first)
-        which = np.repeat(np.arange(len(count)), count)
-        cut = self._table[np.arange(len(which)) - (np.cumsum(count) - count - first)[which]]
-        cut[:, 0] = np.maximum(cut[:, 0], low[which])
-        cut[:, 1] = np.minimum(cut[:, 1], high[which])
-        cut, sees = _trimmed(cut)
-        found: list[list[Piece]] = [[] for _ in ranges]
-        for index, row in zip(which[sees].tolist(), cut[sees].tolist(), strict=True):
-            found[index].append(Piece(*row))
-        return found
-
-
 def pairs_before(table: Table, positions: Table) -> Table:
     """Visible pairs [len(positions)] whose query lies before each position.
 
-    The visible keys of a query at q in a trimmed piece are min(k_high, q - low + 1) - max(k_low, q - high): linear in q
-    between four break points, so that the sum over any number of pieces and queries is a few cumulative sums.
+    The visible keys of a query at q in a trimmed rectangle are min(k_high, q - low + 1) - max(k_low, q - high): linear
+    in q between four break points, so that the sum over any number of them and queries is a few cumulative sums.
     """
     q_low, q_high, k_low, k_high, low, high = table.T
     grows_until = np.clip(k_high + low - 1, q_low, q_high)

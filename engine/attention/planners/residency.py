@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.attention.allocate import Rows, Value
-from engine.attention.mask import Band, normalise
 from engine.attention.plan import Kind
 from engine.attention.planners.exchange import HeadGroup, Span, Where
 
@@ -45,8 +44,8 @@ class Chunking:
         return 1 if self.prefetch else 2
 
 
-class Stay(NamedTuple):
-    """Steps [first, last] through which a chunk is on the device; its first stay opens, its last closes."""
+class Residency(NamedTuple):
+    """Steps [first, last] through which a chunk is on the device; its first residency opens, its last closes."""
 
     chunk: int
     first: int
@@ -55,8 +54,8 @@ class Stay(NamedTuple):
     closes: bool = True
 
 
-def stays(uses: Iterable[tuple[int, int]], lead: int) -> list[Stay]:
-    """Stays of chunks that are used at (step, chunk), steps ascending; fetches take `lead` steps."""
+def residencies(uses: Iterable[tuple[int, int]], lead: int) -> list[Residency]:
+    """Residencies of chunks that are used at (step, chunk), steps ascending; fetches take `lead` steps."""
     steps_of: defaultdict[int, list[int]] = defaultdict(list)
     for step, chunk in uses:
         steps_of[chunk].append(step)
@@ -65,19 +64,8 @@ def stays(uses: Iterable[tuple[int, int]], lead: int) -> list[Stay]:
         # Stored during the step after a use, a chunk can be fetched from the step after that.
         cuts = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after - lead >= before + 2]
         for start, stop in pairwise([0, *cuts, len(steps)]):
-            result.append(Stay(chunk, steps[start], steps[stop - 1], start == 0, stop == len(steps)))
+            result.append(Residency(chunk, steps[start], steps[stop - 1], start == 0, stop == len(steps)))
     return sorted(result, key=lambda stay: stay.first)
-
-
-def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
-    """What a band leaves of some rows and keys, normalised."""
-    q_start, q_stop = max(band.q_start, q.start), min(band.q_stop, q.stop)
-    k_start, k_stop = max(band.k_start, keys.start), min(band.k_stop, keys.stop)
-    if q_start >= q_stop or k_start >= k_stop:
-        return []
-    shift = (k_start - band.k_start) - (q_start - band.q_start)
-    low, high = (None if end is None else end + shift for end in (band.low, band.high))
-    return normalise(Band(q_start, q_stop, k_start, k_stop, low, high))
 
 
 class Held:
@@ -87,13 +75,13 @@ class Held:
         self._first: defaultdict[int, list[int]] = defaultdict(list)
         self._values: defaultdict[int, list[list[Value]]] = defaultdict(list)
 
-    def add(self, stay: Stay, values: list[Value]) -> None:
-        """The values of a stay; stays of a chunk ascend."""
+    def add(self, stay: Residency, values: list[Value]) -> None:
+        """The values of a residency; those of a chunk ascend."""
         self._first[stay.chunk].append(stay.first)
         self._values[stay.chunk].append(values)
 
     def at(self, chunk: int, step: int) -> list[Value]:
-        """Values of a chunk at a step of one of its stays."""
+        """Values of a chunk at a step of one of its residencies."""
         return self._values[chunk][bisect_right(self._first[chunk], step) - 1]
 
 
@@ -142,9 +130,9 @@ class Block:
         return values
 
     def read(
-        self, planned: Iterable[Stay], whole: list[Value], arrive: Arrive | None = None, *, keep: bool = True
+        self, planned: Iterable[Residency], whole: list[Value], arrive: Arrive | None = None, *, keep: bool = True
     ) -> Held:
-        """Brings chunks of an operand for their stays.
+        """Brings chunks of an operand for their residencies.
 
         arrive   fills a chunk where it is used first; without it the operand is given whole
         keep     what arrived is stored even if this plan does not need it again
@@ -161,8 +149,8 @@ class Block:
             held.add(stay, values)
         return held
 
-    def sum(self, planned: Iterable[Stay], whole: list[Value], finish: Finish, *, in_place: bool = False) -> Held:
-        """Brings chunks of a sum for their stays, starts them at zero, stores them in between.
+    def sum(self, planned: Iterable[Residency], whole: list[Value], finish: Finish, *, in_place: bool = False) -> Held:
+        """Brings chunks of a sum for their residencies, starts them at zero, stores them in between.
 
         in_place: on the device, sums are formed in `whole`, and no chunk of its own is needed.
         """
