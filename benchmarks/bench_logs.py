@@ -2,7 +2,7 @@
 
 A virtual cluster (`burst testbed`, so this needs root): on every node a supervisor whose ranks write numbered lines of
 100 bytes, and one launcher, a process of its own, that mirrors them all. After the end every log is compared with the
-node's. CPU is that of the launcher's process, and of what runs on the nodes for it: the bridge, and the sshd that
+node's. CPU is that of the launcher's process, and of what runs on the nodes for it: the agent, and the sshd that
 carries it. All of them share the cores of this machine with the ranks that write.
 
     python -m benchmarks.bench_logs --output benchmarks/results/logs_HARDWARE_YYYYMM.json
@@ -73,7 +73,7 @@ class Figures:
     late_median_s: float | None
     late_max_s: float | None
     launcher: Usage
-    bridges: Usage
+    agents: Usage
     sshd: Usage
 
 
@@ -139,23 +139,23 @@ def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
 
 
 def _watch(case: Case, testbed: Testbed, runs: Sequence[Any], launcher: psutil.Process, begin: float) -> Figures:
-    from testkit.link_rig import bridges_on
+    from testkit.link_rig import agents_on
 
-    counters = {"launcher": Counter(), "bridges": Counter(), "sshd": Counter()}
+    counters = {"launcher": Counter(), "agents": Counter(), "sshd": Counter()}
     late: list[float] = []
     deadline = time.monotonic() + PATIENCE_S + (case.lines / case.per_second if case.per_second else 0)
-    bridges: list[psutil.Process] = []
+    agents: list[psutil.Process] = []
     here = 0
     while here < case.bytes and time.monotonic() < deadline:
         there, here = _size(runs, case, is_copy=False), _size(runs, case, is_copy=True)
         if case.per_second and 0 < there < case.bytes:
             rate = case.nodes * case.streams_per_node * case.per_second * LINE_BYTES
             late.append((there - here) / rate)
-        if len(bridges) < case.nodes:
-            bridges = [bridge for node in testbed.node_names[: case.nodes] for bridge in bridges_on(testbed, node)]
+        if len(agents) < case.nodes:
+            agents = [agent for node in testbed.node_names[: case.nodes] for agent in agents_on(testbed, node)]
         counters["launcher"].look([launcher])
-        counters["bridges"].look(bridges)
-        counters["sshd"].look({parent for bridge in bridges for parent in _sshd_above(bridge)})
+        counters["agents"].look(agents)
+        counters["sshd"].look({parent for agent in agents for parent in _sshd_above(agent)})
         time.sleep(LOOK_S)
     elapsed = time.monotonic() - begin
     return Figures(
@@ -168,10 +168,10 @@ def _watch(case: Case, testbed: Testbed, runs: Sequence[Any], launcher: psutil.P
     )
 
 
-def _sshd_above(bridge: psutil.Process) -> list[psutil.Process]:
+def _sshd_above(agent: psutil.Process) -> list[psutil.Process]:
     """The sshd processes of its connection; the one that listens serves everybody."""
     try:
-        return [parent for parent in bridge.parents() if "sshd" in parent.name() and parent.ppid() != 1]
+        return [parent for parent in agent.parents() if "sshd" in parent.name() and parent.ppid() != 1]
     except psutil.Error:
         return []
 
@@ -200,7 +200,7 @@ def show(name: str, figures: Figures) -> None:
     print(f"  {figures.elapsed_s:.1f} s, {figures.bytes_per_s / 1e6:.1f} MB/s, {whole}")
     if figures.late_median_s is not None:
         print(f"  late: median {figures.late_median_s:.2f} s, at most {figures.late_max_s:.2f} s")
-    for who in ("launcher", "bridges", "sshd"):
+    for who in ("launcher", "agents", "sshd"):
         usage: Usage = getattr(figures, who)
         print(f"  {who:>8}: {usage.cpu_share:6.1%} of a core, {usage.peak_rss_bytes / 2**20:6.1f} MiB at most")
 

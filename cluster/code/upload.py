@@ -11,10 +11,10 @@ from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
 from cluster.access.nodes import fold_nodes
 from cluster.code.archive import CodeArchive, CodeError
-from cluster.preflight.bundle import NoAnswerError, ask_program
+from cluster.code.program import NoAnswerError, ask_program
 from cluster.remote_text import one_line
 
-MODULES = ("cluster.code.node.tree", "cluster.preflight.node.talk", "cluster.code.node.install")
+MODULES = ("cluster.code.node.tree", "cluster.code.node.messages", "cluster.code.node.install")
 KEEP = 5
 _DAY_S = 86400.0
 _SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node

@@ -1,4 +1,4 @@
-"""The lock that makes a run have one controller at a time: whoever starts, watches, mirrors and judges it."""
+"""The lock that makes a run have one controller at a time: whoever starts, watches, copies and judges it."""
 
 from __future__ import annotations
 

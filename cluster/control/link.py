@@ -1,6 +1,6 @@
 """The seam between a controller and one node of its run: what it may ask for, and what it is told.
 
-`LocalLink` works on this machine's run folder, `SshLink` over SSH with a mirror of the node's files, `SlurmLink` on a
+`LocalLink` works on this machine's run folder, `SshLink` over SSH with a copy of the node's files, `SlurmLink` on a
 shared run folder; tests have a fake of a few lines.
 """
 
@@ -95,7 +95,7 @@ class NodeLink(Protocol):
         """Lay the files, start the supervisor. Raises StartRefusedError; never starts a second one of the same run."""
 
     def follow(self) -> None:
-        """Begin to watch (and to mirror) what was started, now or by an earlier launcher."""
+        """Begin to watch (and to copy) what was started, now or by an earlier launcher."""
 
     def poll(self) -> NodeStatus:
         """What is known now."""

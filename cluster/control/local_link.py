@@ -28,8 +28,8 @@ class LocalLink:
     def start(self, spec: NodeSpec) -> None:
         """Start a supervisor that outlives this process; see `NodeLink.start`."""
         answer = daemon.start(spec.to_dict())
-        if answer["op"] != "started":
-            raise StartRefusedError(self._node, str(answer.get("kind")), str(answer.get("text")))
+        if "refused" in answer:
+            raise StartRefusedError(self._node, **answer["refused"])
 
     def follow(self) -> None:
         """Nothing: the files are here."""

@@ -1,33 +1,40 @@
-"""`NodeLink` over SSH: a bridge on the node, its files mirrored into the run folder, reconnecting until closed.
+"""`NodeLink` over SSH: an agent on the node is asked again and again, its files copied, reconnecting until closed.
 
-One thread connects, reads and writes the mirror; another one sends. `poll`, `beat`, `stop` and `request_stacks` only
-leave a note for them. What was asked for and not confirmed when a connection broke is asked for again on the next one.
+One thread asks; `poll`, `beat`, `stop` and `request_stacks` only leave a note for it. What was asked for and not
+answered when a connection broke is asked for again on the next one.
 """
 
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.access.connection import Connection
 from cluster.access.hosts import Host
-from cluster.control.bridge_session import BridgeEndedError, BridgeSession
+from cluster.code.node.messages import Message, MessageError, pack
+from cluster.code.program import NoAnswerError, NodeProgram
 from cluster.control.link import NodeSpec, NodeStatus, StartRefusedError
-from cluster.control.link_state import LinkState, PendingStart
-from cluster.control.mirror import Mirror, MirrorError, MirrorGapError
-from cluster.control.node_talk import AgainError, NodeTalk
+from cluster.control.node_copy import CopyError, NodeCopy
+from cluster.control.node_status import as_integer, as_pids, as_status
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
-from cluster.supervise.node.frames import FrameError, Message, pack_message
+from cluster.supervise.node.daemon import AGENT_MODULES
 
 # No use in trying again: a person must do something first.
 _LASTING = (SshFailure.AUTH, SshFailure.HOST_KEY_CHANGED, SshFailure.HOST_KEY_UNKNOWN, SshFailure.DNS)
 _CLOSE_S = 2.0
+_WAIT_S = 0.5  # an answer waits so long for news: what is asked for meanwhile is late by as much
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, 1 << 20  # of files in one answer
+_FAST_S, _SLOW_S = 0.25, 1.0
+_KEPT_ANSWERS = 64
+_PAUSE_S = 0.02  # between two questions, should an agent never wait
 
 
 class Connector(Protocol):
@@ -46,14 +53,10 @@ class NodePlace:
     folder: str
     lead: bool
 
-    def follow_message(self) -> Message:
-        """What asks a bridge for everything of this node; without offsets."""
-        return {"op": "follow", "folder": self.folder, "node": self.node, "lead": self.lead}
-
 
 @dataclass(frozen=True)
 class LinkTiming:
-    """How patient a link is, in seconds. silence_s: a bridge says something every 2 s."""
+    """How patient a link is, in seconds. silence_s: an agent answers at once or in half a second."""
 
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
@@ -62,7 +65,7 @@ class LinkTiming:
 
 
 class SshLink:
-    """One node of one run over SSH; see `NodeLink`. Its threads begin with `follow` or `start` and end with `close`.
+    """One node of one run over SSH; see `NodeLink`. Its thread begins with `follow` or `start` and ends with `close`.
 
     on_end: told once, when no more connections are needed.
     """
@@ -78,10 +81,22 @@ class SshLink:
     ) -> None:
         self._host, self._pool, self._place, self._timing = host, pool, place, timing
         self._on_end = on_end
-        self._mirror = Mirror(place.run, place.node, lead=place.lead)
-        self._state = LinkState(NodeStatus(place.node))
         self._thread: threading.Thread | None = None
         self._connection: Connection | None = None
+        # Guarded by `changed`, which is told of every change that somebody may wait for.
+        self._changed = threading.Condition()
+        self._status = NodeStatus(place.node)
+        self._problem: str | None = "not connected yet"
+        self._heard_at = time.monotonic()
+        self._requests: Message = {}  # what the node has not answered yet
+        self._has_beat = self._is_urgent = self._is_closed = False
+        self._started: StartRefusedError | bool | None = None  # the answer to a start; None: there is none yet
+        self._swept: tuple[int, ...] | None = None
+        # Of the thread alone.
+        self._copy = NodeCopy(place.run, place.node, lead=place.lead)
+        self._clocks: deque[tuple[int, int]] = deque(maxlen=_KEPT_ANSWERS)  # round trip, offset
+        self._budget = _LEAST_BYTES
+        self._is_following = self._was_start_sent = False
 
     @property
     def node(self) -> str:
@@ -90,70 +105,72 @@ class SshLink:
 
     def start(self, spec: NodeSpec) -> None:
         """Start the supervisor, whatever the connection does meanwhile; see `NodeLink.start`."""
-        state, start = self._state, PendingStart({"op": "start", "spec": spec.to_dict()})
+        request = {**spec.to_dict(), "start_id": secrets.token_hex(8)}
         try:
-            pack_message(start.message)
-        except FrameError as error:
+            pack({"start": request})
+        except MessageError as error:
             raise StartRefusedError(self.node, "command", f"its files are too large: {error}") from error
         deadline = time.monotonic() + self._timing.start_s
-        with state.changed:
-            state.start, state.status, state.is_urgent = start, NodeStatus(self.node), True
-            state.requests.clear()
-            if state.session is not None:
-                state.session.finish()  # the next one begins with the start
-            self._begin()
-            state.wait(lambda: start.is_done, deadline)
-            state.start = None
-            if start.error is not None:
-                raise start.error
-            if not start.is_done:
-                cause = "given up" if state.is_closed else f"no answer in {self._timing.start_s:.3g} s"
-                text = f"{cause}: {state.problem or 'the node takes its time'}"
+        with self._changed:
+            self._requests, self._status = {"start": request}, NodeStatus(self.node)
+            self._started, self._was_start_sent = None, False
+            self._hurry()
+            self._await(lambda: self._started is not None, deadline)
+            self._requests.pop("start", None)
+            if isinstance(self._started, StartRefusedError):
+                raise self._started
+            if not self._started:
+                cause = "given up" if self._is_closed else f"no answer in {self._timing.start_s:.3g} s"
+                text = f"{cause}: {self._problem or 'the node takes its time'}"
                 raise StartRefusedError(self.node, "unreachable", text)
 
     def follow(self) -> None:
-        """Mirror what is there and what comes; returns at once."""
-        with self._state.changed:
+        """Copy what is there and what comes; returns at once."""
+        with self._changed:
             self._begin()
 
     def poll(self) -> NodeStatus:
         """What is known now. A problem is set as long as the node is not heard, or what it says cannot be kept."""
-        return self._state.snapshot()
+        with self._changed:
+            heard_s = max(0.0, time.monotonic() - self._heard_at)
+            offset_ns = min(self._clocks)[1] if self._clocks else 0
+            problem = self._problem or self._copy.problem
+            return replace(self._status, heard_s=heard_s, problem=problem, clock_offset_ns=offset_ns)
 
     def beat(self) -> None:
-        """Renew the lease, if the node can be reached."""
-        self._state.send({"op": "beat"})
+        """Renew the lease soon."""
+        with self._changed:
+            self._has_beat = True
 
     def stop(self, cause: str, grace_s: float) -> None:
         """Ask for the end; kept until the node has it."""
-        self._state.request({"op": "stop", "cause": cause, "grace_s": grace_s})
+        self._request("stop", {"cause": cause, "grace_s": grace_s})
 
     def request_stacks(self, nonce: str) -> None:
         """Ask for stacks; kept until the node has it."""
-        self._state.request({"op": "stacks", "nonce": nonce})
+        self._request("stacks", nonce)
 
     def sweep(self, timeout_s: float) -> tuple[int, ...]:
         """Kill what is left; pids that would not die. Raises SshError when the node does not answer in time."""
-        state, deadline = self._state, time.monotonic() + timeout_s
-        with state.changed:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._swept = None
+            self._request("sweep", secrets.token_hex(8))
             self._begin()
-            left = state.sweep(deadline)
-            if left is not None:
+            self._await(lambda: self._swept is not None, deadline)
+            self._requests.pop("sweep", None)
+            if (left := self._read_swept()) is not None:
                 return left
-            detail = f"was not seen clearing up within {timeout_s:.3g} s: {state.problem or 'no answer'}"
+            detail = f"was not seen clearing up within {timeout_s:.3g} s: {self._problem or 'no answer'}"
         raise SshError(self.node, SshFailure.LOST, detail, "its supervisor ends the run when its lease is over")
 
     def close(self) -> None:
-        """Say goodbye to the bridge and end the threads, without waiting for them."""
-        state = self._state
-        with state.changed:
-            if state.is_closed:
+        """End the thread once it has asked for what is noted, without waiting for it."""
+        with self._changed:
+            if self._is_closed:
                 return
-            state.is_closed = True
-            state.changed.notify_all()
-            if state.session is not None:
-                state.session.send({"op": "bye"})
-                state.session.finish()
+            self._is_closed = True
+            self._changed.notify_all()
             thread = self._thread
         if thread is None:
             self._on_end()
@@ -162,15 +179,35 @@ class SshLink:
             threading.Thread(target=self._close_soon, args=(thread,), name=name, daemon=True).start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads of a closed link; whether they ended."""
+        """Wait for the thread of a closed link; whether it ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
+    def _read_swept(self) -> tuple[int, ...] | None:
+        return self._swept
+
+    def _request(self, name: str, wish: Any) -> None:
+        """Ask for it, over every new connection until the node has answered; the next one comes soon."""
+        with self._changed:
+            self._requests[name] = wish
+            self._is_urgent = True
+            self._changed.notify_all()
+
+    def _hurry(self) -> None:
+        self._is_urgent = True
+        self._changed.notify_all()
+        self._begin()
+
     def _begin(self) -> None:
-        if self._thread is None and not self._state.is_closed:
+        if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._serve, name=f"link to {self.node}", daemon=True)
             self._thread.start()
+
+    def _await(self, is_over: Callable[[], bool], deadline: float) -> None:
+        """Wait for `is_over`, the end of the link, or a point of the monotonic clock. The caller holds `changed`."""
+        while not is_over() and not self._is_closed and (left_s := deadline - time.monotonic()) > 0:
+            self._changed.wait(left_s)
 
     def _close_soon(self, thread: threading.Thread) -> None:
         """A dead link is not waited for."""
@@ -181,60 +218,133 @@ class SshLink:
 
     def _serve(self) -> None:
         try:
-            self._keep_conversing()
+            self._keep_asking()
         finally:
             self._disconnect()
-            self._mirror.close()
             self._on_end()
 
-    def _keep_conversing(self) -> None:
+    def _keep_asking(self) -> None:
         pause_s = self._timing.first_pause_s
-        while not self._state.is_closed:
+        while not self._is_closed:
             begin = time.monotonic()
             try:
                 self._converse()
-            except (MirrorGapError, AgainError):
-                pass  # the connection is as good as before
-            except BridgeEndedError as error:
-                self._note_end(error.text, "command" if error.is_lasting else None)
+            except NoAnswerError as error:
+                self._note_end(str(error), "command" if error.is_python_missing else None)
+            except CopyError as error:
+                self._note_end(f"it sends what makes no sense: {error}", None)
             except SshError as error:
-                text = f"{error.detail}; {error.remedy}" if error.remedy else error.detail
+                detail = error.detail
+                if error.kind is SshFailure.COMMAND_TIMEOUT:
+                    detail = f"nothing was heard for {self._timing.silence_s:.3g} s"
+                text = f"{detail}; {error.remedy}" if error.remedy else detail
                 self._note_end(text, "unreachable" if error.kind in _LASTING else None)
-            except (FrameError, MirrorError) as error:
-                self._note_end(f"it sends what makes no sense: {one_line(str(error))}", None)
             except Exception as error:  # a thread that dies would leave everybody waiting
                 self._note_end(one_line(f"{type(error).__name__}: {error}"), None)
             if time.monotonic() - begin > self._timing.longest_pause_s:
                 pause_s = self._timing.first_pause_s
-            self._state.pause(pause_s * random.uniform(0.5, 1.0))
+            self._pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._timing.longest_pause_s)
 
     def _converse(self) -> None:
-        """One bridge from its first message to its last; always raises, unless we asked for its end."""
+        """Ask one agent until the link is closed and has nothing more to ask for."""
         if self._connection is None:
             self._connection = self._pool.connect(self._host)
-        state = self._state
-        session = BridgeSession(self._connection, state.clock)
-        talk = NodeTalk(state, session, self._mirror, self._place.follow_message())
-        state.open_session(session)
+        program = NodeProgram(self._connection, AGENT_MODULES, "main(carried)", self._note_heard)
+        self._is_following = False
         try:
-            while (frame := session.next(self._timing.silence_s)) is not None:
-                talk.take(frame)
-            if state.is_closed:
-                return
-            if state.pending_start() is not None and session.is_ending:
-                raise AgainError
-            raise session.epitaph()
+            while (question := self._next_question()) is not None:
+                sent_ns = time.time_ns()
+                answer, data = program.ask(question, silence_s=self._timing.silence_s)
+                self._note_clock(sent_ns, time.time_ns(), answer)
+                self._take(question, answer, data)
+                if "files" not in answer:
+                    self._pause(_PAUSE_S)
         finally:
-            state.open_session(None)
-            session.close()
+            program.close()
+
+    def _next_question(self) -> Message | None:
+        with self._changed:
+            if self._is_closed and not self._requests:
+                return None
+            self._is_urgent = False
+            wait_s = 0.0 if self._is_closed else _WAIT_S
+            if "start" in self._requests:
+                # The files on the node are left alone: they may be those of an earlier attempt.
+                question = {"start": self._requests["start"], "again": self._was_start_sent, "wait_s": wait_s}
+                self._was_start_sent, self._is_following = True, False
+                return question
+            question = {"folder": self._place.folder, "node": self.node, "wait_s": wait_s, **self._requests}
+            if self._has_beat:
+                question["beat"], self._has_beat = True, False
+        if not self._is_following and self._copy.can_go_on():
+            question["follow"] = {"lead": self._place.lead, "offsets": self._copy.offsets()}
+            self._is_following = True
+        question["budget"] = self._budget if self._is_following else 0
+        return question
+
+    def _take(self, question: Message, answer: Message, data: bytes) -> None:
+        """Believe what makes sense of an answer. Raises CopyError."""
+        if "files" in answer and not self._copy.take(answer["files"], data):
+            self._is_following, self._budget = False, _LEAST_BYTES
+        said = answer.get("errors")
+        errors = {str(name): one_line(str(text), 500) for name, text in said.items()} if isinstance(said, dict) else {}
+        self._is_following = self._is_following and "follow" not in errors
+        with self._changed:
+            if "start" in question:
+                self._started = self._started or self._answer_to_start(answer, errors.get("start"))
+            self._problem = f"the node says: {'; '.join(errors.values())}" if errors else None
+            for name in ("stop", "stacks"):
+                if name in question and name not in errors and self._requests.get(name) is question[name]:
+                    del self._requests[name]
+            if "swept" in answer:
+                self._swept = as_pids(answer["swept"])
+                self._requests.pop("sweep", None)
+            if "status" in answer:
+                self._status = replace(self._status, **as_status(answer["status"]))
+            if answer.get("all") is True and self._is_following:
+                self._status = replace(self._status, is_synced=self._status.outcome is not None)
+            self._changed.notify_all()
+
+    def _answer_to_start(self, answer: Message, error: str | None) -> StartRefusedError | bool | None:
+        refused = answer.get("refused")
+        if isinstance(refused, dict):
+            kind, text = one_line(str(refused.get("kind")), 20), one_line(str(refused.get("text")), 2000)
+            return StartRefusedError(self.node, kind, text)
+        return StartRefusedError(self.node, "command", error) if error is not None else "started" in answer or None
+
+    def _note_clock(self, sent_ns: int, heard_ns: int, answer: Message) -> None:
+        """By the way there and back of the fastest answer, and by how fast files come, how many to ask for."""
+        got_ns, now_ns = as_integer(answer.get("got_ns")), as_integer(answer.get("now_ns"))
+        way_ns = heard_ns - sent_ns - (now_ns - got_ns)
+        if got_ns > 0 and way_ns >= 0:
+            with self._changed:
+                self._clocks.append((way_ns, (got_ns - sent_ns + now_ns - heard_ns) // 2))
+        if way_ns < _FAST_S * 1e9:
+            self._budget = min(2 * self._budget, _MOST_BYTES)
+        elif way_ns > _SLOW_S * 1e9:
+            self._budget = max(self._budget // 2, _LEAST_BYTES)
+
+    def _note_heard(self) -> None:
+        with self._changed:
+            self._heard_at = time.monotonic()
 
     def _note_end(self, text: str, refusal: str | None) -> None:
         """The connection is of no more use. refusal: a start that waits need not wait for the next one."""
-        self._state.note_problem(text)
+        with self._changed:
+            self._problem = text
+            if refusal is not None and "start" in self._requests and self._started is None:
+                self._started = StartRefusedError(self.node, refusal, text)
+            self._changed.notify_all()
         self._disconnect()
-        if refusal is not None:
-            self._state.end_start(StartRefusedError(self.node, refusal, text))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not while something urgent was asked for since the last question, nor once closed."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not self._is_closed and not self._is_urgent and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            self._is_urgent = False
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from cluster.access.nodes import fold_nodes
 from cluster.code.node.boot import OLD_PYTHON
+from cluster.code.program import NoAnswerError
 from cluster.errors import ClusterError, SshError
-from cluster.preflight.bundle import NoAnswerError
 from cluster.preflight.facts import DataFacts, RemoteFacts
 from cluster.preflight.survey import Survey, needed_modules
 from engine.config import RunConfig

@@ -9,10 +9,10 @@ from typing import Any
 from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
 from cluster.access.hosts import Host
+from cluster.code.program import ask_program
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan_container import text_files
-from cluster.preflight.bundle import ask_program
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.probe.run import probe_node
 from engine.config import RunConfig
@@ -21,7 +21,7 @@ from engine.errors import BurstError
 MODULES = (
     "cluster.code.node.tree",
     "cluster.image.node.identity",
-    "cluster.preflight.node.talk",
+    "cluster.code.node.messages",
     "cluster.preflight.node.survey",
 )
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}

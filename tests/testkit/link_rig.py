@@ -1,4 +1,4 @@
-"""Runs behind real links for tests: a spec for a command on a node, what both sides of the mirror hold, a launcher."""
+"""Runs behind real links for tests: a spec for a command on a node, what both sides hold, a launcher."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: flo
     return wait_for(look, lambda: f"the node: {link.poll()}", timeout_s, pause_s=0.2)
 
 
-def bridges_on(testbed: Testbed, node: str) -> list[psutil.Process]:
-    """The bridges that run on a node."""
+def agents_on(testbed: Testbed, node: str) -> list[psutil.Process]:
+    """The agents that run on a node."""
     found = []
     namespace = Path(f"/proc/{testbed.node(node).holder()}/ns/net").readlink()
     for process in psutil.process_iter():
         try:
-            if "burst-bridge" in process.cmdline() and Path(f"/proc/{process.pid}/ns/net").readlink() == namespace:
+            if "burst-agent" in process.cmdline() and Path(f"/proc/{process.pid}/ns/net").readlink() == namespace:
                 found.append(process)
         except (psutil.Error, OSError):
             continue
@@ -112,7 +112,7 @@ def bridges_on(testbed: Testbed, node: str) -> list[psutil.Process]:
 
 
 def start_launcher(testbed: Testbed, runs: Sequence[RemoteRun]) -> subprocess.Popen[bytes]:
-    """A process of its own that mirrors `runs` until it is killed."""
+    """A process of its own that copies `runs` until it is killed."""
     places = [f"{run.run}={run.node}" for run in runs]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     return subprocess.Popen([sys.executable, __file__, testbed.name, *places], env=environment)

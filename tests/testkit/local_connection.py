@@ -62,6 +62,8 @@ class LocalConnection:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(5.0)
 
     def __enter__(self) -> Self:
         return self

@@ -6,19 +6,17 @@ ROOT/<code id>.part-<nonce>    being unpacked
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import stat
-import sys
 import tarfile
 import time
 from typing import Any
 
+from cluster.code.node.messages import serve
 from cluster.code.node.tree import check_tree, expand, replaceable_above, used_code
 
 _DAY_S = 86400.0
-_ARCHIVE_BYTES = 256 << 20
 
 
 class InstallError(Exception):
@@ -126,15 +124,8 @@ def _remove(path: str) -> None:
 
 
 def main() -> None:
-    """Read a question and an archive from stdin, answer with one line of JSON between fences."""
-    from cluster.preflight.node.talk import answer, read_exactly, read_question
-
-    question = read_question()
-    size = int(question["bytes"])
-    if not 0 <= size <= _ARCHIVE_BYTES:
-        sys.exit(1)
-    archive = read_exactly(size)
-    answer(question, _handle(question, archive))
+    """Answer the launcher."""
+    serve(lambda question, archive: (_handle(question, archive), b""))
 
 
 def _handle(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
@@ -153,7 +144,3 @@ def _handle(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
         return {"error": str(error)}
     except OSError as error:
         return {"error": f"{error.filename or root}: {error.strerror or error}"}
-
-
-if __name__ == "__main__":
-    print(json.dumps({"usage": "started by burst over SSH"}))

@@ -12,6 +12,7 @@ import subprocess
 import time
 from typing import Any, Callable, Optional
 
+from cluster.code.node.messages import serve
 from cluster.code.node.tree import check_tree, expand, read_environment
 
 _TOOL_S = 20.0
@@ -355,8 +356,5 @@ def _state(pid: str) -> str:
 
 
 def main() -> None:
-    """Read the question, answer it."""
-    from cluster.preflight.node.talk import answer, read_question
-
-    question = read_question()
-    answer(question, survey(question))
+    """Answer the launcher."""
+    serve(lambda question, _: (survey(question), b""))

@@ -3,5 +3,5 @@
 daemon.start(spec) -> dict, daemon.run_foreground(spec) -> int          the supervisor begins
 folder.read_status(folder, node), .beat, .request_stop, .request_stacks  the files by which it is controlled
 sweep.sweep(folder, node, run_id) -> [pids]                              what is left of a run goes
-bridge.main                                                              all of that over one SSH exec
+agent.main                                                               all of that over one SSH exec
 """

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from typing import Any, Callable, Optional
 
 from cluster.code.node.boot import boot_code, pack_modules, with_length
 from cluster.supervise.node.attempts import put_aside
-from cluster.supervise.node.folder import NodeFiles, beat, lay_files, make_folder, write_json
+from cluster.supervise.node.folder import NodeFiles, beat, lay_files, make_folder, read_json, write_json
 from cluster.supervise.node.locks import Lock, RefusedError, take_node, take_run
 from cluster.supervise.node.spec import (
     NODE_VARIABLE,
@@ -44,26 +45,47 @@ MODULES = (
     "cluster.supervise.node.supervisor",
     "cluster.supervise.node.daemon",
 )
+AGENT_MODULES = ("cluster.code.node.messages", *MODULES, "cluster.supervise.node.tail", "cluster.supervise.node.agent")
 _ANSWER_S = 30.0
+_FOUND_S = 5.0
 
 
-def start(message: dict[str, Any], carried: Optional[bytes] = None) -> dict[str, Any]:
-    """{"op": "started", "pid"} once a supervisor of its own owns the run here, else {"op": "refused", "kind", "text"}.
+def start(message: dict[str, Any], carried: Optional[bytes] = None, *, again: bool = False) -> dict[str, Any]:
+    """{"started": pid} once a supervisor of its own owns the run here, else {"refused": {"kind", "text"}}.
 
     The locks are taken here and inherited by the supervisor, so of two who ask at once one is refused. `carried`: the
-    modules as they came over the wire; None: read from this installation.
+    modules as they came over the wire; None: read from this installation. again: this very request was made before,
+    and its answer may have been lost: what it began is not begun twice, nor refused.
     """
     locks: list[Lock] = []
     try:
-        spec = _prepare(message, locks)
-        pid = _spawn(spec, locks, carried)
+        spec = _prepare(message, locks, again=again)
+        pid = _begun_pid(spec) if again else None
+        pid = _spawn(spec, locks, carried) if pid is None else pid
     except RefusedError as error:
         for lock in locks:
             lock.release()
-        return {"op": "refused", "kind": error.kind, "text": str(error)}
+        pid = _await_begun(message) if again and error.kind in ("exists", "busy") else None
+        return {"refused": {"kind": error.kind, "text": str(error)}} if pid is None else {"started": pid}
     for lock in locks:
         lock.close()
-    return {"op": "started", "pid": pid}
+    return {"started": pid}
+
+
+def _begun_pid(spec: Spec) -> Optional[int]:
+    """The supervisor that this very request began, whether it still lives or not; None: it began none."""
+    files = NodeFiles(spec.folder, spec.node)
+    supervisor = read_json(files.supervisor)
+    is_ours = (read_json(files.spec) or {}).get("start_id") == spec.start_id
+    return int(supervisor["pid"]) if is_ours and supervisor is not None else None
+
+
+def _await_begun(message: dict[str, Any]) -> Optional[int]:
+    """`_begun_pid`, with time for a request that is being carried out just now."""
+    spec, deadline = parse_spec(message), time.monotonic() + _FOUND_S
+    while (pid := _begun_pid(spec)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pid
 
 
 def run_foreground(message: dict[str, Any]) -> int:
@@ -110,7 +132,7 @@ def main(carried: bytes) -> None:
     os._exit(0)
 
 
-def _prepare(message: dict[str, Any], locks: list[Lock]) -> Spec:
+def _prepare(message: dict[str, Any], locks: list[Lock], *, again: bool = False) -> Spec:
     """The checked spec, with all files laid and the locks in `locks`. Raises RefusedError."""
     try:
         spec = parse_spec(message)
@@ -119,6 +141,8 @@ def _prepare(message: dict[str, Any], locks: list[Lock]) -> Spec:
     locks += take_node(spec)
     locks += take_run(spec)
     files = NodeFiles(spec.folder, spec.node)
+    if again and _begun_pid(spec) is not None:
+        return spec
     try:
         _clear_way(spec, files)
         lay_files(spec.folder, spec.files)

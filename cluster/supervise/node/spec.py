@@ -38,6 +38,7 @@ class Spec(NamedTuple):
     lease_s: Optional[float]
     stop_grace_s: float
     exclusive: bool
+    start_id: str = ""  # of the request to start it: the same when it is asked for again
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, without the files, which lie beside it."""
@@ -73,6 +74,7 @@ def parse_spec(message: Any) -> Spec:
         lease_s=None if lease is None else seconds(lease, "lease_s"),
         stop_grace_s=seconds(message.get("stop_grace_s", 12.0), "stop_grace_s"),
         exclusive=bool(message.get("exclusive", True)),
+        start_id=checked_run_id(message.get("start_id") or "none"),
     )
 
 

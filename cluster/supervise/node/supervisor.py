@@ -1,6 +1,6 @@
 """The owner of one run on one node: starts its command, watches it, stops it, and leaves no process behind.
 
-It hears of the world by files of the run folder alone (`folder.py`), so it survives launchers, sessions and bridges.
+It hears of the world by files of the run folder alone (`folder.py`), so it survives launchers, sessions and agents.
 """
 
 import contextlib

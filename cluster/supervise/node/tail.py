@@ -4,17 +4,14 @@ Logs only grow: they are followed by offset. Other files are replaced as a whole
 size or inode changed. What is neither a plain file nor of a known kind is not looked at.
 """
 
-import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional, Union
 
 from cluster.supervise.node.folder import NodeFiles
 
 PIECE_BYTES = 64 << 10
-WHOLE_BYTES = 1 << 20  # a replaced file up to this size travels as one text
 _MAX_FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
@@ -23,163 +20,107 @@ _LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 _TRACES, _CURVES = "profile/", "tensorboard/"
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
-
-class Piece(NamedTuple):
-    """Bytes of a followed file. begins: they are the first of a new stream `number`.
-
-    replace: the stream stands in the place of what was there (`size`: its length, None for a log that goes on).
-    """
-
-    path: str
-    number: int
-    offset: int
-    data: bytes
-    begins: bool
-    replace: bool
-    size: Optional[int]
-
-
-class Whole(NamedTuple):
-    """A small file as it is now."""
-
-    path: str
-    data: bytes
-
-
-class Streams:
-    """Hands out numbers of streams, each once."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def new(self) -> int:
-        """A number that was never used."""
-        self.next += 1
-        return self.next - 1
+# {path, offset, bytes} of a piece; anew: a log that was begun anew; size: of a file that is replaced, when it is whole.
+Piece = tuple[dict[str, Any], bytes]
 
 
 class GrowingFile:
     """A log: what was sent is its beginning, up to `offset`."""
 
-    def __init__(self, root: str, path: str, offset: int, streams: Streams) -> None:
-        self.path, self.offset = path, offset
-        self._full, self._streams = os.path.join(root, path), streams
-        self._number: Optional[int] = None
+    def __init__(self, root: str, path: str, offset: int) -> None:
+        self._path, self._offset = path, offset
+        self._full = os.path.join(root, path)
         self._inode: Optional[int] = None
-        self._replace = False
 
-    @property
-    def exists(self) -> bool:
-        """Whether it was ever seen."""
-        return self._inode is not None
-
-    def next(self) -> Optional[Piece]:
-        """The next piece; None when there is nothing new."""
+    def next(self, size: int) -> Optional[Piece]:
+        """The next piece, empty where a file begins so; None when there is nothing new."""
         opened = open_plain(self._full)
         if opened is None:
             return None
         descriptor, status = opened
         try:
-            if status.st_size < self.offset or self._inode not in (None, status.st_ino):
-                self.offset, self._number, self._replace = 0, None, True  # begun anew, by another attempt
-            self._inode = status.st_ino
-            if status.st_size <= self.offset and not (self._replace and self._number is None):
+            anew = status.st_size < self._offset or self._inode not in (None, status.st_ino)
+            offset = 0 if anew else self._offset
+            if status.st_size == offset and not (anew or (self._inode is None and not offset)):
+                self._inode = status.st_ino
                 return None
-            data = os.pread(descriptor, PIECE_BYTES, self.offset)
+            data = os.pread(descriptor, size, offset)
         except OSError:
             return None
         finally:
             os.close(descriptor)
-        begins = self._number is None
-        number = self._number = self._streams.new() if self._number is None else self._number
-        piece = Piece(self.path, number, self.offset, data, begins, begins and self._replace, None)
-        self._replace = self._replace and not begins
-        self.offset += len(data)
-        return piece
+        self._inode, self._offset = status.st_ino, offset + len(data)
+        return {"path": self._path, "offset": offset, "bytes": len(data), **({"anew": True} if anew else {})}, data
 
 
 class ReplacedFile:
-    """A file that others replace. A big one is sent in pieces from one open descriptor, so that they fit together."""
+    """A file that others replace, sent in pieces from one open descriptor, so that they fit together."""
 
-    def __init__(self, root: str, path: str, streams: Streams) -> None:
-        self.path = path
-        self._full, self._streams = os.path.join(root, path), streams
+    def __init__(self, root: str, path: str) -> None:
+        self._path, self._full = path, os.path.join(root, path)
         self._stamp: Any = None
         self._open: Optional[int] = None
-        self._number = self._offset = self._size = 0
+        self._offset = self._size = 0
 
-    def next(self) -> "Optional[Any]":
-        """A `Whole`, or the next `Piece` of a big file; None when it is as it was."""
-        if self._open is None:
-            whole = self._look()
-            if whole is not None or self._open is None:
-                return whole
-        descriptor = self._open
-        assert descriptor is not None
-        with contextlib.suppress(OSError):
-            data = os.pread(descriptor, min(PIECE_BYTES, self._size - self._offset), self._offset)
-            piece = Piece(self.path, self._number, self._offset, data, self._offset == 0, True, self._size)
-            self._offset += len(data)
-            if not data or self._offset >= self._size:
-                self.close()
-            return piece
-        self.close()
-        return None
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._open is not None:
+    def next(self, size: int) -> Optional[Piece]:
+        """The next piece of its present content; None when all of that was sent."""
+        if self._open is None and not self._look():
+            return None
+        assert self._open is not None
+        try:
+            data = os.pread(self._open, min(size, self._size - self._offset), self._offset)
+        except OSError:
+            data = b""
+        head = {"path": self._path, "offset": self._offset, "bytes": len(data), "size": self._size}
+        self._offset += len(data)
+        if not data or self._offset >= self._size:
             os.close(self._open)
             self._open = None
+        return head, data
 
-    def _look(self) -> Optional[Whole]:
-        """The file if it changed and is small; a big one is opened for `next`."""
+    def _look(self) -> bool:
+        """Whether it changed; then it is open."""
         opened = open_plain(self._full)
         if opened is None:
-            return None
+            return False
         descriptor, status = opened
-        try:
-            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-            if stamp == self._stamp:
-                return None
-            self._stamp = stamp
-            if status.st_size <= WHOLE_BYTES:
-                return Whole(self.path, os.pread(descriptor, WHOLE_BYTES, 0))
-            self._open, self._number, self._offset, self._size = descriptor, self._streams.new(), 0, status.st_size
-            descriptor = -1
-            return None
-        except OSError:
-            return None
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stamp == self._stamp:
+            os.close(descriptor)
+            return False
+        self._stamp, self._open, self._offset, self._size = stamp, descriptor, 0, status.st_size
+        return True
 
 
 class NodeTail:
-    """All files of node `node` that a launcher mirrors. `lead`: also those that rank 0 writes."""
+    """All files of node `node` that a launcher copies. `lead`: also those that rank 0 writes."""
 
     def __init__(self, folder: str, node: str, lead: bool, offsets: dict[str, int]) -> None:
         self._files, self._lead, self._offsets = NodeFiles(folder, node), lead, offsets
-        self._streams = Streams()
-        self._growing: dict[str, GrowingFile] = {}
-        self._replaced: dict[str, ReplacedFile] = {}
+        self._known: dict[str, Union[GrowingFile, ReplacedFile]] = {}
+        self._served = 0
 
-    def round(self) -> Iterator[Any]:
-        """At most one `Piece` or `Whole` of every file that has something new: no file holds up another."""
+    def take(self, budget: int) -> tuple[list[dict[str, Any]], bytes]:
+        """Heads and data of what is new, at most `budget` bytes. No file holds up another: each goes on in its turn."""
         self._discover()
-        files: list[Any] = [*self._replaced.values(), *self._growing.values()]
-        for file in files:
-            item = file.next()
-            if item is not None:
-                yield item
-
-    def sizes(self) -> dict[str, int]:
-        """How far each log was sent, of those that there are."""
-        return {path: file.offset for path, file in self._growing.items() if file.exists}
-
-    def streams_used(self) -> int:
-        """How many streams were begun."""
-        return self._streams.next
+        files = list(self._known.values())
+        waiting = files[self._served :] + files[: self._served]
+        heads: list[dict[str, Any]] = []
+        parts: list[bytes] = []
+        while waiting and budget > 0:
+            more = []
+            for file in waiting:
+                if budget <= 0:
+                    break
+                piece = file.next(min(PIECE_BYTES, budget))
+                self._served = (self._served + 1) % len(files)
+                if piece is not None:
+                    heads.append(piece[0])
+                    parts.append(piece[1])
+                    budget -= len(piece[1])
+                    more.append(file)
+            waiting = more
+        return heads, b"".join(parts)
 
     def _discover(self) -> None:
         files = self._files
@@ -192,13 +133,12 @@ class NodeTail:
         if self._lead:
             growing += [_CURVES + name for name in _names(os.path.join(files.folder, _CURVES))]
             growing, replaced = [*_LEAD_LOGS, *growing], [*_LEAD_WHOLE, *replaced]
-        for path in growing:
-            if path not in self._growing and len(self._growing) < _MAX_FILES:
-                offset = self._offsets.get(path, 0)
-                self._growing[path] = GrowingFile(files.folder, path, offset, self._streams)
         for path in replaced:
-            if path not in self._replaced and len(self._replaced) < _MAX_FILES:
-                self._replaced[path] = ReplacedFile(files.folder, path, self._streams)
+            if path not in self._known and len(self._known) < _MAX_FILES:
+                self._known[path] = ReplacedFile(files.folder, path)
+        for path in growing:
+            if path not in self._known and len(self._known) < 2 * _MAX_FILES:
+                self._known[path] = GrowingFile(files.folder, path, self._offsets.get(path, 0))
 
 
 def open_plain(path: str) -> "Optional[tuple[int, os.stat_result]]":

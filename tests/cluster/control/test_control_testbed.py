@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from testkit.fake_run import TestbedRun
-from testkit.link_rig import bridges_on
+from testkit.link_rig import agents_on
 from testkit.process_table import run_processes, wait_until_gone
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
@@ -85,4 +85,4 @@ def test_run_of_a_killed_launcher_is_cancelled_from_elsewhere(start: Callable[..
     assert (settled.state, settled.leftover) == ("cancelled", ())
     assert run_processes(one.run.run_id) == []
     # A bridge ends once it sees that nobody is on the other side.
-    wait_for(lambda: not any(bridges_on(one.testbed, node) for node in one.testbed.node_names), "the ends of bridges")
+    wait_for(lambda: not any(agents_on(one.testbed, node) for node in one.testbed.node_names), "the ends of bridges")

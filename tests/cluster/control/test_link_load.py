@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from testkit import KIT
-from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
+from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
 from testkit.waiting import wait_for
 
 from cluster.access.ssh import SshPool
@@ -95,7 +95,7 @@ def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed
         link.start(run.spec("sh", "-c", f"{endless} & {flood}; wait"))
         link.close()
         assert link.join(10.0)
-        bridges = wait_for(lambda: bridges_on(testbed4, run.node), "a bridge")
+        bridges = wait_for(lambda: agents_on(testbed4, run.node), "a bridge")
         copied = 1_000_000 * 100 + size
         peaks: list[int] = []
         while sum(run.log(rank).stat().st_size for rank in (0, 1) if run.log(rank).exists()) < copied:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bridge_rig import FAST, RUN_ID
+from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
 from cluster.access.ssh import SshPool

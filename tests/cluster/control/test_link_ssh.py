@@ -1,4 +1,4 @@
-"""Links over a wire that breaks, against the bridge of the nodes itself; and against bridges that do not keep to it."""
+"""Links over a wire that breaks, against the agent of the nodes itself; and against agents that lie."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from time import time_ns as now_ns
 
 import pytest
-from bridge_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, hello, spec_of, status
+from agent_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, spec_of, status
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from testkit.machine_clock import machine_time
@@ -23,10 +23,10 @@ from testkit.waiting import wait_for
 
 from cluster.access.connection import CommandResult
 from cluster.access.hosts import Host
+from cluster.code.node.messages import pack
 from cluster.control.link import NodeStatus, StartRefusedError
-from cluster.control.ssh_link import LinkTiming, NodePlace
+from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
-from cluster.supervise.node.frames import pack_data, pack_message
 
 LOG = f"logs/{NODE}/rank0000.log"
 
@@ -64,7 +64,7 @@ def content(path: Path) -> bytes:
 # --- following -------------------------------------------------------------------------------------------------------
 
 
-def test_a_followed_node_is_mirrored_to_its_end(run, node):
+def test_a_followed_node_is_copied_to_its_end(run, node):
     node.run_on()
     node.append(LOG, b"one\n")
     node.append("metrics.jsonl", b'{"step": 1}\n')
@@ -104,36 +104,26 @@ def test_requests_reach_the_supervisor_as_files(run, node):
         assert link.sweep(20.0) == ()
 
 
-def test_what_the_node_has_confirmed_is_not_asked_for_again_what_it_has_not_is(run, node):
-    taken: list[list[str]] = []
+def test_what_the_node_has_answered_is_not_asked_for_again_what_it_has_not_is(run, node):
+    taken: list[set[str]] = []
 
-    def noting(answers_beats: bool):
-        def script(stream: Stream) -> None:
-            ops: list[str] = []
-            taken.append(ops)
-            stream.write(hello())
-            while (frame := stream.reader.next()) is not None:
-                ops.append(frame.message["op"])
-                if frame.message["op"] == "follow":
-                    stream.write(status())
-                if frame.message["op"] == "beat" and answers_beats:
-                    stream.write(pack_message({"op": "beat", "id": frame.message["id"], "now_ns": now_ns()}))
+    def noting(stream: Stream) -> None:
+        names: set[str] = set()
+        taken.append(names)
+        while (question := stream.next()) is not None:
+            names.update(question)
+            if len(taken) == 1 and "stop" in question:
+                return  # it was heard, but no answer came
+            stream.say(status=status())
 
-        return script
-
-    node.wire.scripts.extend([noting(False), noting(True)])
-    node.wire.script = noting(True)
+    node.wire.script = noting
     link = node.link(run)
     with closing(link):
         link.follow()
         wait_for(lambda: link.poll().phase == "running")
         link.stop("Ctrl-C", 5.0)
-        link.beat()
-        wait_for(lambda: taken[0][-1:] == ["beat"])
-        node.wire.cut()
-        wait_for(lambda: len(taken) == 2 and "stop" in taken[1])  # again, for no answer came
-        link.beat()
-        wait_for(lambda: link.poll().clock_offset_ns)
+        wait_for(lambda: len(taken) == 2 and "stop" in taken[1])
+        wait_for(lambda: link.poll().problem is None)
         node.wire.cut()
         wait_for(lambda: len(taken) == 3 and "follow" in taken[2])
         link.beat()
@@ -142,20 +132,35 @@ def test_what_the_node_has_confirmed_is_not_asked_for_again_what_it_has_not_is(r
     assert "stop" not in taken[2]
 
 
-def test_the_clock_of_the_node_is_told_by_the_fastest_beat(run, node):
+def test_what_a_node_could_not_do_is_a_problem_and_asked_for_again(run, node):
+    node.run_on()
+    state_dir = node.folder / "nodes" / NODE
+    (state_dir / "stop.json").mkdir()
+    (state_dir / "stop.json" / "in the way").touch()
+    link = node.link(run)
+    with closing(link):
+        link.follow()
+        link.stop("Ctrl-C", 0.0)
+        assert "stop.json" in wait_for(lambda: (link.poll().problem or "").partition("the node says: stop")[2])
+        (state_dir / "stop.json" / "in the way").unlink()
+        (state_dir / "stop.json").rmdir()
+        wait_for(lambda: node.read("stop.json"))
+        wait_for(lambda: link.poll().problem is None)
+
+
+def test_the_clock_of_the_node_is_told_by_the_fastest_answer_however_long_it_waits_for_news(run, node):
     ahead_ns = 5_000_000_000
     answered: list[int] = []
 
     def script(stream: Stream) -> None:
-        stream.write(hello())
-        stream.take("follow")
-        stream.write(status())
-        # The slow ones are late on the way back only, so they mislead by half of that.
-        for way_s in (0.2, 0.0, 0.0, 0.0, 0.2):
-            beat = stream.take("beat")
-            answer = {"op": "beat", "id": beat["id"], "now_ns": now_ns() + ahead_ns}
+        # The slow ones are late on the way back only, so they mislead by half of that; one waits there for news.
+        for way_s, waits_s in ((0.2, 0.0), (0.0, 0.0), (0.0, 0.3), (0.2, 0.0)):
+            stream.next()
+            got_ns = now_ns() + ahead_ns
+            time.sleep(waits_s)
+            answer = {"got_ns": got_ns, "now_ns": now_ns() + ahead_ns, "status": status()}
             time.sleep(way_s)
-            stream.write(pack_message(answer))
+            stream.write(pack(answer))
             answered.append(1)
         stream.wait_for_end()
 
@@ -163,11 +168,8 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_beat(run, node):
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_for(lambda: link.poll().phase == "running")
-        for number in range(1, 6):
-            link.beat()
-            wait_for(lambda number=number: len(answered) == number)
-        offset_ns = wait_for(lambda: link.poll().clock_offset_ns)
+        wait_for(lambda: len(answered) >= 4)
+        offset_ns = link.poll().clock_offset_ns
 
     assert abs(offset_ns - ahead_ns) < 80_000_000
 
@@ -190,7 +192,7 @@ def test_no_call_waits_for_a_node_that_says_nothing(run, node):
 
 
 def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run, node):
-    node.wire.scripts.append(lambda stream: (stream.write(hello()), stream.wait_for_end()))
+    node.wire.scripts.append(lambda stream: stream.wait_for_end())
     node.run_on()
     link = node.link(run, LinkTiming(first_pause_s=0.4, silence_s=0.5))
     told: list[NodeStatus] = []  # as it was before each connection
@@ -208,7 +210,7 @@ def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run,
 def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
     kinds = [SshFailure.REFUSED, SshFailure.HOST_KEY_CHANGED, SshFailure.AUTH, SshFailure.LOST]
     node.wire.refusals.extend(SshError(NODE, kind, f"text of {kind}", "do this") for kind in kinds)
-    node.wire.scripts.append(lambda stream: stream.write(hello()[:7]))
+    node.wire.scripts.append(lambda stream: stream.write(pack({"got_ns": 1})[:11]))
     node.wire.scripts.append(lambda stream: stream.write(b"Welcome to node1!\n" * 100))
     node.wire.scripts.append(lambda stream: None)
     node.run_on()
@@ -220,7 +222,7 @@ def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
         wait_for(lambda: link.poll().problem is None)
 
     told = " | ".join(str(problem) for problem in problems)
-    for part in (*kinds, "do this", "the stream ended within a frame", "not a frame", "the bridge there ended with 1"):
+    for part in (*kinds, "do this", "the stream ended within a message", "not a message", "python3 there ended with 1"):
         assert part in told
     assert "\x1b" not in told
 
@@ -288,7 +290,7 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
 def test_launchers_killed_at_random_moments_lose_and_double_nothing(run, node, seed):
     node.run_on()
     body = random.Random(seed).randbytes(3_000_000)
-    command = [sys.executable, str(Path(__file__).with_name("killed_mirrors.py")), str(run), str(node.folder)]
+    command = [sys.executable, str(Path(__file__).with_name("killed_launchers.py")), str(run), str(node.folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     killing = subprocess.Popen([*command, "15", str(seed)], env=environment)
     try:
@@ -322,54 +324,41 @@ def test_a_log_begun_anew_on_the_node_is_kept_apart_across_a_reconnect(run, node
     assert (run / f"{LOG}.before-1").read_bytes() == b"the first attempt was longer\n"
 
 
-def test_a_second_launcher_waits_until_the_first_is_gone(run, node):
-    node.run_on()
-    node.append(LOG, b"text\n")
-    first, second = node.link(run), node.link(run)
-    with closing(second):
-        with closing(first):
-            first.follow()
-            wait_for(lambda: first.poll().phase == "running")
-            second.follow()
-            problem = wait_for(lambda: second.poll().phase == "running" and second.poll().problem)
-            assert "another process of this machine mirrors this node" in problem
-        node.append(LOG, b"more\n")
-        node.end()
-        wait_for(lambda: second.poll().is_synced)
-
-    assert (run / LOG).read_bytes() == b"text\nmore\n"
+# --- agents that lie -------------------------------------------------------------------------------------------------
 
 
-# --- bridges that lie ------------------------------------------------------------------------------------------------
+def test_nothing_that_an_agent_says_breaks_the_link_or_leaves_the_run_folder(run, node, tmp_path):
+    def piece(**head: object) -> bytes:
+        return pack({"files": [{"path": LOG, "offset": 0, "bytes": 1, **head}]}, b"x")
 
-
-def test_nothing_that_a_bridge_says_breaks_the_link_or_leaves_the_run_folder(run, node, tmp_path):
-    log = pack_message({"op": "log", "number": 0, "path": LOG, "replace": False})
     evil = [
-        pack_message({"op": "log", "number": 0, "path": "../../evil.log"}) + pack_data(0, 0, b"x"),
-        pack_message({"op": "file", "path": "/tmp/../evil.json", "text": "x"}),
-        pack_message({"op": "file", "path": 5, "text": None}),
-        pack_message({"op": "log", "number": [], "path": {}}),
-        pack_message({"op": "status", "phase": "evil"}),
-        pack_message({"op": "status", "phase": "running", "outcome": 5}),
-        pack_message({"op": "status", "phase": "running", "health": {"deep": nested(100)}}),
-        pack_message({"op": "status", "phase": "running", "health": {"many": [0] * 100_000}}),
-        pack_message({"op": "synced", "sizes": {LOG: "many"}}),
-        pack_message({"op": "synced", "sizes": [1]}),
-        pack_message({"op": "beat", "id": 1 << 70, "now_ns": "soon"}),
-        pack_message({"op": "swept", "left": {"1": 1}}),
-        pack_message({"op": "error", "text": ["\x1b[31m"]}),
-        pack_message({"op": "unheard of"}),
-        log + pack_data(0, 1 << 40, b"far away"),
-        log + pack_data(9, 0, b"nobody's"),
-        b"J\xff\xff\xff\xff",
-        b"D\x7f\xff\xff\xff",
-        b"J\x00\x00\x00\x02[]",
-        b"J\x00\x00\x00\x05hello",
+        piece(path="../../evil.log"),
+        piece(path="/tmp/../evil.json", size=1),
+        piece(path=5),
+        piece(offset=-1),
+        piece(bytes=None),
+        piece(bytes=2),
+        piece(offset=1 << 40),
+        piece(path=f"logs/{NODE}/rank0000.error.json", size=0),
+        pack({"files": {"path": LOG}}),
+        pack({"files": [LOG]}),
+        pack({"status": {"phase": "evil"}}),
+        pack({"status": 5}),
+        pack({"status": status(outcome=5)}),
+        pack({"status": status(health={"deep": nested(100)})}),
+        pack({"status": status(health={"many": [0] * 100_000})}),
+        pack({"got_ns": 1 << 70, "now_ns": "soon"}),
+        pack({"swept": {"1": 1}, "all": "much"}),
+        pack({"errors": {"stop": ["\x1b[31m"]}}),
+        pack({"errors": "all"}),
+        pack({}, b"nobody's"),
+        b"\x00\x00\x00\x02\x00\x00\x00\x00[]",
+        b"\x00\x00\x00\x05\x00\x00\x00\x00hello",
+        b"\x7f\xff\xff\xff" * 2,
         b"\x00" * 5000,
     ]
     for words in evil:
-        node.wire.scripts.append(lambda stream, words=words: (stream.write(hello() + words), stream.wait_for_end()))
+        node.wire.scripts.append(lambda stream, words=words: (stream.write(words), stream.wait_for_end()))
     node.run_on()
     node.append(LOG, b"true text\n")
     link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.02, silence_s=0.3))
@@ -394,10 +383,7 @@ def nested(depth: int) -> list[object]:
 
 def test_words_of_a_node_are_harmless_by_the_time_they_are_seen(run, node):
     outcome = {"cause": "exit\x1b[2J", "error": "x" * 200_000, "ended_ns": float("nan"), "\x07key": ["\u202e"]}
-    node.wire.script = lambda stream: (
-        stream.write(hello() + status("ended", outcome=outcome)),
-        stream.wait_for_end(),
-    )
+    node.wire.script = lambda stream: (stream.answer(status=status("ended", outcome=outcome)), stream.wait_for_end())
     link = node.link(run)
     with closing(link):
         link.follow()
@@ -407,26 +393,3 @@ def test_words_of_a_node_are_harmless_by_the_time_they_are_seen(run, node):
     assert len(seen["error"]) < 70_000
     assert seen["ended_ns"] is None
     assert seen["key"] == [""]
-
-
-def test_a_node_that_claims_to_have_sent_all_is_not_believed(run, node):
-    def script(stream: Stream) -> None:
-        stream.write(hello())
-        stream.take("follow")
-        stream.write(status("ended", outcome={"cause": "exit"}))
-        stream.write(pack_message({"op": "synced", "sizes": {LOG: 5}}))
-        stream.wait_for_end()
-
-    node.wire.script = script
-    link = node.link(run)
-    with closing(link):
-        link.follow()
-        wait_for(lambda: len(node.wire.processes) > 2)
-
-    assert not link.poll().is_synced
-
-
-def test_the_place_says_what_to_follow(run):
-    place = NodePlace(run, "n", "/there", lead=False)
-
-    assert place.follow_message() == {"op": "follow", "folder": "/there", "node": "n", "lead": False}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from time import time_ns as now_ns
 
 import pytest
-from bridge_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, hello, spec_of, status
+from agent_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, spec_of, status
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
 from cluster.errors import SshError, SshFailure
-from cluster.supervise.node.frames import pack_data, pack_message
 
 LOG = f"logs/{NODE}/rank0000.log"
 
@@ -33,87 +31,49 @@ def node(tmp_path: Path) -> FakeNode:
 
 
 class Supervisors:
-    """A script of bridges that start supervisors: at most one, like those of the nodes."""
+    """A script of agents that start supervisors: at most one, like those of the nodes, and they know the request."""
 
     def __init__(self, node: FakeNode) -> None:
-        self.node, self.started, self.asked = node, 0, 0
+        self.node, self.started, self.start_id = node, 0, ""
 
-    def script(self, *, dies: str = "", ends: bool = False):
-        """dies: where the bridge breaks off: at the hello, when asked, when started. ends: the run ends at once."""
+    def script(self, *, dies: str = ""):
+        """dies: where the agent breaks off: at once, when asked, when started."""
 
         def serve(stream: Stream) -> None:
-            if dies == "hello":
-                return
-            stream.write(hello())
-            frame = stream.reader.next()
-            while frame is not None:
-                message = frame.message
-                if message["op"] == "start":
-                    self.asked += 1
-                    if dies == "asked":
-                        return
-                    if self.started:
-                        answer = {"op": "refused", "kind": "exists", "text": "this run was started here before"}
-                    else:
-                        self.started += 1
-                        self.node.run_on()
-                        if ends:
-                            self.node.end()
-                        answer = {"op": "started", "pid": 1}
-                    if dies == "started":
-                        return
-                    stream.write(pack_message(answer))
-                if message["op"] == "follow":
-                    ended = self.node.read("outcome.json")
-                    phase = "ended" if ended else "running" if self.started else "none"
-                    stream.write(status(phase, outcome=ended))
-                frame = stream.reader.next()
+            while dies != "at once" and (question := stream.next()) is not None:
+                spec = question.get("start")
+                if spec is None:
+                    stream.say(status=status("running" if self.started else "none"))
+                    continue
+                if dies == "asked":
+                    return
+                if not self.started:
+                    self.started, self.start_id = 1, spec["start_id"]
+                elif not (question["again"] and spec["start_id"] == self.start_id):
+                    stream.say(refused={"kind": "exists", "text": "this run was started here before"})
+                    continue
+                if dies == "started":
+                    return
+                stream.say(started=1)
 
         return serve
 
 
-@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize(
-    "breaks", [[], ["hello"], ["asked"], ["started"], ["asked", "asked", "started"], ["started", "hello", "hello"]]
+    "breaks",
+    [[], ["at once"], ["asked"], ["started"], ["asked", "asked", "started"], ["started", "at once", "at once"]],
 )
-def test_a_start_whose_answer_is_lost_is_looked_for_and_never_repeated(run, node, breaks, ends):
+def test_a_start_whose_answer_is_lost_is_asked_for_again_as_the_same(run, node, breaks):
     supervisors = Supervisors(node)
-    node.wire.scripts.extend(supervisors.script(dies=place, ends=ends) for place in breaks)
-    node.wire.script = supervisors.script(ends=ends)
+    node.wire.scripts.extend(supervisors.script(dies=place) for place in breaks)
+    node.wire.script = supervisors.script()
     link = node.link(run)
     with closing(link):
         link.start(spec_of(node))
         link.follow()
-        wait_for(lambda: link.poll().phase == ("ended" if ends else "running"))
+        wait_for(lambda: link.poll().phase == "running")
 
     assert supervisors.started == 1
-
-
-@pytest.mark.parametrize("phase", ["running", "lost"])
-def test_a_lost_start_that_is_still_being_done_is_looked_for_again(run, node, phase):
-    def still_starting(stream: Stream) -> None:
-        stream.write(hello())
-        stream.take("follow")
-        stream.write(status("none"))
-        stream.take("start")
-        stream.write(pack_message({"op": "refused", "kind": "exists", "text": "there is one already"}))
-        stream.wait_for_end()
-
-    def there(stream: Stream) -> None:
-        stream.write(hello())
-        stream.take("follow")
-        stream.write(status(phase))
-        stream.wait_for_end()
-
-    node.wire.scripts.extend([Supervisors(node).script(dies="asked"), still_starting])
-    node.wire.script = there
-    link = node.link(run)
-    with closing(link):
-        if phase == "running":
-            link.start(spec_of(node))
-        else:
-            with pytest.raises(StartRefusedError, match="there is one already"):
-                link.start(spec_of(node))
 
 
 def test_a_run_that_was_there_before_is_refused_not_taken_over(run, node):
@@ -127,38 +87,29 @@ def test_a_run_that_was_there_before_is_refused_not_taken_over(run, node):
     assert caught.value.kind == "exists"
 
 
-def test_an_outcome_of_an_earlier_attempt_is_not_taken_for_ours(run, node):
-    supervisors = Supervisors(node)
-    supervisors.started = 1
-    node.end(ended_ns=now_ns() - 10**9)
-    node.wire.scripts.append(supervisors.script(dies="asked"))
-    node.wire.script = supervisors.script()
-    link = node.link(run)
-    with closing(link), pytest.raises(StartRefusedError, match="started here before"):
-        link.start(spec_of(node))
-
-
-def test_the_files_of_an_earlier_attempt_are_not_mirrored_before_the_start_is_answered(run, node):
+def test_the_files_of_an_earlier_attempt_are_not_copied_before_the_start_is_answered(run, node):
     node.append(LOG, b"of an earlier attempt\n")
-    supervisors = Supervisors(node)
-    node.wire.scripts.append(supervisors.script(dies="asked"))
+    link = node.link(run)
+    asked: list[bool] = []
 
     def script(stream: Stream) -> None:
-        stream.write(hello())
-        stream.take("follow")
-        stream.write(pack_message({"op": "log", "number": 0, "path": LOG, "replace": False}))
-        stream.write(pack_data(0, 0, b"of an earlier attempt\n"))
-        stream.write(status("none"))
-        stream.take("start")
-        assert not (run / LOG).exists()
+        while "start" not in (question := stream.next()):
+            stream.say()
+        for _ in range(3):
+            stream.say()
+            question = stream.next()
+            asked.append("follow" in question or "budget" in question)
         node.run_on()
-        stream.write(pack_message({"op": "started", "pid": 1}))
+        stream.say(started=1)
+        node.serve(stream)
 
-    node.wire.scripts.append(script)
-    link = node.link(run)
+    node.wire.script = script
     with closing(link):
+        link.follow()
         link.start(spec_of(node))
         wait_for(lambda: (run / LOG).exists())
+
+    assert asked == [False] * 3
 
 
 def test_files_too_large_for_a_message_are_refused_before_anything_is_sent(run, node):

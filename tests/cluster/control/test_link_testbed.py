@@ -13,7 +13,7 @@ import psutil
 import pytest
 from testkit import KIT
 from testkit.fake_plan import fake_torchrun
-from testkit.link_rig import RemoteRun, bridges_on, led_until, start_launcher
+from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
@@ -118,7 +118,7 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
         led.fault("link_down")
     else:
         led.fault("sshd_stop")
-        for process in bridges_on(led.testbed, led.node):
+        for process in agents_on(led.testbed, led.node):
             kill_session(process)
     problem = led_until(link, lambda seen: seen.problem)
     assert problem

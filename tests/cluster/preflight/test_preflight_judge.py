@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from testkit.plan_fleet import PYTHON, node, nodes, run_config, survey
 
+from cluster.code.program import NoAnswerError
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import SshError, SshFailure
-from cluster.preflight.bundle import NoAnswerError
 from cluster.preflight.facts import DataFacts, ProcessFacts, RemoteFacts
 from cluster.preflight.judge import UnfitNodesError, check_survey, find_problems
 from engine.config import RunConfig

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.local_connection import LocalConnection
+from testkit.local_connection import LocalConnection, LocalProcess
 from testkit.plan_fleet import run_config
 
 from cluster.access.connection import CommandResult
 from cluster.access.hosts import Host
 from cluster.access.ssh import SshPool
+from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
-from cluster.preflight.bundle import NoAnswerError, ask_program
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.preflight.judge import find_problems
 from cluster.preflight.node.survey import find_data
@@ -267,8 +267,8 @@ def test_a_login_that_talks_does_not_spoil_the_answer(tmp_path: Path, tools: Pat
     ],
 )
 def test_a_node_on_which_nothing_answers_says_why(code: int | None, said: bytes, is_python_missing: bool) -> None:
-    with pytest.raises(NoAnswerError) as caught:
-        ask_program(Ending(code, said), MODULES, {}, timeout_s=1)
+    with Ending(code, said) as connection, pytest.raises(NoAnswerError) as caught:
+        ask_program(connection, MODULES, {}, timeout_s=60)
     assert caught.value.is_python_missing is is_python_missing
     assert "\x1b" not in str(caught.value)
 
@@ -280,8 +280,10 @@ class Ending(LocalConnection):
         super().__init__("n1")
         self._result = CommandResult(code, b"", said, 0.0)
 
-    def run(self, argv: Sequence[str], **options: Any) -> CommandResult:
-        return self._result
+    def start(self, argv: Sequence[str]) -> LocalProcess:
+        process = super().start(("true",))
+        process.wait = lambda timeout_s: self._result  # type: ignore[method-assign]
+        return process
 
 
 GOOD: dict[str, Any] = {

@@ -53,9 +53,9 @@ def launch(rig: Rig, engine: LauncherEngine, script: str, **changes: Any) -> int
     run += [IMAGE, "/bin/busybox", "sh", "-c", script]
     spec = rig.spec(argv=run, engine=command, container=name, local_ranks=1, **changes)
     answer = start(spec)
-    assert answer["op"] == "started", answer
+    assert "started" in answer, answer
     wait_for(lambda: b"ready" in log(rig), "the container")
-    return int(answer["pid"])
+    return int(answer["started"])
 
 
 def log(rig: Rig) -> bytes:

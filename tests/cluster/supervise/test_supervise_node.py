@@ -18,15 +18,20 @@ from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill
 from testkit.waiting import wait_for
 
 import cluster.supervise.node
-from cluster.supervise.bundle import bridge_text
+from cluster.code.node.boot import pack_modules
+from cluster.code.upload import MODULES as INSTALL_MODULES
+from cluster.image.relays import _MODULES as RELAY_MODULES
+from cluster.preflight.survey import MODULES as SURVEY_MODULES
 from cluster.supervise.node import processes
 from cluster.supervise.node.container import Helpers
+from cluster.supervise.node.daemon import AGENT_MODULES
 from cluster.supervise.node.family import Family, Marks
 from cluster.supervise.node.folder import read_json, safe_name, write_json, write_text
 from cluster.supervise.node.health import Gpus, parse_gpus, read_health
 from cluster.supervise.node.locks import holder, take_lock
 from engine.runs import RunFolder
 
+ROOT = Path(__file__).resolve().parents[3]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
@@ -58,18 +63,23 @@ def is_newer(node: ast.AST) -> bool:
     return is_union and isinstance(node.right, ast.Constant) and node.right.value is None
 
 
-def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library() -> None:
-    body = bridge_text()
-    modules = dict(json.loads(body[10:]))
+@pytest.mark.parametrize("names", [AGENT_MODULES, SURVEY_MODULES, INSTALL_MODULES, RELAY_MODULES])
+def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library(names: tuple[str, ...]) -> None:
+    modules = dict(json.loads(pack_modules(names, str(ROOT))))
     imported = set()
     for name, source in modules.items():
         tree = ast.parse(source, name, feature_version=(3, 9))
         imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not [ast.unparse(node) for node in ast.walk(tree) if is_newer(node)]
-    assert int(body[:10]) == len(body) - 10
-    assert {str(name) for name in imported if str(name).startswith(("cluster", "engine"))} <= modules.keys()
+        imported |= {row.name for node in ast.walk(tree) if isinstance(node, ast.Import) for row in node.names}
+        is_lazy = "from __future__ import annotations" in source
+        newer = [node for node in ast.walk(tree) if isinstance(node, ast.Match) or (is_newer(node) and not is_lazy)]
+        assert not [ast.unparse(node) for node in newer]
+    assert {str(name) for name in imported if str(name).partition(".")[0] not in sys.stdlib_module_names} <= set(names)
+
+
+def test_every_module_of_the_supervisor_travels() -> None:
     present = {path.stem for path in Path(str(cluster.supervise.node.__file__)).parent.glob("[!_]*.py")}
-    assert present <= {name.rpartition(".")[2] for name in modules}
+    assert present <= {name.rpartition(".")[2] for name in AGENT_MODULES}
 
 
 @pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])

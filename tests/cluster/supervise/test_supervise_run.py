@@ -108,14 +108,14 @@ def test_files_are_laid_for_this_user_alone(rig: Rig) -> None:
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(rig: Rig, change: dict[str, object]) -> None:
     answer = start({**rig.spec(), **change})
-    assert (answer["op"], answer["kind"]) == ("refused", "command")
+    assert answer["refused"]["kind"] == "command"
     assert not rig.folder.exists()
 
 
 @pytest.mark.parametrize("argv", [["/nowhere/torchrun"], ["/etc/passwd"], [sys.executable]])
 def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: list[str]) -> None:
     spec = rig.spec(argv=argv, cwd="/nowhere" if argv == [sys.executable] else "/")
-    assert start(spec)["op"] == "started"
+    assert "started" in start(spec)
     outcome = rig.outcome()
     assert (outcome["cause"], outcome["exit_code"]) == ("start_failed", None)
     assert "/nowhere" in outcome["error"] or "/etc/passwd" in outcome["error"]
@@ -124,8 +124,8 @@ def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: lis
 def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     answer = start(rig.spec(folder=str(tmp_path / "file" / "run")))
-    assert (answer["op"], answer["kind"]) == ("refused", "folder")
-    assert str(tmp_path / "file") in answer["text"]
+    assert answer["refused"]["kind"] == "folder"
+    assert str(tmp_path / "file") in answer["refused"]["text"]
 
 
 # --- who holds the node -----------------------------------------------------------------------------------------------
@@ -135,18 +135,18 @@ def test_busy_node_is_refused_and_the_holder_is_named(rig: Rig, tmp_path: Path) 
     pid = rig.start()
     other = Rig(tmp_path)
     answer = start(other.spec() | {"node": rig.name()})
-    assert (answer["op"], answer["kind"]) == ("refused", "busy")
-    assert rig.run_id in answer["text"]
-    assert str(pid) in answer["text"]
+    assert answer["refused"]["kind"] == "busy"
+    assert rig.run_id in answer["refused"]["text"]
+    assert str(pid) in answer["refused"]["text"]
     assert not other.folder.exists()
-    assert start(other.spec() | {"node": rig.name(), "exclusive": False})["op"] == "started"
+    assert start(other.spec() | {"node": rig.name(), "exclusive": False})["started"]
     assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
 
 
 def test_same_run_is_not_started_twice(rig: Rig) -> None:
     rig.start()
-    assert start(rig.spec())["kind"] == "exists"
-    assert start(rig.spec(exclusive=False))["kind"] == "exists"
+    assert start(rig.spec())["refused"]["kind"] == "exists"
+    assert start(rig.spec(exclusive=False))["refused"]["kind"] == "exists"
 
 
 def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: Rig) -> None:
@@ -183,7 +183,7 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(str(answer["op"]) for answer in answers) == ["refused"] * 7 + ["started"]
+        assert sorted(name for answer in answers for name in answer) == ["refused"] * 7 + ["started"]
         assert {answer.get("kind") for answer in answers} <= {None, "busy", "exists"}
     finally:
         for rig in rigs:

@@ -1,4 +1,4 @@
-"""What a bridge answered, as plain checked values: a node's word is never believed in shape, size or characters."""
+"""What a node says of its part of a run, as checked values: it is never believed in shape, size or characters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from cluster.control.link import Phase
-from cluster.control.mirror import MirrorError
+from cluster.control.node_copy import CopyError
 from cluster.remote_text import clean_text
 
 PHASES: tuple[str, ...] = get_args(Phase)
-LIVE_PHASES = ("starting", "running", "stopping")
 _TEXT_CHARS = 64 << 10
 _MAX_VALUES = 1 << 16
 _MAX_DEPTH = 12
@@ -20,13 +19,12 @@ _MAX_PIDS = 1 << 12
 Facts = Mapping[str, Any]
 
 
-def as_status(message: Facts) -> tuple[str, Facts, Facts | None, Facts | None]:
-    """(phase, supervisor, outcome, health) of a `status` message. Raises MirrorError."""
-    phase = message.get("phase")
-    if phase not in PHASES:
-        raise MirrorError("it names a phase that does not exist")
-    supervisor, outcome, health = (_facts(message.get(name)) for name in ("supervisor", "outcome", "health"))
-    return str(phase), supervisor or {}, outcome, health
+def as_status(said: Any) -> dict[str, Any]:
+    """Fields of a `NodeStatus`: phase, supervisor, outcome and health. Raises CopyError."""
+    if not isinstance(said, dict) or said.get("phase") not in PHASES:
+        raise CopyError("it names a phase that does not exist")
+    supervisor, outcome, health = (_facts(said.get(name)) for name in ("supervisor", "outcome", "health"))
+    return {"phase": said["phase"], "supervisor": supervisor or {}, "outcome": outcome, "health": health}
 
 
 def as_integer(value: Any) -> int:
@@ -46,7 +44,7 @@ def _facts(value: Any) -> Facts | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise MirrorError("its status makes no sense")
+        raise CopyError("its status makes no sense")
     cleaned = _Cleaner().clean(value, 0)
     return cleaned if isinstance(cleaned, dict) else None
 
@@ -60,7 +58,7 @@ class _Cleaner:
     def clean(self, value: Any, depth: int) -> Any:
         self._seen += 1
         if self._seen > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise MirrorError("its status is too large")
+            raise CopyError("its status is too large")
         if isinstance(value, str):
             return clean_text(value, limit=_TEXT_CHARS)
         if isinstance(value, float) and not math.isfinite(value):

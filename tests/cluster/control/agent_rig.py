@@ -1,4 +1,4 @@
-"""Bridges without SSH and without processes: the node's own bridge in a thread, or a script in its place.
+"""Agents without SSH and without processes: the node's own agent in a thread, or a script in its place.
 
 `FakeNode` is a run folder on a "node" whose supervisor is only written down. `Wire` is where connections come from; it
 cuts them after so many bytes, refuses to connect, and counts what went through.
@@ -20,11 +20,11 @@ from typing import Any
 
 from cluster.access.connection import CommandResult
 from cluster.access.hosts import Host
+from cluster.code.node.messages import READY, Message, MessageReader, pack
 from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
-from cluster.supervise.node.bridge import Bridge
-from cluster.supervise.node.frames import FrameReader, Message, pack_message
+from cluster.supervise.node.agent import Agent
 from engine.run.process import process_start
 
 HOST = Host("node1", "127.0.0.1")
@@ -87,43 +87,50 @@ class Pipe:
 
 
 class Stream:
-    """What a bridge sees: `reader` gives the launcher's messages (after the code), `write` sends bytes."""
+    """What an agent sees: `next` gives the launcher's questions (after the code), `write` sends bytes."""
 
     def __init__(self, stdin: Pipe, stdout: Pipe) -> None:
-        self._stdin, self._stdout = stdin, stdout
-        self.reader = FrameReader(self._read)
+        self._stdin = stdin
+        self._reader = MessageReader(stdin.read, 1 << 20)
         self.write = stdout.write
 
     def skip_code(self) -> None:
-        """Read what the launcher sends first: the bridge's own modules."""
+        """Read what the launcher sends first, the agent's own modules; answer that it is here."""
         left = int(self._exactly(10))
         self._exactly(left)
+        self.write(READY)
 
-    def take(self, op: str) -> Message:
-        """The next message of this op; others are passed over."""
-        while (frame := self.reader.next()) is not None:
-            assert frame.message is not None
-            if frame.message["op"] == op:
-                return frame.message
-        raise BrokenPipeError
+    def next(self) -> Message | None:
+        """The next question; None at the end."""
+        found = self._reader.next()
+        return None if found is None else found[0]
+
+    def say(self, data: bytes = b"", **answer: Any) -> None:
+        """An answer."""
+        self.write(pack({"got_ns": now_ns(), "now_ns": now_ns(), **answer}, data))
+
+    def answer(self, **answer: Any) -> Message:
+        """The next question, after its answer."""
+        question = self.next()
+        if question is None:
+            raise BrokenPipeError
+        self.say(**answer)
+        return question
 
     def wait_for_end(self) -> None:
-        """Read until the launcher is gone."""
+        """Read until the launcher is gone, and answer nothing."""
         with contextlib.suppress(OSError):
-            while self.reader.next() is not None:
+            while self.next() is not None:
                 pass
 
     def _exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            piece = self._read(size - len(data))
+            piece = self._stdin.read(size - len(data))
             if not piece:
                 raise BrokenPipeError
             data += piece
         return data
-
-    def _read(self, size: int) -> bytes:
-        return self._stdin.read(size)
 
 
 class FakeProcess:
@@ -140,7 +147,7 @@ class FakeProcess:
                 script(stream)
             self._stdout.end()
 
-        threading.Thread(target=serve, name="fake bridge", daemon=True).start()
+        threading.Thread(target=serve, name="fake agent", daemon=True).start()
 
     def write(self, data: bytes) -> None:
         try:
@@ -165,7 +172,7 @@ class FakeProcess:
         return data
 
     def wait(self, timeout_s: float) -> CommandResult:
-        return self._result or CommandResult(1, b"", b"Traceback: the bridge\x1b[31m fell", 0.0)
+        return self._result or CommandResult(1, b"", b"Traceback: the agent\x1b[31m fell", 0.0)
 
     def close(self) -> None:
         self._stdin.end()
@@ -178,7 +185,7 @@ class FakeProcess:
 
 
 class FakeConnection:
-    """A `Connection` whose only command is the bridge."""
+    """A `Connection` whose only command is the agent."""
 
     host = HOST
 
@@ -198,7 +205,7 @@ class FakeConnection:
             process.cut()
 
     def run(self, *_: Any, **__: Any) -> CommandResult:
-        raise AssertionError("a link speaks with its node through the bridge, and runs no commands")
+        raise AssertionError("a link speaks with its node through the agent, and runs no commands")
 
     def __enter__(self) -> FakeConnection:
         return self
@@ -210,7 +217,7 @@ class FakeConnection:
 class Wire:
     """The way to the node, as links want it from a pool.
 
-    scripts: what the next bridges are; when there are none left, `script`. cuts: after how many bytes the next lines
+    scripts: what the next agents are; when there are none left, `script`. cuts: after how many bytes the next lines
     are cut (None: not). refusals: errors that the next connects give.
     """
 
@@ -242,7 +249,7 @@ class Wire:
 
 
 class FakeNode:
-    """A node's run folder with a supervisor that is only written down; `serve` is the real bridge upon it."""
+    """A node's run folder with a supervisor that is only written down; `serve` is the real agent upon it."""
 
     def __init__(self, folder: Path, node: str = NODE) -> None:
         self.folder, self.node = folder, node
@@ -251,10 +258,10 @@ class FakeNode:
         self.wire = Wire(self.serve)
 
     def serve(self, stream: Stream) -> None:
-        """One bridge, as long as its launcher talks."""
-        bridge = Bridge(stream.write)
-        threading.Thread(target=bridge.listen, args=(_Breaking(stream.reader),), daemon=True).start()
-        bridge.pump()
+        """One agent, as long as its launcher asks."""
+        agent = Agent()
+        while (question := stream.next()) is not None:
+            stream.write(pack(*agent.answer(question)))
 
     def place(self, run: Path) -> NodePlace:
         """For links to this node."""
@@ -292,27 +299,9 @@ class FakeNode:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-class _Breaking:
-    """A reader for which a cut line is the end of the stream, as it is for a bridge whose sshd died."""
-
-    def __init__(self, reader: FrameReader) -> None:
-        self._reader = reader
-
-    def next(self) -> Any:
-        try:
-            return self._reader.next()
-        except OSError:
-            return None
-
-
-def hello(**facts: object) -> bytes:
-    """What a bridge says first."""
-    return pack_message({"op": "hello", "host": "x", "now_ns": now_ns(), "python": "3", **facts})
-
-
-def status(phase: str = "running", **facts: object) -> bytes:
-    """A status message."""
-    return pack_message({"op": "status", "phase": phase, "supervisor": {}, "outcome": None, "health": None, **facts})
+def status(phase: str = "running", **facts: object) -> Message:
+    """A status as an agent sends it."""
+    return {"phase": phase, "supervisor": {}, "outcome": None, "health": None, **facts}
 
 
 def spec_of(node: FakeNode) -> NodeSpec:

@@ -1,6 +1,6 @@
-"""Launchers that are killed at random: `python killed_mirrors.py RUN NODE_FOLDER KILLS SEED`.
+"""Launchers that are killed at random: `python killed_launchers.py RUN NODE_FOLDER KILLS SEED`.
 
-Each is a fork of this process, which has no threads: it begins to mirror and dies by SIGKILL up to 0.2 s later; the
+Each is a fork of this process, which has no threads: it begins to copy and dies by SIGKILL up to 0.2 s later; the
 last one not before something was copied.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from bridge_rig import FakeNode
+from agent_rig import FakeNode
 
 
 def main(run: str, folder: str, kills: int, seed: int) -> None:

@@ -1,0 +1,60 @@
+"""Messages between launcher and nodes: what goes in comes out, and nothing a hostile peer sends is believed."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.code.node.messages import MAX_OBJECT_BYTES, Message, MessageError, MessageReader, pack
+
+MOST = 2000
+
+
+def read_all(data: bytes, chunk: int = 1 << 20) -> list[tuple[Message, bytes]]:
+    """All messages in `data`, which comes in pieces of at most `chunk` bytes."""
+    stream = io.BytesIO(data)
+    reader = MessageReader(lambda size: stream.read(min(size, chunk)), MOST)
+    found = []
+    while (message := reader.next()) is not None:
+        found.append(message)
+    return found
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=6,
+)
+MESSAGES = st.tuples(st.dictionaries(st.text(), VALUES), st.binary(max_size=MOST))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(MESSAGES, max_size=6), st.integers(1, 64))
+def test_messages_come_out_as_they_went_in_however_they_are_cut(messages, chunk):
+    assert read_all(b"".join(pack(*message) for message in messages), chunk) == messages
+
+
+@settings(max_examples=60, deadline=None)
+@given(MESSAGES, st.data())
+def test_a_stream_that_ends_within_a_message_is_an_error(message, data):
+    packed = pack(*message)
+    cut = data.draw(st.integers(1, len(packed) - 1))
+
+    with pytest.raises(MessageError, match="ended within"):
+        read_all(packed[:cut])
+
+
+@pytest.mark.parametrize(("size", "data_size"), [(MAX_OBJECT_BYTES + 1, 0), (2, MOST + 1), (0xFFFFFFFF, 0xFFFFFFFF)])
+def test_sizes_are_checked_before_anything_is_read(size, data_size):
+    with pytest.raises(MessageError, match="not a message"):
+        read_all(struct.pack(">II", size, data_size))
+
+
+@pytest.mark.parametrize("body", [b"[]", b"1", b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_object_is_refused(body):
+    with pytest.raises(MessageError, match="a message is no"):
+        read_all(struct.pack(">II", len(body), 0) + body)
