@@ -13,16 +13,13 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from engine.config import Dtype, TrainConfig
 from engine.devices import Peak, published_peak
 from engine.files import cache_folder
 from engine.run.records import utc_now
-
-if TYPE_CHECKING:
-    import torch
-
 
 _MEASURE_SIZES = (512, 1024, 2048)
 _MEASURE_S = 0.1  # per size
@@ -34,8 +31,6 @@ def measure_cpu_peak(dtype: Dtype) -> Peak:
 
     For bfloat16 the float32 rate where it is higher: a CPU without bfloat16 units is faster with widened numbers.
     """
-    import torch
-
     dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if dtype == "bfloat16" else ("float32",)
     best, measured = max((_best_rate(torch.bfloat16 if one == "bfloat16" else torch.float32), one) for one in dtypes)
     conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
@@ -56,8 +51,6 @@ def _best_rate(dtype: torch.dtype) -> float:
 
 def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
     """The peak that `folder` keeps for this machine; measured and kept if there is none. Ranks wait for each other."""
-    import torch
-
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{platform.node()}-{torch.get_num_threads()}-{dtype}-{torch.__version__}.json"
     with (folder / name).open("a+") as file:
@@ -80,8 +73,6 @@ def find_peak(train: TrainConfig, device: torch.device) -> Peak:
         return Peak(train.peak_flops_per_device, "config: train.peak_flops_per_device")
     if device.type != "cuda":
         return machine_cpu_peak(train.compute_dtype, cache_folder() / "peaks")
-    import torch
-
     name = torch.cuda.get_device_name(device)
     known = published_peak(name, train.compute_dtype)
     return known or Peak(None, f"unknown device {name!r}: set train.peak_flops_per_device to its dense FLOP/s")
@@ -99,8 +90,6 @@ def above_peak_warning(figure: str, flops_per_s: float, peak: Peak) -> str | Non
 
 def _fastest_matmul_s(size: int, dtype: torch.dtype) -> float:
     """Seconds of the fastest product of two [size, size] matrices within _MEASURE_S, at least two tried."""
-    import torch
-
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype)
     torch.mm(left, right, out=out)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from engine.run.provenance import cpu_name, output_of, version_of
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Date, device, cores, threads of this process, load, platform and versions, as plain values; of a GPU its driver,
     clocks and libraries, too.
     """
+    cpu = f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
@@ -45,15 +45,17 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     """Memory, compute capability, versions of what the kernels come from, and what nvidia-smi says about the GPU."""
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.
+    query, uuid = ",".join(_SMI_FIELDS), f"GPU-{getattr(properties, 'uuid', '')}"
     return {
         "gpu_memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "cudnn": cudnn,
-        "triton": _installed("triton"),
-        "flash_attn": _installed("flash-attn"),
-        **parse_smi(_ask_smi(device)),
+        "triton": version_of("triton"),
+        "flash_attn": version_of("flash-attn"),
+        **parse_smi(output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={uuid}") or ""),
     }
 
 
@@ -63,29 +65,3 @@ def parse_smi(line: str) -> dict[str, str]:
     if len(values) != len(_SMI_FIELDS):
         return {}
     return {name: value for name, value in zip(_SMI_FIELDS.values(), values, strict=True) if "N/A" not in value}
-
-
-def _ask_smi(device: torch.device) -> str:
-    """nvidia-smi's line about a device; empty without it. Its numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie."""
-    uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
-    query = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader", f"--id={uuid}"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout.strip()
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def cpu_name() -> str:
-    """The processor's name, and the instruction set that torch uses on it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -13,7 +13,9 @@ independent of the number of rows, plus the gradient of `hidden` itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +41,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, opti
     (float64 for float64). Where no gradient is wanted (evaluation, frozen inputs) none is computed. The host never
     waits for the device.
     """
-    check_shapes(hidden, weight, labels)
-    if not torch.is_grad_enabled():
-        return _walk_chunks(hidden, weight, labels, options, _Gradients()).to(accumulate_dtype(hidden.dtype))
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options)  # type: ignore[no-untyped-call]
-    return loss
+    return summed_loss(hidden, weight, labels, partial(_walk_chunks, options=options))
 
 
 @dataclass
-class _Gradients:
+class Gradients:
     """Where the gradients of the loss sum go: hidden [T, d] in its dtype, weight [V, d] fp32; None where not wanted."""
 
     hidden: Tensor | None = None
@@ -55,19 +53,34 @@ class _Gradients:
 
     @property
     def are_wanted(self) -> bool:
+        """Whether either is."""
         return self.hidden is not None or self.weight is not None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+# (hidden, weight in its dtype, labels, gradients to fill) -> loss sum, float64 scalar; one pass over the chunks.
+Walk = Callable[[Tensor, Tensor, Tensor, Gradients], Tensor]
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, walk: Walk) -> Tensor:
+    """What `walk` gives, fp32 scalar (float64 for float64), with the gradients that it made on its way."""
+    check_shapes(hidden, weight, labels)
+    if not torch.is_grad_enabled():
+        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, Gradients())
+        return loss.to(accumulate_dtype(hidden.dtype))
+    with_graph: Tensor = _SummedLoss.apply(hidden, weight, labels, walk)  # type: ignore[no-untyped-call]
+    return with_graph
+
+
+class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, walk: Walk) -> Tensor:
         """The loss sum; both gradients are saved."""
         wide = accumulate_dtype(hidden.dtype)
-        gradients = _Gradients(
+        gradients = Gradients(
             hidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
             weight=torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None,
         )
-        loss = _walk_chunks(hidden, weight, labels, options, gradients)
+        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, gradients)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return loss.to(wide)
@@ -88,10 +101,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _walk_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, gradients: _Gradients) -> Tensor:
-    """The loss sum, float64 scalar; fills `gradients`."""
-    weight = weight.detach().to(hidden.dtype)
-    hidden = hidden.detach()
+def _walk_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, gradients: Gradients, *, options: LossOptions
+) -> Tensor:
+    """See `Walk`."""
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     chunk_rows = min(options.chunk_tokens, hidden.shape[0])
     buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.fused_kernels.dispatch import uses_triton
-from engine.loss.fused import add_weight_gradient
-from engine.loss.options import LossOptions, check_shapes
+from engine.loss.fused import Gradients, add_weight_gradient, summed_loss
+from engine.loss.options import LossOptions
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
-from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks, scaled, spans
+from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks, spans
 
 
 @dataclass(frozen=True)
@@ -56,80 +54,36 @@ def vocabulary_parallel_cross_entropy(
     hidden [R, d] and labels [R] int64 (global ids): own rows, as many on every rank; weight [V / t, d]: own slice. All
     ranks of the group must call, run the backward and scale the loss alike: gradients are those of the sum over ranks.
     """
-    check_shapes(hidden, weight, labels)
-    if not torch.is_grad_enabled():
-        walk = _Walk(weight.detach().to(hidden.dtype), options, vocabulary)
-        return walk.run(hidden, labels).to(accumulate_dtype(hidden.dtype))
-    loss: Tensor = _VocabularyParallel.apply(hidden, weight, labels, options, vocabulary)  # type: ignore[no-untyped-call]
-    return loss
+    return summed_loss(hidden, weight, labels, _Walk(options, vocabulary))
 
 
-class _VocabularyParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, vocabulary: VocabularySlice
-    ) -> Tensor:
-        """The loss sum of own rows; both gradients of all rows' sum are saved."""
-        wide = accumulate_dtype(hidden.dtype)
-        walk = _Walk(
-            weight.detach().to(hidden.dtype),
-            options,
-            vocabulary,
-            dhidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
-            dweight=torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None,
-        )
-        loss = walk.run(hidden.detach(), labels)
-        ctx.save_for_backward(walk.dhidden, walk.dweight)
-        ctx.weight_dtype = weight.dtype
-        return loss.to(wide)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        """The saved gradients times `dloss`, as new tensors: a retained graph may come here again."""
-        dhidden, dweight = ctx.saved_tensors
-        return (
-            None if dhidden is None else scaled(dhidden, dloss, dhidden.dtype),
-            None if dweight is None else scaled(dweight, dloss, ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Walk:
-    """One pass over the chunks: weight [V / t, d] in the compute dtype, and the gradients that are wanted."""
-
-    weight: Tensor
     options: LossOptions
     vocabulary: VocabularySlice
-    dhidden: Tensor | None = None  # [R, d], own rows
-    dweight: Tensor | None = None  # [V / t, d] fp32
 
-    def run(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The loss sum of own rows, float64 scalar; fills the gradients."""
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, gradients: Gradients) -> Tensor:
+        """See `engine.loss.fused.Walk`: hidden and its gradient [R, d] are own rows, the weight's [V / t, d]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         own_rows = max(1, self.options.chunk_tokens // self.vocabulary.ranks)
         chunk_rows = min(own_rows, hidden.shape[0]) * self.vocabulary.ranks
-        buffer = torch.empty(chunk_rows, self.weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+        buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
         scratch: Tensor | None = None
         all_labels = all_gather_first(labels, self.vocabulary.group).view(self.vocabulary.ranks, -1)
         for own in spans(hidden.shape[0], own_rows):
             chunk = all_gather_first(hidden[own], self.vocabulary.group)
             chunk_labels = all_labels[:, own].flatten()
-            logits = torch.mm(chunk, self.weight.t(), out=buffer[: chunk.shape[0]])
+            logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
             lse, losses = self._losses(logits, chunk_labels)
             rows = losses.shape[0] // self.vocabulary.ranks
             total += losses[self.vocabulary.group.rank() * rows :][:rows].sum(dtype=torch.float64)
-            if self.dhidden is None and self.dweight is None:
+            if not gradients.are_wanted:
                 continue
             self._overwrite_with_gradient(logits, chunk_labels, lse)
-            if self.dhidden is not None:
-                partial = torch.mm(logits, self.weight)
-                reduce_scatter_first(partial, self.vocabulary.group, out=self.dhidden[own])
-            if self.dweight is not None:
-                scratch = add_weight_gradient(self.dweight, logits, chunk, scratch)
+            if gradients.hidden is not None:
+                reduce_scatter_first(torch.mm(logits, weight), self.vocabulary.group, out=gradients.hidden[own])
+            if gradients.weight is not None:
+                scratch = add_weight_gradient(gradients.weight, logits, chunk, scratch)
         return total
 
     def _losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

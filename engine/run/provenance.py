@@ -31,7 +31,7 @@ def collect_provenance(code_root: Path = CODE_ROOT) -> dict[str, Any]:
         "command": list(sys.argv),
         "cwd": str(Path.cwd()),
         "git": git_facts(code_root),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}},
         "hardware": _hardware(),
         "image": os.environ.get(IMAGE_VARIABLE),
     }
@@ -39,11 +39,11 @@ def collect_provenance(code_root: Path = CODE_ROOT) -> dict[str, Any]:
 
 def git_facts(root: Path) -> dict[str, Any] | None:
     """{sha, branch, dirty, status, diff, diff_truncated} of the checkout whose top is `root`, or None."""
-    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root.resolve():
         return None
-    status = _output("git", "-C", str(root), "status", "--porcelain") or ""
-    diff = _output("git", "-C", str(root), "diff", "HEAD") or ""
+    status = output_of("git", "-C", str(root), "status", "--porcelain") or ""
+    diff = output_of("git", "-C", str(root), "diff", "HEAD") or ""
     return {
         "sha": _line("git", "-C", str(root), "rev-parse", "HEAD"),
         "branch": _line("git", "-C", str(root), "rev-parse", "--abbrev-ref", "HEAD"),
@@ -55,25 +55,27 @@ def git_facts(root: Path) -> dict[str, Any] | None:
 
 
 def _hardware() -> dict[str, Any]:
-    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "gpus": gpus.splitlines() if gpus else [],
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu_name() -> str | None:
+def cpu_name() -> str | None:
+    """The processor's name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -90,11 +92,11 @@ def _memory_bytes() -> int | None:
 
 
 def _line(*command: str) -> str | None:
-    text = _output(*command)
+    text = output_of(*command)
     return text.strip() if text else None
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Standard output of `command`, or None when it is missing, fails or hangs."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)

@@ -76,43 +76,6 @@ def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     )
 
 
-def test_a_run_leaves_metrics_summary_and_states(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = run_config(corpus)
-    run = create_run_of(config, tmp_path)
-    assert ranks(2).run(train_on_rank, str(run.path), config) == [0, 0]
-    rows = run.read_metrics()
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert list(rows[0]) == CONTRACT
-    assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
-    assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
-    phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
-    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
-    assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
-    assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
-
-
-def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
-    """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
-    tokens = np.full(4000, 63, dtype="<u2")
-    tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
-    tokens.tofile(tmp_path / "t.bin")
-    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
-    files = [{"name": "t.bin", "token_count": 4000}]
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
-    config = tiny_config(
-        train={"steps": 15, "peak_flops_per_device": 1e12},
-        optimizer={"learning_rate": 3e-2},
-        attention={"preset": "burst", "documents": True},
-        data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
-    )
-    run = create_run_of(config, tmp_path)
-    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
-    summary = run.read_summary()
-    # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
-    assert summary["final_train_loss"] < 0.5
-    assert summary["final_validation_loss"] < 0.5
-
-
 class RowWatch(RankStatus):
     """Counts references to the time of every step before the last, but its own and that of the call that counts."""
 
@@ -137,17 +100,22 @@ def rows_kept(path: str, config: RunConfig) -> int:
     return watch.kept
 
 
-def test_no_rank_keeps_the_rows_of_steps_that_are_over(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
     config = run_config(corpus)
     run = create_run_of(config, tmp_path)
     assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
-
-
-def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = run_config(corpus)
-    run = create_run_of(config, tmp_path)
-    ranks(2).run(train_on_rank, str(run.path), config)
-    summary, rows = run.read_summary(), run.read_metrics()
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert list(rows[0]) == CONTRACT
+    assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
+    assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
+    phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
+    assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
+    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
+    assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
+    summary = run.read_summary()
     expected = {
         "status": "completed",
         "steps": 6,
@@ -171,6 +139,28 @@ def test_the_summary_says_what_was_run_and_how_fast(ranks: Pools, corpus: DataCo
     assert summary["attention"]["layout"] == "zigzag"
     assert len(summary["config_fingerprint"]) == 64
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
+    """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
+    tokens = np.full(4000, 63, dtype="<u2")
+    tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
+    tokens.tofile(tmp_path / "t.bin")
+    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
+    files = [{"name": "t.bin", "token_count": 4000}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
+    config = tiny_config(
+        train={"steps": 15, "peak_flops_per_device": 1e12},
+        optimizer={"learning_rate": 3e-2},
+        attention={"preset": "burst", "documents": True},
+        data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
+    )
+    run = create_run_of(config, tmp_path)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    summary = run.read_summary()
+    # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
+    assert summary["final_train_loss"] < 0.5
+    assert summary["final_validation_loss"] < 0.5
 
 
 def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
