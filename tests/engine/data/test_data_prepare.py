@@ -305,6 +305,7 @@ def test_a_waiting_process_says_so(tmp_path: Path) -> None:
     with exclusive_lock(tmp_path / "lock", give_way) as locked:
         assert locked
         assert len(waits) == 1
+        assert (tmp_path / "lock").exists()  # that of the holder before is gone, and guarded nothing any more
     assert not (tmp_path / "lock").exists()
 
 
