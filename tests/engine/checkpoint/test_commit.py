@@ -55,6 +55,11 @@ def test_what_is_committed_is_read_back(tmp_path: Path) -> None:
     assert found[1].bytes == 8
 
 
+def test_a_figure_that_is_no_number_is_no_damage(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, loss=float("nan"))
+    assert read_manifest(path).state == {"loss": None}
+
+
 def test_newest_comes_first_whatever_the_number_of_digits(tmp_path: Path) -> None:
     for step in (5, 123456789, 99999999):
         write(tmp_path, step)
