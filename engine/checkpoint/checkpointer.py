@@ -168,7 +168,7 @@ class Checkpointer:
             raise
         self._prune(snapshot.step)
         seconds = time.monotonic() - begin
-        path = folder.with_name(f"step-{snapshot.step:08d}")
+        path = _checkpoint(self.root, snapshot.step).path
         return Saved(snapshot.step, path, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
 
     def _manifest(self, snapshot: Snapshot, save_id: str, writer: TensorWriter, folder: Path) -> Manifest:
@@ -192,7 +192,7 @@ class Checkpointer:
         )
         for step in gone:
             try:
-                remove(self.root / f"step-{step:08d}")
+                remove(_checkpoint(self.root, step).path)
             except OSError as error:
                 self._note(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
 
@@ -205,16 +205,10 @@ class Checkpointer:
         this run, as `target` does for one of another model: before anything of it is read. Raises CheckpointError
         when nothing can be read although something is there.
         """
-
-        def put_damaged_aside(checkpoint: Checkpoint, problem: str) -> None:
-            with self._agreeing(f"put the damaged checkpoint of step {checkpoint.step} aside"):
-                if self._disk.is_leader and checkpoint.path.exists():
-                    put_aside(checkpoint, problem)
-            self._tell(f"the checkpoint of step {checkpoint.step} is put aside: {problem}")
-
         steps = self._common_steps(self.root)
-        manifest = self._read_newest(self.root, steps, self._disk, target, accept, put_damaged_aside)
+        manifest = self._newest(self.root, steps, self._disk, "put aside")
         if manifest is not None:
+            self._read(self.root, manifest, target, accept)
             self._restored = manifest.step
         elif steps:
             raise CheckpointError(f"no checkpoint under {self.root} is undamaged; see WHY in each of its .bad folders")
@@ -226,42 +220,30 @@ class Checkpointer:
         Of one that is named, damage is an error; else damaged ones are passed over and told. A node without the folder
         is sent what it needs.
         """
-
-        def pass_over(checkpoint: Checkpoint, problem: str) -> None:
-            if named is not None:
-                raise CheckpointError(problem)
-            self._tell(f"the checkpoint of step {checkpoint.step} is passed over: {problem}")
-
         root, named = self._find_source(source)
-        disk = self._find_disk(read_storage_id(root))
-        steps = self._common_steps(root) if named is None else [named]
-        manifest = self._read_newest(root, steps, disk, target, accept, pass_over)
+        steps, damaged = (self._common_steps(root), "passed over") if named is None else ([named], "refused")
+        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), damaged)
         if manifest is None:
             raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+        self._read(root, manifest, target, accept)
         return manifest
 
-    def _read_newest(
-        self,
-        root: Path,
-        steps: Sequence[int],
-        disk: Disk,
-        target: TrainingTensors,
-        accept: Accept,
-        on_damage: Callable[[Checkpoint, str], None],
-    ) -> Manifest | None:
-        """The first of `steps` that is undamaged, read into `target`."""
+    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, damaged: str) -> Manifest | None:
+        """That of the first of `steps` which is undamaged. damaged: what becomes of others, in words."""
         for step in steps:
-            checkpoint = Checkpoint(step, root / f"step-{step:08d}")
+            checkpoint = _checkpoint(root, step)
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
-                self._read(checkpoint.path, manifest, target, accept)
                 return manifest
-            on_damage(checkpoint, problem)
+            if damaged == "refused":
+                raise CheckpointError(problem)
+            if damaged == "put aside":
+                with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
+                    if self._disk.is_leader and checkpoint.path.exists():
+                        put_aside(checkpoint, problem)
+            if self._rank == 0:
+                self._note(f"the checkpoint of step {step} is {damaged}: {problem}")
         return None
-
-    def _tell(self, text: str) -> None:
-        if self._rank == 0:
-            self._note(text)
 
     def _find_source(self, source: Path) -> tuple[Path, int | None]:
         """As `find_source`; where there is nothing, as others found it. Raises CheckpointError when nobody has any."""
@@ -342,7 +324,8 @@ class Checkpointer:
             )
         return (None, problems[0]) if problems else (manifest, "")
 
-    def _read(self, folder: Path, manifest: Manifest, target: TrainingTensors, accept: Accept) -> None:
+    def _read(self, root: Path, manifest: Manifest, target: TrainingTensors, accept: Accept) -> None:
+        folder = _checkpoint(root, manifest.step).path
         with self._agreeing(f"read {folder}"):
             updates = manifest.whole("updates")
             accept(manifest)
@@ -392,6 +375,10 @@ def _stager() -> DefaultStager:
             use_non_blocking_copy=torch.cuda.is_available(),
         )
     )
+
+
+def _checkpoint(root: Path, step: int) -> Checkpoint:
+    return Checkpoint(step, root / f"step-{step:08d}")
 
 
 def _storages(checkpoint: Checkpoint) -> set[str]:

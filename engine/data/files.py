@@ -6,12 +6,14 @@ import contextlib
 import glob
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import DataError
 
+LOCK_POLL_S = 0.1
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
@@ -131,14 +133,16 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
 def _locked(file: int, on_wait: Callable[[], None]) -> bool:
     import fcntl
 
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        on_wait()
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()  # again and again: who is silent for long is taken for hung
+            time.sleep(LOCK_POLL_S)
+        except OSError:
+            return False
+        else:
+            return True
 
 
 def _is_named(file: int, path: Path) -> bool:

@@ -99,18 +99,6 @@ def json_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_conversations_are_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 10)
-    words = ["data", "prepare", "--json", "data=jsonl", f"data.paths=[{tmp_path}/chats.jsonl]"]
-    found = json_of(
-        [*words, "data.messages_field=messages", "data.chat_template=chatml", "data.tokenizer=bytes"], capsys
-    )
-    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-    assert sum(split["text_bytes"] for split in found["splits"].values()) == 10 * len(text)
-    assert found["length_classes"] is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -65,25 +65,29 @@ CASES = [
     ),
 ]
 NAMES = [one.name for one in CASES]
-# The others are variations of these.
+# The others are variations of these: tried when asked for.
 CORE = ("one rank", "two rings", "burst on four", "tensor parallel")
-TRIED_ALWAYS = {("one rank", LONG), ("two rings", LONG), ("burst on four", MORE), ("tensor parallel", MORE)}
-# How many steps after the checkpoint every bit is compared; many of some in every run of the tests, of all when asked.
+
+
+def thorough_unless(is_tried_always: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_tried_always else [pytest.mark.thorough]
+
+
+# How many steps after the checkpoint every bit is compared.
 TRIED = [
     pytest.param(
-        one, more, marks=[pytest.mark.thorough] * ((one.name, more) not in TRIED_ALWAYS), id=f"{one.name}, {more}"
+        *(one, more),
+        marks=thorough_unless(one.name in CORE and (one.name == CORE[0]) == (more == LONG)),
+        id=f"{one.name}, {more}",
     )
     for one in CASES
     for more in (MORE, LONG)
 ]
 # Every case takes up what another one has saved.
 PAIRS = [
-    pytest.param(
-        source, one, marks=[pytest.mark.thorough] * (not {source, one.name} <= {*CORE}), id=f"{source} to {one.name}"
-    )
+    pytest.param(*(source, one), marks=thorough_unless({source, one.name} <= {*CORE}), id=f"{source} to {one.name}")
     for index, one in enumerate(CASES)
-    for source in {CASES[(index + 3) % len(CASES)].name, CORE[(index + 1) % len(CORE)]}
-    if source != one.name
+    for source in {CASES[(index + 3) % len(CASES)].name, CORE[(index + 1) % len(CORE)]} - {one.name}
 ]
 
 
@@ -149,7 +153,6 @@ def test_saving_changes_nothing(ranks: Pools, saved: Saved, one: Case) -> None:
 
 
 @pytest.mark.parametrize(("one", "more"), TRIED)
-@pytest.mark.thorough_for("two rings, 50")
 def test_resumed_on_the_same_ranks_every_bit_is_the_same(ranks: Pools, saved: Saved, one: Case, more: int) -> None:
     root, whole = saved(one.name, more)
     resumed = ranks(one.world_size).run(train, one.config, root, None, True, more=more)[0]

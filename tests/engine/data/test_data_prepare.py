@@ -293,18 +293,20 @@ def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Pa
     assert len(list((cache / "data").iterdir())) == 1
 
 
-def test_a_waiting_process_says_so(tmp_path: Path) -> None:
+def test_a_waiting_process_says_so_again_and_again(tmp_path: Path) -> None:
     waits: list[None] = []
 
     def give_way() -> None:
         waits.append(None)
-        holder.__exit__(None, None, None)
+        if len(waits) == 2:
+            holder.__exit__(None, None, None)
 
     holder = exclusive_lock(tmp_path / "lock", lambda: None)
     assert holder.__enter__()
     with exclusive_lock(tmp_path / "lock", give_way) as locked:
         assert locked
-        assert len(waits) == 1
+        assert len(waits) == 2
+        assert (tmp_path / "lock").exists()  # that of the holder before is gone, and guarded nothing any more
     assert not (tmp_path / "lock").exists()
 
 

@@ -158,7 +158,9 @@ def test_bfloat16_is_what_torch_rounds_to() -> None:
     )
 
 
-def test_bf16_in_one_file_is_what_transformers_reads(ranks: Pools, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_bf16_in_one_file_is_what_transformers_reads_and_what_cannot_be_written_leaves_nothing(
+    ranks: Pools, folders: dict[str, Path], tmp_path: Path
+) -> None:
     config = config_of(folders["llama"])
     ranks(1).run(train_and_save, config, str(tmp_path / "checkpoints"))
     checkpoint = Checkpoint(5, tmp_path / "checkpoints" / "step-00000005")
@@ -172,22 +174,12 @@ def test_bf16_in_one_file_is_what_transformers_reads(ranks: Pools, folders: dict
     assert rounded.dtype == torch.bfloat16
     for (name, value), (_, other) in zip(whole.named_parameters(), rounded.named_parameters(), strict=True):
         assert torch.equal(value.to(torch.bfloat16), other), name
-
-
-def test_what_cannot_be_exported_is_said_and_leaves_nothing(
-    ranks: Pools, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    config = config_of(folders["llama"])
-    ranks(1).run(train_and_save, config, str(tmp_path / "checkpoints"))
-    checkpoint = Checkpoint(5, tmp_path / "checkpoints" / "step-00000005")
-    (tmp_path / "there").mkdir()
-    manifest = open_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match="exists; export writes a new folder"):
-        export(ExportOrder(checkpoint, config, tmp_path / "there"), manifest)
+        export(ExportOrder(checkpoint, config, tmp_path / "wide"), manifest)
     (checkpoint.path / "rank00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank00000\.safetensors cannot be read"):
         export(ExportOrder(checkpoint, config, tmp_path / "out"), manifest)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "narrow", "wide"]
 
 
 def test_another_shape_is_refused_before_anything_is_read(ranks: Pools, folders: dict[str, Path]) -> None:

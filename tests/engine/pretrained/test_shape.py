@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from engine.config import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
 from engine.config_data import weight_rules
 from engine.errors import ConfigError
-from engine.pretrained.names import INDEX_FILE, check_names, hugging_face_name, weight_files
+from engine.pretrained.names import INDEX_FILE, check_names, weight_files
 from engine.pretrained.shape import config_json, differences, family_of, read_pretrained
 
 LLAMA2 = {
@@ -164,12 +162,6 @@ def test_rope_may_be_stretched_and_nothing_else_may_differ() -> None:
     ]
 
 
-def test_names_are_those_of_transformers() -> None:
-    assert hugging_face_name("embedding.weight") == "model.embed_tokens.weight"
-    assert hugging_face_name("head.weight") == "lm_head.weight"
-    assert hugging_face_name("layers.3.self_attn.q_norm.weight") == "model.layers.3.self_attn.q_norm.weight"
-
-
 def test_weights_that_are_missing_or_that_nothing_would_read_are_named(tmp_path: Path) -> None:
     check_names(["a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], ["a"], tmp_path)
     with pytest.raises(ConfigError, match="lacks b and 0 more"):
@@ -190,8 +182,3 @@ def test_files_of_an_index_lie_in_the_folder_and_are_there(tmp_path: Path) -> No
     (tmp_path / INDEX_FILE).write_text("[]")
     with pytest.raises(ConfigError, match="cannot be read"):
         weight_files(tmp_path)
-
-
-def test_nothing_of_this_needs_torch() -> None:
-    code = "import sys, engine.pretrained.shape, engine.pretrained.export; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.run.records import JsonLinesTail, append_json_line, finite, read_json_object, replace_json
+from engine.run.records import JsonLinesTail, append_json_line, finite, read_json_object
 
 
 def test_tail_returns_every_row_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
@@ -27,20 +27,6 @@ def test_tail_starts_over_when_the_file_was_replaced(tmp_path: Path) -> None:
     tail.poll()
     path.write_text('{"b": 1}\n')
     assert tail.poll() == [{"b": 1}]
-
-
-def test_failed_replacement_keeps_the_old_text_and_no_temporary_file(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    replace_json(path, {"a": 1})
-
-    class Hostile:
-        def __str__(self) -> str:
-            raise ValueError("cannot be written")
-
-    with pytest.raises(ValueError, match="cannot be written"):
-        replace_json(path, {"a": Hostile()})
-    assert read_json_object(path) == {"a": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
 def test_appended_lines_hold_one_object_each(tmp_path: Path) -> None:
