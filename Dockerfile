@@ -45,6 +45,6 @@ ENV PATH=/opt/burst/venv/bin:/opt/burst/code/bin:/usr/local/sbin:/usr/local/bin:
 USER burst
 WORKDIR /burst
 # An image that cannot start is not built.
-RUN burst --version && python -c "import torch, engine.trainer"
+RUN burst --version && python -c "import torch, engine.training.trainer"
 ENTRYPOINT ["sh", "/usr/local/bin/entrypoint.sh"]
 CMD ["burst", "--help"]

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RESULT_FILE, RankSetup
-from engine.errors import BurstError
+from engine.config.errors import BurstError
 
 LARGEST_STALL = 0.1  # of a synchronous save
 

@@ -28,23 +28,23 @@ from engine.attention.arithmetic import AttentionShape
 from engine.attention.context import AttentionContext, AttentionGroup, build_context
 from engine.attention.executor import Execution
 from engine.attention.kernels import choose_kernel
-from engine.attention.layers import LayerAttention
-from engine.attention.mask import Mask
-from engine.attention.plan import RankPlan
-from engine.attention.presets import AttentionMethod
 from engine.attention.runtime import SavedAttention
-from engine.attention.topology import Topology
 from engine.attention.transport import LocalTransport
 from engine.bench.environment import environment
 from engine.bench.measure import Timing, measure_in_turn
 from engine.bench.spec import Rounds
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.checkpointed import apply_policies
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import RankPlan
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.mask import Mask
 
 CPU = torch.device("cpu")
 WHOLE = AttentionMethod("single", "contiguous", 1, 1, "kv", "float32", "benchmark")

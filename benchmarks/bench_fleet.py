@@ -128,7 +128,7 @@ def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> di
     from cluster.access.resolve import resolve_hosts
     from cluster.access.ssh import SshPool
     from cluster.probe.script import build_script, new_fence, read_sections
-    from engine.config_cluster import SshConfig
+    from engine.config.cluster import SshConfig
 
     hosts = resolve_hosts(names, SshConfig(config_file=str(config_file), connect_timeout_s=timeout_s))
     with SshPool() as pool:

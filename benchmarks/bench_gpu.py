@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.session import Request, run_session
-from engine.errors import BurstError
+from engine.config.errors import BurstError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -26,9 +26,9 @@ from benchmarks.memory.report import claims, complete_rows, loss_spread, markdow
 from burst_cli.bench_plot import check_plot_path
 from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RESULT_FILE, RankSetup, Rounds
-from engine.config import ModelConfig
-from engine.config_schema import to_plain
-from engine.errors import BurstError
+from engine.config.errors import BurstError
+from engine.config.schema import to_plain
+from engine.config.settings import ModelConfig
 
 POLICIES = "none,full,seq_fraction:kept_fraction=0.5,attn_out,attn_out_every:every_layers=4"
 

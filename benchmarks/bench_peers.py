@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.methods import COUNTERPARTS, PEERS
-from engine.attention.presets import PRESETS
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds, check_points
-from engine.errors import BurstError, ConfigError
+from engine.config.errors import BurstError, ConfigError
+from engine.planning.methods.presets import PRESETS
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parent / ".cache" / "peers"

@@ -43,8 +43,8 @@ from benchmarks.step.variants import (
 from benchmarks.tensors import local_tensors
 from engine.bench.environment import environment
 from engine.bench.spec import Rounds
-from engine.config import ModelConfig
-from engine.errors import BurstError
+from engine.config.errors import BurstError
+from engine.config.settings import ModelConfig
 
 DEFAULT_VARIANTS = f"burst,burst:full,burst:attn_out,{REFERENCE},{CHECKPOINT_REFERENCE}"
 MAX_MEMORY_RATIO, MAX_TIME_RATIO = 0.5, 0.9  # against transformers_checkpoint
@@ -52,8 +52,8 @@ MAX_MEMORY_RATIO, MAX_TIME_RATIO = 0.5, 0.9  # against transformers_checkpoint
 
 def work(variant: str, case: Case, pipe: Connection) -> None:
     """Life of a variant's process: builds, then answers "step", "track" and "end"."""
-    from engine.memory.oom import peak_resident_bytes
     from engine.memory.tracker import LiveTensorTracker
+    from engine.runs.oom import peak_resident_bytes
 
     torch.set_num_threads(case.threads)
     torch.manual_seed(SEED)

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.config import AttentionConfig, RunConfig, TrainConfig, dump_config
-from engine.config_cluster import ClusterConfig
-from engine.run.summary import config_facts, predicted_facts, summarise
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
+from engine.runs.summary import config_facts, predicted_facts, summarise
 
 PRESETS = ("burst", "megatron_cp", "loongtrain", "ring", "ulysses", "usp")
 LENGTHS = (65536, 131072, 262144, 524288, 1048576)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burst_cli.bench_view import Row, cells
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,14 +10,14 @@ from rich.text import Text
 from burst_cli.checkpoint_nodes import bring, progress_bar
 from burst_cli.checkpoint_view import checkpoint_of_step, checkpoints_here, compared, newest_undamaged
 from burst_cli.figures import binary_bytes
-from engine.checkpoint.commit import Checkpoint, checkpoints_of
-from engine.checkpoint.manifest import CheckpointError, Manifest
-from engine.config import DataConfig, load_config
+from engine.config.errors import ConfigError, DataError
+from engine.config.settings import DataConfig, load_config
 from engine.data.chat import ChatTemplate, find_template
 from engine.data.tokenizers import TOKENIZER_FILE
-from engine.errors import ConfigError, DataError
 from engine.pretrained.export import DTYPES, Exported, ExportOrder, check_new, export, weight_bytes
-from engine.runs import RunFolder
+from engine.runs.commit import Checkpoint, checkpoints_of
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import CheckpointError, Manifest
 
 
 def export_run(

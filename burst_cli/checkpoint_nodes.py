@@ -15,9 +15,9 @@ from cluster.access.nodes import fold_nodes
 from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError, read_launch_plan
-from engine.checkpoint.commit import Checkpoint, checkpoints_folder, list_checkpoints
-from engine.checkpoint.manifest import CheckpointError
-from engine.runs import RunFolder, typed_overrides
+from engine.runs.commit import Checkpoint, checkpoints_folder, list_checkpoints
+from engine.runs.folder import RunFolder, typed_overrides
+from engine.runs.manifest import CheckpointError
 
 
 def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:

@@ -15,7 +15,7 @@ from burst_cli.checkpoint_nodes import on_nodes, progress_bar
 from burst_cli.figures import DASH, binary_bytes, count
 from cluster.access.nodes import fold_nodes
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
-from engine.checkpoint.commit import (
+from engine.runs.commit import (
     checkpoints_of,
     list_checkpoints,
     open_checkpoint,
@@ -23,8 +23,8 @@ from engine.checkpoint.commit import (
     superfluous,
     verify_files,
 )
-from engine.checkpoint.manifest import CheckpointError, Manifest
-from engine.runs import FINAL_STATES, RunFolder
+from engine.runs.folder import FINAL_STATES, RunFolder
+from engine.runs.manifest import CheckpointError, Manifest
 
 
 @dataclass(frozen=True)

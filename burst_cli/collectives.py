@@ -25,9 +25,9 @@ from cluster.control.stopping import StopRequests
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan
 from cluster.plan_ssh import build_ssh_plan, resolve_fleet
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
-from engine.runs import create_run, default_runs_dir, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import RunConfig
+from engine.runs.folder import create_run, default_runs_dir, new_run_path
 
 MODULE, EXP = "engine.collectives", "collectives"
 SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others up

@@ -16,9 +16,9 @@ import typer
 from rich.markup import escape
 
 from burst_cli.conf_dirs import Option, list_options, search_path
-from engine.config import RunConfig
-from engine.config_schema import FieldSpec, walk_fields, walk_sections
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import FieldSpec, walk_fields, walk_sections
+from engine.config.settings import RunConfig
 
 Candidate = tuple[str, str]
 HELP_WIDTH = 70
@@ -47,7 +47,7 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     """(run id, what it is) of the runs that begin so, newest first; experiments beside them."""
-    from engine.runs import default_runs_dir, list_runs
+    from engine.runs.folder import default_runs_dir, list_runs
 
     runs = list_runs(Path(ctx.params.get("runs_dir") or default_runs_dir()))[::-1][:MAX_RUNS]
     found = [(run.run_id, run.exp) for run in runs if run.run_id.startswith(incomplete)]
@@ -57,7 +57,7 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
 
 def complete_device(incomplete: str) -> list[Candidate]:
     """(name, document) of devices that are known."""
-    from engine.devices import DEVICES
+    from engine.planning.time.devices import DEVICES
 
     return [(one.name, one.source) for one in DEVICES if one.name.startswith(incomplete)]
 

@@ -1,7 +1,7 @@
 """Configuration files and overrides become one checked `RunConfig`. The only module that imports Hydra.
 
 Hydra composes and nothing else: no logging, no change of folder, no global object left behind. Settings that no file
-names have the defaults of `engine.config`, so `key=value` works for every documented setting without a `+`.
+names have the defaults of `engine.config.settings`, so `key=value` works for every documented setting without a `+`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from burst_cli.overrides import Groups, Override, grammar_problem, override_prob
 from burst_cli.sources import Layer, trace_sources
 from burst_cli.step_limits import fit_to_steps
 from burst_cli.sweep.grammar import MOST_CELLS, Axis
-from engine.config import RunConfig, config_to_dict, read_config
-from engine.config_checks import config_problems
-from engine.config_schema import Problem
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.rules import config_problems
+from engine.config.schema import Problem
+from engine.config.settings import RunConfig, config_to_dict, read_config
 
 ROOT_CONFIG = "config"
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from burst_cli.runs.read import run_record
 from cluster.control.busy import find_controller
 from cluster.control.stopping import StopRequests
 from cluster.failure import failure_from_dict
-from engine.errors import RunError
-from engine.runs import FINAL_STATES, RunFolder
+from engine.config.errors import RunError
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 CONTROLLER_LOG = "controller.log"
 _POLL_S = 0.05

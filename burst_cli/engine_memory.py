@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from burst_cli.memory_check import Place
-from engine.attention.auto import machine_of, settle_auto
-from engine.attention.topology import Topology
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.memory.auto import MemoryChoice, advice_for, settle_memory
 from engine.memory.capacity import Capacity, Hardware, capacity_of
 from engine.memory.fit import Prediction, estimate_on, sequence_topology
-from engine.memory.oom import less_memory_text
 from engine.memory.predict_apart import predict_apart
+from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.topology import Topology
+from engine.runs.oom import less_memory_text
 
 
 class EnginePlanner:

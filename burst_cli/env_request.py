@@ -59,7 +59,7 @@ def ask(request: EnvRequest, *, with_live: bool = False) -> tuple[FleetEnvironme
 
 def read_log(path: Path) -> str:
     """The text of a log of NCCL; its beginning, should it be huge, for NCCL says at the start what it uses."""
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if not path.is_file():
         raise ConfigError(f"--nccl-log {path}: no such file; NCCL writes one where NCCL_DEBUG_FILE says")

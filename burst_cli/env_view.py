@@ -96,7 +96,7 @@ def fold_environments(environments: Mapping[str, NodeEnvironment]) -> list[tuple
 def print_text(fleet: FleetEnvironment, form: Format) -> None:
     """Write the environment of the one node that is meant to stdout. Raises ConfigError when there are several."""
     from cluster.env.formats import render_environment
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if len(fleet.environments) > 1:
         names = fold_nodes(fleet.environments)

@@ -11,11 +11,11 @@ from burst_cli.compose import compose
 from burst_cli.launch_request import LaunchRequest, choose_launcher
 from burst_cli.runs.choose import choose_run
 from cluster.plan_record import PlanFileError, read_launch_plan
-from engine.checkpoint.commit import checkpoints_of, list_checkpoints
-from engine.checkpoint.manifest import CheckpointError
-from engine.config import RunConfig, load_config
-from engine.errors import ConfigError
-from engine.runs import RunFolder
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, load_config
+from engine.runs.commit import checkpoints_of, list_checkpoints
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import CheckpointError
 
 # What every evaluation is told: nothing is saved, and nothing trained.
 OVERRIDES = (

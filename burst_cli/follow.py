@@ -15,9 +15,9 @@ from cluster.control.link import NodeStatus
 from cluster.control.open import open_links
 from cluster.control.stopping import StopRequests
 from cluster.plan_record import read_launch_plan
-from engine.errors import BurstError
-from engine.run.records import utc_now
-from engine.runs import open_run
+from engine.config.errors import BurstError
+from engine.runs.folder import open_run
+from engine.runs.records import utc_now
 
 START, TAKE_OVER = "start", "take-over"
 

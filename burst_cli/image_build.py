@@ -64,7 +64,7 @@ def build(
     one: pip wheel -w wheels -c constraints.txt '.[parquet,tensorboard]' hatchling
     """
     from cluster.image.build import BuildSettings, build_build_plan, run_build
-    from engine.run.provenance import git_facts
+    from engine.runs.provenance import git_facts
 
     root = (context or Path(__file__).resolve().parent.parent).absolute()
     settings = BuildSettings(tag, device.value, base, wheels, apt_packages, network, no_cache)

@@ -24,8 +24,8 @@ from cluster.preflight.facts import RemoteFacts
 from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, survey_fleet
-from engine.config import RunConfig
-from engine.config_cluster import SshConfig
+from engine.config.cluster import SshConfig
+from engine.config.settings import RunConfig
 from engine.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 
 

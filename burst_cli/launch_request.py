@@ -16,12 +16,12 @@ from burst_cli.memory_check import MemoryCheck, check_memory, with_memory
 from burst_cli.plan_candidates import group_topology
 from cluster.facts import NodeFacts, probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan, with_exclusive
-from engine.attention.auto import check_attention
-from engine.config import RunConfig
-from engine.config_checks import check_config
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.settings import RunConfig
 from engine.memory.capacity import Hardware
-from engine.runs import default_runs_dir, new_run_path
+from engine.planning.methods.auto import check_attention
+from engine.runs.folder import default_runs_dir, new_run_path
 
 if TYPE_CHECKING:
     from burst_cli.launch_fleet import ReadyFleet

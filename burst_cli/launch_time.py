@@ -8,9 +8,9 @@ from pathlib import Path
 from burst_cli.figures import duration, seconds
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import Estimate, LaunchJudge, Measured, measured_runs
-from engine.config import RunConfig
-from engine.errors import ConfigError
-from engine.runs import list_runs
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.runs.folder import list_runs
 
 MOST_STEP_S = 300.0  # of a step on CPUs: longer ones are a configuration for GPUs that was started by mistake
 _NEWEST = 50  # runs that are looked at for a measured rate

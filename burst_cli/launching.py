@@ -30,14 +30,14 @@ from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
-from engine.checkpoint.manifest import CheckpointError
-from engine.config import RunConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.data import open_training_data, prepare
-from engine.errors import ConfigError
-from engine.needle.tasks import needle_tasks
-from engine.run.provenance import collect_provenance
-from engine.run.records import json_text
-from engine.runs import OVERRIDES_FILE, RunFolder, check_writable, create_run
+from engine.data.needles import needle_tasks
+from engine.runs.folder import OVERRIDES_FILE, RunFolder, check_writable, create_run
+from engine.runs.manifest import CheckpointError
+from engine.runs.provenance import collect_provenance
+from engine.runs.records import json_text
 
 
 @dataclass(frozen=True)

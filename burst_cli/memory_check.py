@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol
 
 from burst_cli.figures import binary_bytes
 from cluster.plan import LaunchPlan
-from engine.config import RunConfig
-from engine.errors import ConfigError, RunError
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import RunConfig
 from engine.memory.auto import MemoryChoice
 from engine.memory.capacity import Capacity
 from engine.memory.fit import Prediction, fit_of
-from engine.run.records import json_text
+from engine.runs.records import json_text
 
 Place = Literal["device", "host"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from engine.config import ModelConfig
-from engine.config_schema import to_plain
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import to_plain
+from engine.config.settings import ModelConfig
 from engine.pretrained.names import weight_files
 from engine.pretrained.shape import Pretrained, read_pretrained
 

@@ -11,7 +11,7 @@ from typing import Any
 from burst_cli.figures import clean, fold_names
 from burst_cli.runs.read import read_facts
 from cluster.env.nccl_log import sockets_line
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _READ_BYTES = 1 << 20  # of a log, from its beginning: NCCL names its network when it starts
 _LOGS = 64  # of a node: one per process that uses NCCL

@@ -14,8 +14,8 @@ from cluster.control.stopping import StopRequests
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files
 from cluster.preflight.judge import UnfitNodesError
-from engine.errors import BurstError, ConfigError
-from engine.runs import RunFolder
+from engine.config.errors import BurstError, ConfigError
+from engine.runs.folder import RunFolder
 
 _FUTILE = ("config", "user", "start")  # what another attempt would end of as well
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0

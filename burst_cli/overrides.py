@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from burst_cli.conf_dirs import Option
-from engine.config import RunConfig
-from engine.config_schema import Problem, known_keys, nearest, unknown_key
+from engine.config.schema import Problem, known_keys, nearest, unknown_key
+from engine.config.settings import RunConfig
 
 Groups = Mapping[str, Mapping[str, Option]]
 KNOWN_KEYS = known_keys(RunConfig)

@@ -10,21 +10,21 @@ from typing import Any, Literal
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.plan_memory import MemoryReport, exact_prediction, report_memory
-from engine.attention.auto import Candidate as RankedMethod
-from engine.attention.presets import resolve_attention
-from engine.attention.preview import AttentionPreview, preview_attention
-from engine.attention.topology import Topology
-from engine.config import RunConfig
-from engine.errors import ConfigError
-from engine.flops import Flops
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.memory.auto import settle_run
 from engine.memory.capacity import Capacity, capacity_of
 from engine.memory.fit import sequence_topology
 from engine.memory.kept import policy_cost
 from engine.memory.recompute import planned_flops
-from engine.parallel.degrees import known_cp_size
-from engine.simulate.machine import Machine
-from engine.step_time import StepTime, predict_step
+from engine.planning.methods.auto import Candidate as RankedMethod
+from engine.planning.methods.degrees import known_cp_size
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.preview import AttentionPreview, preview_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import Flops
+from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import StepTime, predict_step
 
 MemoryBy = Literal["exact", "closed-form", "none"]
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, seconds
-from engine.attention.topology import Topology
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.memory.auto import MemoryChoice, advice_for
 from engine.memory.candidate import MARGIN, MemoryCandidate
 from engine.memory.capacity import Capacity
@@ -21,7 +20,8 @@ from engine.memory.estimate import MemoryEstimate
 from engine.memory.fit import Fit, Predict, Prediction, estimate_on, fit_of
 from engine.memory.policy import policy_name
 from engine.memory.predict_apart import predict_apart
-from engine.simulate.machine import Machine
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import Machine
 
 _BAR_WIDTH = 60
 _BAR_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "white", "white")

@@ -13,9 +13,9 @@ from rich.text import Text
 from burst_cli.figures import binary_bytes, count, percent, seconds
 from burst_cli.plan_candidates import Candidate
 from burst_cli.plan_memory import memory_view
-from engine.attention.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
-from engine.simulate.machine import Machine
-from engine.step_time import StepTime
+from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
+from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import StepTime
 
 _CELL_PADDING = 3  # one blank on each side and the rule
 _LINK_NAMES = {"intra": "inside the node", "inter": "between nodes", "host": "to and from host memory"}

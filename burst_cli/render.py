@@ -15,7 +15,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from engine.errors import BurstError, ConfigError
+from engine.config.errors import BurstError, ConfigError
 
 # Nobody reads a pipe through a window 80 columns wide: tables keep their cells whole there.
 PIPE_WIDTH = 320

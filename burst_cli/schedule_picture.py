@@ -17,9 +17,9 @@ from matplotlib.patches import Patch
 
 from burst_cli.figures import percent, seconds
 from burst_cli.plan_candidates import Candidate
-from engine.attention.preview import PassPreview
-from engine.attention.topology import Topology
-from engine.simulate.replay import COMPUTE_LANE, Interval, Timeline
+from engine.planning.methods.preview import PassPreview
+from engine.planning.methods.topology import Topology
+from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
 
 MAX_RANKS = 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 
 
 def fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, tuple[str, ...]]:

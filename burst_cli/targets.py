@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from cluster.access.hosts import Host
     from cluster.access.nodes import NodeList
-    from engine.config import RunConfig
+    from engine.config.settings import RunConfig
 
 HostsOption = Annotated[
     str | None,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from cluster.access.hosts import node_command, reaching
 from cluster.failure import Failure
-from engine.config import RunConfig
-from engine.memory.oom import Where, less_memory_text
-from engine.runs import typed_overrides
+from engine.config.settings import RunConfig
+from engine.runs.folder import typed_overrides
+from engine.runs.oom import Where, less_memory_text
 
 
 def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""Errors of the cluster tooling, in one tree below `engine.errors.BurstError`.
+"""Errors of the cluster tooling, in one tree below `engine.config.errors.BurstError`.
 
 ClusterError               exit code 1
 ├── SshError               one host could not be reached or used; `kind` says how it failed
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.errors import BurstError, ConfigError
+from engine.config.errors import BurstError, ConfigError
 
 
 class ClusterError(BurstError):

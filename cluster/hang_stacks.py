@@ -27,7 +27,7 @@ _LEADING_FILES = (
     "torch/utils/_contextlib.py",
     "torch/distributed/c10d_logger.py",
     "torch/distributed/_tools/",
-    "engine/waits.py",
+    "engine/parallel/waits.py",
     "/contextlib.py",
 )
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")

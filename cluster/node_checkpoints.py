@@ -20,9 +20,9 @@ from cluster.access.nodes import fold_nodes
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
-from engine.checkpoint.commit import commit, new_folder, verify_files
-from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
-from engine.files import sync
+from engine.runs.commit import commit, new_folder, verify_files
+from engine.runs.files import sync
+from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
 
 Connect = Callable[[Host], Connection]
 Advance = Callable[[int], None]

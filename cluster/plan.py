@@ -17,10 +17,10 @@ from cluster.env.facts import EnvironmentVariable
 from cluster.facts import NodeFacts
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from cluster.remote_text import one_line
-from engine.config import RunConfig, config_to_dict, dump_config
-from engine.errors import ConfigError
-from engine.run.records import json_text
-from engine.runs import RunFolder, initial_state
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, config_to_dict, dump_config
+from engine.runs.folder import RunFolder, initial_state
+from engine.runs.records import json_text
 
 TRAINER_MODULE = "engine.train"
 PLAN_FILE = "launch.json"

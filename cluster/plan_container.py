@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 
 from cluster.env.facts import EnvironmentVariable
 from cluster.image.local import engine_words
-from engine.config import DataConfig, RunConfig
-from engine.config_cluster import ContainerConfig
+from engine.config.cluster import ContainerConfig
+from engine.config.settings import DataConfig, RunConfig
 
 RUN_LABEL = "burst.run"
 CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data

@@ -13,11 +13,11 @@ from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
 from cluster.plan import CONFIG_FILE, NODE_FILES, PLAN_FILE, PLAN_FORMAT, Backend, LaunchPlan, NodePlan
 from cluster.remote_text import one_line
-from engine.config import config_from_dict
-from engine.errors import ConfigError
-from engine.files import replace_file
-from engine.run.records import replace_json
-from engine.runs import RunFolder
+from engine.config.errors import ConfigError
+from engine.config.settings import config_from_dict
+from engine.runs.files import replace_file
+from engine.runs.folder import RunFolder
+from engine.runs.records import replace_json
 
 MAX_BYTES = 64 << 20
 MAX_NODES = 16384

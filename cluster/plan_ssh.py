@@ -25,8 +25,8 @@ from cluster.plan_container import (
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from cluster.preflight.facts import RemoteFacts
-from engine.config import RunConfig, dump_config
-from engine.runs import RunFolder
+from engine.config.settings import RunConfig, dump_config
+from engine.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)

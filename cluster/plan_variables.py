@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.env.facts import EnvironmentVariable
 from cluster.env.plan import FLIGHT_RECORDER_ENTRIES, communicator_order
-from engine.runs import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE
+from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
@@ -65,7 +65,7 @@ def with_settings(variables: Iterable[EnvironmentVariable], settings: Sequence[s
 
 
 def split_assignment(text: str) -> tuple[str, str]:
-    """(name, value) of NAME=VALUE. Raises ValueError; `engine.config_checks` has refused such settings before."""
+    """(name, value) of NAME=VALUE. Raises ValueError; `engine.config.rules` has refused such settings before."""
     found = _ASSIGNMENT.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not NAME=VALUE")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.config import load_config
-from engine.run.rank_process import RankStatus
-from engine.runs import RunFolder
+from engine.config.settings import load_config
+from engine.runs.folder import RunFolder
 from engine.train import main
+from engine.training.rank.process import RankStatus
 
 
 def measure(run: RunFolder, status: RankStatus) -> None:

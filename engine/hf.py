@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.library import ContextParallel, SequenceContext, attention
-from engine.attention.mask import Mask
-from engine.attention.patterns import MaskKind
+from engine.config.errors import ConfigError
 from engine.data.sampler import IGNORE_INDEX
-from engine.errors import ConfigError
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.patterns import MaskKind
 
 IMPLEMENTATION = "burst_context_parallel"
 CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans

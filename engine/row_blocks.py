@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.fused_kernels.dispatch import uses_triton
+from engine.kernels.dispatch import uses_triton
 
 Item = TypeVar("Item")
 
@@ -105,7 +105,7 @@ def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     A plain product of a bf16 tensor and a scalar tensor rounds the scalar to bf16 first.
     """
     if uses_triton(values):
-        from engine.fused_kernels import elementwise as kernels
+        from engine.kernels import elementwise as kernels
 
         return kernels.scaled(values, scale, dtype)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)

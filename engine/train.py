@@ -9,18 +9,18 @@ import os
 import sys
 from collections.abc import Callable
 
-from engine.config import load_config
-from engine.errors import BurstError
-from engine.run.process import prefer_expandable_segments
-from engine.run.rank_process import RankStatus, leave, run_rank
-from engine.runs import RunFolder, open_run
+from engine.config.errors import BurstError
+from engine.config.settings import load_config
+from engine.runs.folder import RunFolder, open_run
+from engine.runs.process import prefer_expandable_segments
+from engine.training.rank.process import RankStatus, leave, run_rank
 
 
 def train(run: RunFolder, status: RankStatus) -> None:
     """Everything this rank does."""
     config = load_config(run.path / "config.yaml")
     status.phase = "import torch"
-    from engine.trainer import run_training  # here, so that a failing import of torch is this rank's error
+    from engine.training.trainer import run_training  # here, so that a failing import of torch is this rank's error
 
     run_training(config, run, status)
 

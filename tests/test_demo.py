@@ -17,7 +17,7 @@ import pytest
 from burst_cli.app import main
 from burst_cli.compose import compose
 from engine.data import PreparedData, prepare
-from engine.runs import create_run, list_runs
+from engine.runs.folder import create_run, list_runs
 
 ROOT = Path(__file__).parent.parent
 END_S = 900.0  # two minutes on two idle cores

@@ -26,9 +26,9 @@ from burst_cli.compose import compose, sweep_axes
 from burst_cli.conf_dirs import builtin_conf_dir, list_options
 from burst_cli.evaluation import OVERRIDES as EVALUATES
 from burst_cli.sweep.grammar import cells_of
-from engine.config import RunConfig
-from engine.config_schema import walk_fields, walk_sections
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import walk_fields, walk_sections
+from engine.config.settings import RunConfig
 
 PACKAGES = ("burst_cli", "cluster", "engine")
 ROOT = Path(__file__).resolve().parent.parent

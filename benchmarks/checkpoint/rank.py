@@ -22,9 +22,9 @@ from engine.bench.environment import environment
 from engine.bench.measure import slowest_rank, summarise, turns
 from engine.bench.spec import RESULT_FILE, Rounds
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.config import CheckpointConfig
+from engine.config.settings import CheckpointConfig
 from engine.parallel.mesh import read_placement
-from engine.run.rank_process import leave
+from engine.training.rank.process import leave
 
 TENSORS = 12  # of about equal size, fp32, sharded over the ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gpu.plan import Row
-from engine.devices import Peak
-from engine.peak import above_peak_warning
+from engine.planning.time.devices import Peak
+from engine.training.peak import above_peak_warning
 
 SUFFIX = "_tflops"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.bench.measure import measure_in_turn
 from engine.bench.spec import Rounds
-from engine.fused_kernels.dispatch import uses_triton
+from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import loss_of_logits
 from engine.loss.options import LossOptions
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu

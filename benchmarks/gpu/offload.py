@@ -18,16 +18,16 @@ from torch import Tensor
 
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec
-from engine.attention.plan import Channel
 from engine.attention.staging import NoStreams
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams
 from engine.bench.measure import measure_in_turn, synchronize
 from engine.bench.spec import Rounds
-from engine.config import OptimizerConfig
+from engine.config.settings import OptimizerConfig
 from engine.memory.host import host_empty
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
-from engine.optim import build_optimizer
+from engine.planning.schedule.plan import Channel
+from engine.training.optim import build_optimizer
 
 Row = dict[str, Any]
 ADAM_BYTES = 28  # per parameter: weight, two moments read and written, gradient read; fp32

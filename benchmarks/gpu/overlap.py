@@ -23,9 +23,7 @@ from benchmarks.gpu.timing import time_call
 from engine.attention.api import leave_multiprocessors
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients
-from engine.attention.plan import Channel
 from engine.attention.streams import CudaStreams, StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import (
     GroupMessenger,
     LocalTransport,
@@ -36,6 +34,8 @@ from engine.attention.transport import (
 )
 from engine.bench.spec import HeadShape
 from engine.parallel.mesh import read_placement, start_process_group
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import Channel
 
 CAUSAL = BandSpec(0, None)
 TIMEOUT = timedelta(seconds=60)

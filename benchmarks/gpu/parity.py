@@ -19,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.plan import Measurement, Part, Row
-from engine.attention.presets import PRESETS
 from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RankSetup
-from engine.config import (
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import RunError
+from engine.config.rules import check_config
+from engine.config.schema import read_dataclass, to_plain
+from engine.config.settings import (
     AttentionConfig,
     Dtype,
     KernelName,
@@ -35,15 +38,12 @@ from engine.config import (
     RunConfig,
     TrainConfig,
 )
-from engine.config_checks import check_config
-from engine.config_cluster import ClusterConfig
-from engine.config_schema import read_dataclass, to_plain
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
-from engine.errors import RunError
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import build_mesh, read_placement, start_process_group
-from engine.train_step import TrainStep, count_labels, rank_batch, sequence_loss
+from engine.planning.methods.presets import PRESETS
+from engine.training.train_step import TrainStep, count_labels, rank_batch, sequence_loss
 
 CASE_FILE, ROWS_FILE = "case.json", "rows.jsonl"
 REFERENCE_FILE = "alone_{}.npz"

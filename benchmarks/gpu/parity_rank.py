@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.parity import REFERENCE_FILE, ROWS_FILE, compare, read_case, train
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 from engine.parallel.mesh import read_placement
-from engine.run.rank_process import leave
+from engine.training.rank.process import leave
 
 TIMEOUT = timedelta(seconds=40)  # of one collective: a rank that waits longer waits for a dead one
 

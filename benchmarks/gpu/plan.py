@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 Row = dict[str, Any]
 SLOWER_THAN_EXPECTED = 1.5  # as a device may be

@@ -10,8 +10,8 @@ from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.tiles import kernel_reasons
 from benchmarks.gpu.timing import measured_matmul_flops
 from engine.bench.environment import environment
-from engine.config import TrainConfig
-from engine.peak import find_peak
+from engine.config.settings import TrainConfig
+from engine.training.peak import find_peak
 
 
 def plan(head_dim: int, matmul_size: int) -> Measurement:

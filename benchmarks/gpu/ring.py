@@ -14,15 +14,15 @@ from torch import Tensor
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.executor import Execution
 from engine.attention.kernels.base import TileKernel
-from engine.attention.layers import attention_layers
-from engine.attention.layout import Layout
-from engine.attention.presets import resolve_attention
 from engine.attention.runtime import AttentionRuntime, SavedAttention
-from engine.attention.topology import Topology
 from engine.attention.transport import Parcel, SilentTransport, Transport
 from engine.bench.spec import HeadShape
-from engine.config import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
-from engine.simulate.costs import visible_pairs
+from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.layout import Layout
+from engine.planning.time.costs import visible_pairs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

@@ -16,9 +16,9 @@ from benchmarks.gpu.runner import Budget, Measures, PartDocument, Runner
 from benchmarks.gpu.store import result_stem, write_document
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers, error_text
-from engine.devices import Peak
-from engine.errors import RunError
-from engine.peak import above_peak_warning
+from engine.config.errors import RunError
+from engine.planning.time.devices import Peak
+from engine.training.peak import above_peak_warning
 
 SCHEMA = 1
 START_TIMEOUT_S = 120.0

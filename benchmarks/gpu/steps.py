@@ -20,28 +20,28 @@ import yaml
 from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.tensors import local_tensors
-from engine.attention.topology import Topology
 from engine.bench.measure import synchronize
-from engine.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
-from engine.config_checks import check_config
-from engine.config_cluster import ClusterConfig
-from engine.config_schema import to_plain
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.schema import to_plain
+from engine.config.settings import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
-from engine.errors import ConfigError
-from engine.flops import attention_pairs, count_parameters, step_flops
 from engine.memory.auto import settle_memory
 from engine.memory.capacity import Hardware, capacity_of
 from engine.memory.fit import fit_of
 from engine.memory.policy import policy_name
 from engine.memory.recompute import planned_flops
 from engine.memory.tracker import LiveTensorTracker
-from engine.metrics import peak_pinned_bytes
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.train_step import TrainStep
-from engine.trainer import set_threads
+from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
+from engine.training.metrics import peak_pinned_bytes
+from engine.training.train_step import TrainStep
+from engine.training.trainer import set_threads
 
 LLAMA_8B = ModelConfig(
     name="llama8b",
@@ -242,8 +242,8 @@ def describe_policy(config: RunConfig) -> str:
 
 
 def rates(row: Row, step_s: float, prefix: str = "") -> Row:
-    """TFLOP/s in all three conventions (`engine.flops`). That of full attention counts work that is not done, so it is
-    no rate of the device and may exceed its peak.
+    """TFLOP/s in all three conventions (`engine.planning.time.flops`). That of full attention counts work
+    that is not done, so it is no rate of the device and may exceed its peak.
     """
     return {
         "model_tflops": row[f"{prefix}model_flops"] / step_s / 1e12,

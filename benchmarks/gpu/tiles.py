@@ -16,8 +16,8 @@ from engine.attention.kernels import KERNELS, choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.bench.layers import global_inputs
 from engine.bench.spec import HeadShape
-from engine.errors import ConfigError
-from engine.flops import attention_pairs
+from engine.config.errors import ConfigError
+from engine.planning.time.flops import attention_pairs
 
 BACKWARD_OVER_FORWARD = 2.5  # five products of the forward's size and shape for its two
 BANDS = {"causal": BandSpec(0, None), "full": BandSpec()}

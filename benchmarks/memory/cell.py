@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.bench.spec import CELL_FILE, RankSetup, Rounds, read_attention, split_point
-from engine.config import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.config_checks import check_config
-from engine.config_cluster import ClusterConfig
-from engine.config_schema import read_dataclass, to_plain
-from engine.errors import ConfigError
-from engine.flops import attention_pairs, count_parameters, forward_flops
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.schema import read_dataclass, to_plain
+from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.memory.policy import layer_policies
+from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 whatever the compute dtype
 

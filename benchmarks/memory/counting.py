@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.attention.api import ParallelAttention
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
-from engine.attention.mask import Band
 from engine.model.llama import LlamaModel
+from engine.planning.sequence.mask import Band
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model
 from engine.parallel.fsdp import release_gathered_weights
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.run.rank_process import leave
-from engine.train_step import TrainStep, rank_batch
+from engine.training.rank.process import leave
+from engine.training.train_step import TrainStep, rank_batch
 
 
 @dataclass

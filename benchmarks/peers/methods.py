@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.layout import LayoutName, build_layout
 from engine.bench.spec import AttentionCell
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.planning.sequence.layout import LayoutName, build_layout
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # local q, k, v -> out, all [1, T, heads, D]
 

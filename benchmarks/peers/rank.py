@@ -20,8 +20,8 @@ from engine.bench.environment import environment
 from engine.bench.layers import BenchRanks, global_inputs
 from engine.bench.measure import summarise, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
-from engine.errors import ConfigError
-from engine.run.rank_process import leave
+from engine.config.errors import ConfigError
+from engine.training.rank.process import leave
 
 OUTPUTS = ("out", "dq", "dk", "dv")
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from benchmarks.memory.cell import read_memory
-from engine.config import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.config_checks import check_config
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.settings import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 OURS = "burst"
 REFERENCE = "transformers"
@@ -92,7 +92,7 @@ def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     from engine.data import Batch
     from engine.model.parallelize import build_model
     from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-    from engine.train_step import TrainStep
+    from engine.training.train_step import TrainStep
 
     config = case.run_config(variant)
     placement = read_placement({})
@@ -110,7 +110,7 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
     from transformers import LlamaForCausalLM
 
-    from engine.optim import build_optimizer, clip_gradients
+    from engine.training.optim import build_optimizer, clip_gradients
 
     model = LlamaForCausalLM(llama_config(case)).train()
     copy_initial_weights(case.model, model)

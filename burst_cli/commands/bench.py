@@ -26,8 +26,8 @@ from engine.bench.spec import (
     Rounds,
     check_points,
 )
-from engine.config import Dtype
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import Dtype
 
 app = new_verb(help="Measure attention, its communication alone, or the loss.")
 
@@ -244,7 +244,7 @@ def _check_paths(output: Path | None, plot: Path | None) -> None:
 
 def _variants(presets: str | None) -> tuple[str, ...]:
     if presets is None:
-        from engine.attention.presets import PRESETS
+        from engine.planning.methods.presets import PRESETS
 
         return tuple(PRESETS)
     return tuple(_words(presets, "--presets"))
@@ -258,7 +258,7 @@ def _words(text: str, option: str) -> list[str]:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    from engine.config_schema import tokens_of
+    from engine.config.schema import tokens_of
 
     words = [str(tokens_of(word)) for word in _words(text, option)]
     if not all(word.isdecimal() and int(word) > 0 for word in words):

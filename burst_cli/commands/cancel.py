@@ -42,8 +42,8 @@ def cancel(
     from burst_cli import render
     from burst_cli.runs.cancel import cancel_runs, cancelled_text
     from burst_cli.runs.choose import choose_runs, living_runs
-    from engine.errors import ConfigError
-    from engine.runs import default_runs_dir, list_runs
+    from engine.config.errors import ConfigError
+    from engine.runs.folder import default_runs_dir, list_runs
 
     if all_runs and run:
         raise ConfigError(f"--all means every run that has not ended; leave out {' '.join(run)}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cluster.access.hosts import Host
     from cluster.checks.run import CheckOptions
     from cluster.checks.verdicts import FleetReport
-    from engine.config import RunConfig
+    from engine.config.settings import RunConfig
 
 app = new_verb()
 
@@ -96,7 +96,7 @@ def check_nodes(
     from burst_cli.compose import compose
     from cluster.checks.run import CheckOptions
     from cluster.checks.selection import read_selection
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if bandwidth:
         raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
@@ -153,7 +153,7 @@ def _explain(check: str, *, as_json: bool) -> None:
 
 def _output(output: Output) -> Output:
     """The same, if it makes sense."""
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if output.as_json and output.names_only:
         raise ConfigError("--json and --list are two ways to print the result; give one of them")

@@ -15,9 +15,9 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.conf_dirs import Option, builtin_conf_dir, list_options, search_path, user_conf_dir
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from engine.config import RunConfig, config_fingerprint, config_to_dict
-from engine.config_schema import FieldSpec, to_plain, walk_fields, walk_sections
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import FieldSpec, to_plain, walk_fields, walk_sections
+from engine.config.settings import RunConfig, config_fingerprint, config_to_dict
 
 app = new_verb()
 

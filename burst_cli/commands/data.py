@@ -15,7 +15,7 @@ from burst_cli.app import new_verb
 from burst_cli.data_progress import show_progress
 from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.data import LengthClass, LengthRule, PreparedData, TokenShards, length_classes, prepare
 
 app = new_verb(help="Prepare training data.")

@@ -70,7 +70,7 @@ def show(
     """
     from burst_cli import env_view, render
     from burst_cli.env_request import EnvRequest, ask
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if as_json and form is not None:
         raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")

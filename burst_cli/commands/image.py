@@ -82,7 +82,7 @@ def push(
     from burst_cli.targets import select_targets
     from cluster.image.plan import PushOptions
     from cluster.image.rate import parse_rate
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if via_shared is not None:
         raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
@@ -164,7 +164,7 @@ def prune(
     from burst_cli.targets import select_targets
     from cluster.image.local import engine_words
     from cluster.image.prune import Pruned, prune_node
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if images:
         raise ConfigError("--images is gone: images are all that prune removes; leave it out")
@@ -194,7 +194,7 @@ def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Ou
 
 
 def _image_name(targets: Targets, given: str | None) -> str:
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     name = given or targets.config.cluster.container.image
     if name is None:

@@ -14,7 +14,7 @@ from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
 if TYPE_CHECKING:
     from burst_cli.logs.files import LogFile, Selection
     from burst_cli.logs.follow import LogRequest
-    from engine.runs import RunFolder
+    from engine.runs.folder import RunFolder
 
 app = new_verb()
 
@@ -69,7 +69,7 @@ def logs(
     """
     from burst_cli.logs.files import Selection, find_logs, parse_ranks
     from burst_cli.runs.choose import choose_run
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if as_json and (follow or raw):
         raise ConfigError(
@@ -95,7 +95,7 @@ def _request(selection: Selection, *, grep: str | None, tail: str | None, since:
 
     from burst_cli.logs.follow import LogRequest
     from burst_cli.values import age_s
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     age = age_s(since) if since is not None else 0.0
     if age is None:
@@ -132,7 +132,7 @@ def _ask_if_lost(run: RunFolder) -> None:
 
     from burst_cli import render
     from burst_cli.runs.state import look_at
-    from engine.runs import RunFolderError
+    from engine.runs.folder import RunFolderError
 
     try:
         problem = look_at(run).problem

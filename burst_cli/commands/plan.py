@@ -15,7 +15,7 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 
 if TYPE_CHECKING:
     from burst_cli.plan_candidates import Candidate
-    from engine.simulate.machine import Machine
+    from engine.planning.time.machine import Machine
 
 app = new_verb()
 
@@ -113,7 +113,7 @@ def plan(
     """
     from burst_cli import plan_candidates, render
     from burst_cli.plan_table import comparison_table, plan_view
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if machine is not None:
         raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
@@ -153,8 +153,8 @@ def _say(text: str) -> None:
 
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
     """The speeds of a device that is named; None where there is none, or only a number of bytes."""
-    from engine.errors import ConfigError
-    from engine.simulate.machine import find_machine
+    from engine.config.errors import ConfigError
+    from engine.planning.time.machine import find_machine
 
     if device is None or _is_number(device):
         if changes:
@@ -183,7 +183,7 @@ def _is_number(text: str) -> bool:
 
 def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> None:
     """Say what is wrong with a request for a picture before anything is planned."""
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     problems = []
     if path.suffix.lower() not in (".svg", ".png"):
@@ -199,7 +199,7 @@ def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> N
 
 
 def _draw(candidate: Candidate, path: Path, shown: Pass) -> None:
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     try:
         from burst_cli.schedule_picture import draw_schedule

@@ -186,7 +186,7 @@ def report(
     from burst_cli import render
     from burst_cli.report.build import Request, build_report
     from burst_cli.report.write import report_picture, write_file
-    from engine.runs import default_runs_dir
+    from engine.runs.folder import default_runs_dir
 
     request = Request(
         runs_dir=runs_dir or default_runs_dir(),
@@ -223,7 +223,7 @@ def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[F
 
     Raises ConfigError for a name whose end means no format.
     """
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if format is None and output is not None:
         format = _FORMATS.get(output.suffix.lower())
@@ -240,7 +240,7 @@ def _check_files(output: Path | None, png: Path | None, *, force: bool) -> None:
     """Raise before runs are read when a file cannot be written."""
     from burst_cli.report.draw import check_matplotlib
     from burst_cli.report.write import check_target
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if output is not None:
         check_target("--output", output, force=force)
@@ -270,7 +270,7 @@ def _deliver(found: Report, format: Format, output: Path | None, *, as_json: boo
 def _print(found: Report, format: Format) -> None:
     from burst_cli import render
     from burst_cli.report.write import report_view
-    from engine.runs import list_runs
+    from engine.runs.folder import list_runs
 
     console = render.stdout()
     if format is not Format.table:

@@ -59,7 +59,7 @@ def runs(
     """
     from burst_cli import render
     from burst_cli.runs.table import list_entries, runs_table
-    from engine.runs import default_runs_dir
+    from engine.runs.folder import default_runs_dir
 
     root = runs_dir or default_runs_dir()
     wanted = {str(name) for name in state or ()}

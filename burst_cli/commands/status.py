@@ -10,7 +10,7 @@ from burst_cli.app import new_verb
 from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
 
 if TYPE_CHECKING:
-    from engine.runs import RunFolder
+    from engine.runs.folder import RunFolder
 
 app = new_verb()
 
@@ -32,7 +32,7 @@ def status(
     Ranks are R running, S waiting, D waiting for a device, T stopped, Z dead.
     """
     from burst_cli.runs.choose import choose_run
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if watch and as_json:
         raise ConfigError("--json is one document, which --watch has no end for; leave one of them out")

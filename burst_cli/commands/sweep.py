@@ -131,13 +131,13 @@ def _conclude(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool
 
 
 def _root(runs_dir: Path | None) -> Path:
-    from engine.runs import default_runs_dir
+    from engine.runs.folder import default_runs_dir
 
     return (runs_dir or default_runs_dir()).absolute()
 
 
 def _retried(names: list[str]) -> frozenset[str]:
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     unknown = sorted(set(names) - {"failed", "oom"})
     if unknown:

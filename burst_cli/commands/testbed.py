@@ -130,7 +130,7 @@ def down(
     from burst_cli import render
     from cluster.testbed.machine import check_machine
     from cluster.testbed.teardown import standing_names, tear_down
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if everything and name is not None:
         raise ConfigError("--name and --all exclude each other: one testbed, or all of this machine")
@@ -192,7 +192,7 @@ def fault(
     from cluster.testbed.build import open_testbed
     from cluster.testbed.faults import clear_faults, set_fault
     from cluster.testbed.machine import check_machine
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     if kind is None and not clear:
         raise ConfigError("which fault? Name a kind, or --clear; see `burst testbed fault --help`")
@@ -230,7 +230,7 @@ def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
 def _config_file(name: str) -> Path:
     """Where the configuration of the testbed `name` lies; ConfigError for a name that means something else already."""
     from burst_cli.conf_dirs import builtin_conf_dir, user_conf_dir
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     file = f"{_checked_name(name)}.yaml"
     if (builtin_conf_dir() / "cluster" / file).exists():

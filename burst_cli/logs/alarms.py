@@ -10,7 +10,7 @@ from burst_cli.logs.files import LogFile, Selection, find_logs
 from burst_cli.logs.read import Line, LogFollower
 from burst_cli.logs.show import label, visible_text
 from cluster.remote_text import one_line
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 MAX_LOGS = 1024
 FRESH_S = 60.0  # after so long nobody needs to see it any more

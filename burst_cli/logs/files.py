@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.remote_text import one_line
-from engine.errors import ConfigError
-from engine.runs import RunFolder
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder
 
 MAX_RANK = 10**6
 _RANK_LOG = re.compile(r"rank(\d{4,7})\.log")

@@ -15,7 +15,7 @@ from burst_cli.logs.files import LogFile, Selection, find_logs
 from burst_cli.logs.merge import merge_folded
 from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
 from burst_cli.logs.show import LogPrinter, visible_text
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 POLL_S = 0.2
 SCAN_S = 1.0  # between looks for files that are new

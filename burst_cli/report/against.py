@@ -13,8 +13,8 @@ from typing import Any
 from burst_cli.figures import DASH, count, percent
 from burst_cli.report.records import PEAK_FIGURES, Record, method_of, pooled, run_name, share_a_peak, text
 from burst_cli.values import number
-from engine.config_schema import nearest
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import nearest
 
 RATIOS = ("tokens_per_s_per_device", "peak_memory_bytes")
 OWN_BASELINE = "baseline"  # what a gate calls that of --baseline

@@ -41,9 +41,9 @@ from burst_cli.runs.choose import select_runs
 from burst_cli.sweep.store import SweepError, find_sweep
 from burst_cli.values import age_s, number, table, word
 from cluster.remote_text import one_line
-from engine.config_schema import nearest
-from engine.errors import ConfigError
-from engine.runs import STATES, RunFolder
+from engine.config.errors import ConfigError
+from engine.config.schema import nearest
+from engine.runs.folder import STATES, RunFolder
 
 EFFECTIVE_UNASKED = 40  # runs; every file of each is read for it
 # A cell of a sweep that waits for its turn; one that is said to have run, but has no folder.

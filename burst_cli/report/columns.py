@@ -11,8 +11,8 @@ from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, 
 from burst_cli.report.records import Record, is_above_peak, run_name, text
 from burst_cli.values import number, table
 from cluster.remote_text import one_line
-from engine.config_schema import nearest
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import nearest
 
 ABOVE_PEAK = " !"
 Kind = Literal["always", "baseline", "evaluation", "effective", "asked"]

@@ -20,8 +20,8 @@ from burst_cli.report.columns import BY_KEY
 from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak
 from burst_cli.values import number, whole
 from cluster.remote_text import one_line
-from engine.config import config_to_dict, load_config
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import config_to_dict, load_config
 
 if TYPE_CHECKING:
     from burst_cli.report.bootstrap import Estimate

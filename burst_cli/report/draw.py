@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from burst_cli.report.panels import MEMORY, Line, Panel, Point
 from burst_cli.report.records import tokens
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from burst_cli.runs.read import read_table, run_record
 from burst_cli.values import number, table, whole
 from cluster.remote_text import one_line
-from engine.checkpoint.commit import checkpoints_of, list_checkpoints
-from engine.errors import ConfigError
-from engine.run.records import read_json_lines
-from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+from engine.config.errors import ConfigError
+from engine.runs.commit import checkpoints_of, list_checkpoints
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.records import read_json_lines
 
 Record = Mapping[str, Any]
 LEAST_STEPS_RANKED = 5  # measured ones; fewer rank nobody

@@ -35,9 +35,9 @@ from burst_cli.report.panels import (
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
-from engine.errors import BurstError, ConfigError
-from engine.files import replace_file
-from engine.runs import STATES
+from engine.config.errors import BurstError, ConfigError
+from engine.runs.files import replace_file
+from engine.runs.folder import STATES
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4

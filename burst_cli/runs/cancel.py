@@ -16,8 +16,8 @@ from burst_cli.values import number, word
 from cluster.control.link import NodeStatus
 from cluster.control.settle import Settled, request_cancel
 from cluster.control.stopping import StopRequests
-from engine.errors import BurstError
-from engine.runs import FINAL_STATES, RunFolder
+from engine.config.errors import BurstError
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 _AT_ONCE = 16
 

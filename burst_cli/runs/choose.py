@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config_schema import nearest
-from engine.errors import ConfigError
-from engine.runs import RunFolder, RunFolderError, default_runs_dir, list_runs
+from engine.config.errors import ConfigError
+from engine.config.schema import nearest
+from engine.runs.folder import RunFolder, RunFolderError, default_runs_dir, list_runs
 
 SWEEPS = "sweeps"  # a folder beside the experiments that holds sweeps, whatever they are called
 _NAMED = 8

@@ -14,7 +14,7 @@ from burst_cli.values import number, word
 from cluster.control.attempt import read_log_starts
 from cluster.control.evidence import tail_text
 from cluster.failure import Failure
-from engine.runs import RunFolder, RunFolderError
+from engine.runs.folder import RunFolder, RunFolderError
 
 LOG_LINES = 15
 _SELF_EXPLAINING = ("config", "user", "start", "hang", "node_lost", "port")

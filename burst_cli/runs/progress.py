@@ -12,8 +12,8 @@ from typing import Any
 
 from burst_cli.runs.read import RunFacts, read_facts
 from burst_cli.values import number
-from engine.run.records import JsonLinesTail
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import JsonLinesTail
 
 _RECENT_STEPS = 20
 # A rank is called a straggler when it was the one in so many of the last steps, and they lost so many seconds by it:

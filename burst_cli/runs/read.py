@@ -18,11 +18,11 @@ import yaml
 from burst_cli.values import number, rows, table, whole, word
 from cluster.control.busy import LOCK_FILE, find_controller
 from cluster.control.link import NodeStatus, Phase
-from engine.config import TrainConfig, load_config, load_yaml
-from engine.errors import ConfigError
-from engine.run.records import parse_line, read_json_object
-from engine.run.summary import config_facts, summarise
-from engine.runs import RunFolder, RunFolderError
+from engine.config.errors import ConfigError
+from engine.config.settings import TrainConfig, load_config, load_yaml
+from engine.runs.folder import RunFolder, RunFolderError
+from engine.runs.records import parse_line, read_json_object
+from engine.runs.summary import config_facts, summarise
 
 MAX_FILE_BYTES = 8 * 2**20
 UNREADABLE = "unreadable"

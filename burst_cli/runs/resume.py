@@ -19,8 +19,8 @@ from cluster.control.settle import Settled, settle
 from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
 from cluster.plan_record import read_launch_plan
-from engine.errors import ConfigError
-from engine.runs import FINAL_STATES, RunFolder
+from engine.config.errors import ConfigError
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 Way = Literal["done", "take over", "start"]
 

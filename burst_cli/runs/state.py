@@ -10,8 +10,8 @@ from typing import Any
 from burst_cli.runs.read import UNREADABLE, is_lost
 from cluster.control.busy import Controller, find_controller
 from cluster.control.link import NodeStatus
-from engine.errors import BurstError
-from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+from engine.config.errors import BurstError
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 
 ASK_AGAIN_S = 10.0
 UNKNOWN = 3

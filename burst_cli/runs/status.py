@@ -23,7 +23,7 @@ from burst_cli.runs.table import STATE_STYLES
 from burst_cli.values import number, seconds_between, word
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _FIGURES = ("loss", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_bytes")
 _MOST_NODE_LINES = 200

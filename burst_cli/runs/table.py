@@ -15,7 +15,7 @@ from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import last_rows, last_step, read_facts
 from burst_cli.runs.state import RunState, glance_at
 from burst_cli.values import number, seconds_between
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 STATE_STYLES = {
     "planned": "dim",

@@ -20,12 +20,12 @@ from burst_cli.plan_candidates import flops_of, group_topology
 from burst_cli.values import seconds_between
 from cluster.facts import NodeFacts
 from cluster.plan import choose_backend
-from engine.attention.auto import check_attention
-from engine.attention.presets import resolve_attention
-from engine.config import RunConfig
-from engine.config_checks import check_config
-from engine.devices import published_peak
-from engine.errors import ConfigError, RunError
+from engine.config.errors import ConfigError, RunError
+from engine.config.rules import check_config
+from engine.config.settings import RunConfig
+from engine.planning.methods.auto import check_attention
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.time.devices import published_peak
 
 # Of the dense peak; published long-context training reaches 35% to 55% with the mask counted.
 ASSUMED_MFU = 0.4
@@ -193,7 +193,7 @@ def is_local(config: RunConfig) -> bool:
 
 
 def work_of(config: RunConfig) -> Work:
-    """What a run of the settled `config` computes, by the counts of `engine.flops`."""
+    """What a run of the settled `config` computes, by the counts of `engine.planning.time.flops`."""
     world_size, group = config.cluster.world_size, group_topology(config)
     assert world_size is not None
     preset = resolve_attention(config, group).preset

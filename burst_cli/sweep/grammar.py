@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 MOST_CELLS = 2_000
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
-from engine.config import RunConfig, config_fingerprint
-from engine.errors import ConfigError
-from engine.run.summary import config_facts
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, config_fingerprint
+from engine.runs.summary import config_facts
 
 if TYPE_CHECKING:
     from burst_cli.sweep.estimate import Estimate

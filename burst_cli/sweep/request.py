@@ -16,9 +16,9 @@ from burst_cli.sweep.runner import Lane
 from burst_cli.sweep.store import SweepFolder, sweeps_dir
 from cluster.access.nodes import parse_nodes
 from cluster.facts import probe_local_node
-from engine.config import RunConfig
-from engine.errors import ConfigError
-from engine.runs import list_runs
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.runs.folder import list_runs
 
 
 @dataclass(frozen=True)

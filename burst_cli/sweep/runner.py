@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.store import SweepFolder
 from cluster.control.evidence import tail_text
-from engine.errors import BurstError
-from engine.run.process import die_with_parent
-from engine.run.records import utc_now
-from engine.runs import FINAL_STATES, RunFolder, new_run_path
+from engine.config.errors import BurstError
+from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
+from engine.runs.process import die_with_parent
+from engine.runs.records import utc_now
 
 POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.

@@ -20,9 +20,9 @@ from typing import Any
 
 from burst_cli.runs.choose import SWEEPS
 from burst_cli.sweep.plan import Cell, SweepPlan
-from engine.config_schema import nearest
-from engine.errors import BurstError, ConfigError
-from engine.run.records import read_json_object, replace_json, utc_now
+from engine.config.errors import BurstError, ConfigError
+from engine.config.schema import nearest
+from engine.runs.records import read_json_object, replace_json, utc_now
 
 FORMAT = 1
 

@@ -19,7 +19,7 @@ from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.table import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
 # Heading, name of the figure, how it reads, rank: who stays on a narrow terminal, lowest first.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster.access.hosts import Host
-from engine.errors import BurstError
+from engine.config.errors import BurstError
 
 T = TypeVar("T")
 DEFAULT_WIDTH = 64

@@ -22,7 +22,7 @@ from cluster.access.hosts import Host, is_host_name, reaching
 from cluster.access.known_hosts import trust_file
 from cluster.errors import HostsError
 from cluster.remote_text import one_line
-from engine.config_cluster import SshConfig
+from engine.config.cluster import SshConfig
 
 Options = Mapping[str, tuple[str, ...]]
 Ask = Callable[[Sequence[str]], Options]

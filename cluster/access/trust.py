@@ -13,7 +13,7 @@ from cluster.access.hosts import Host
 from cluster.access.known_hosts import HostKeys, fingerprint, is_name, key_type, parse_line, trust_file
 from cluster.access.ssh import SshPool
 from cluster.errors import ClusterError, SshError, SshFailure
-from engine.files import replace_file
+from engine.runs.files import replace_file
 
 # What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.
 _FAMILIES = (("ssh-ed25519",), ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"), ("ssh-rsa",))

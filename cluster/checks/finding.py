@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 class Verdict(enum.StrEnum):

@@ -16,7 +16,7 @@ from cluster.checks.gpu_view import GpuView, known_numbers, spread
 from cluster.checks.group import CheckGroup, Judge
 from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 SRAM_AGGREGATE_WARN = 1  # errors over the life of the board
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out

@@ -8,7 +8,7 @@ import shlex
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.checks.gpu_view import GpuView
-from engine.config_cluster import ContainerConfig
+from engine.config.cluster import ContainerConfig
 
 SMOKE_SECTION = "gpu.smoke"
 SMOKE_SECONDS = 120

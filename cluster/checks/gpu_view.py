@@ -12,7 +12,7 @@ from cluster.parse.gpus import LSPCI_SECTION, SMI_SECTION, PciDevices, read_pci_
 from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog, SmiTrouble, read_smi
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 AGAIN_SECTION = "gpu.again"
 # What a rule says of one GPU, by a check on that device; None where all is well.

@@ -13,7 +13,7 @@ from cluster.checks.finding import Finding
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 # Findings of one check: one for every device that is not as it should be, at least one.
 Judge = Callable[[Check, Any], Iterable[Finding]]

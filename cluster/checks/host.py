@@ -36,7 +36,7 @@ from cluster.parse.host import Answer, Filesystem
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")
 # Free bytes: below the first a run cannot work, below the second it may soon not.

@@ -8,7 +8,7 @@ from cluster.checks.check import Check, gib
 from cluster.checks.finding import Finding
 from cluster.parse.host import Answer, Filesystem
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from cluster.parse.fabric import HcaPort
 from cluster.parse.infiniband import roce_gid_index
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 # 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
 _PCIE_EFFICIENCY = {2.5: 0.8, 5.0: 0.8}

@@ -14,7 +14,7 @@ from cluster.checks.finding import Finding
 from cluster.parse.fabric import HcaPort
 from cluster.parse.infiniband import Adapters, parse_adapters
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 # Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.

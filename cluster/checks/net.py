@@ -16,7 +16,7 @@ from cluster.parse.fabric import NetInterface
 from cluster.parse.interfaces import InterfaceChoice, explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280
 

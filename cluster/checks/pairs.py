@@ -21,7 +21,7 @@ from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
-from engine.errors import BurstError
+from engine.config.errors import BurstError
 
 CHECK = "net.pairs"
 START_TIMEOUT_S = 15.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, Verdict, worst
 from cluster.remote_text import one_line
-from engine.config_cluster import ExpectedHardware
+from engine.config.cluster import ExpectedHardware
 
 # Of these 0 is never right where another node has some.
 COUNTS = frozenset({"gpu.count", "ib.count"})

@@ -31,8 +31,8 @@ from cluster.errors import SshError, SshFailure
 from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
-from engine.config_cluster import ClusterConfig
-from engine.errors import BurstError, ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import BurstError, ConfigError
 
 Connect = Callable[[Host], Connection]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.checks import gpu, host, ib, net, ssh
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 GROUPS: tuple[CheckGroup, ...] = (gpu.GROUP, ib.GROUP, net.GROUP, host.GROUP)
 GROUP_NAMES = tuple(group.name for group in GROUPS)

@@ -16,7 +16,7 @@ from cluster.checks.host_view import HostView, judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.probe.section import SectionState
 from cluster.remote_text import one_line
-from engine.errors import BurstError, ConfigError
+from engine.config.errors import BurstError, ConfigError
 
 CHECK = "host.shared"
 TIMEOUT_S = 20.0

@@ -10,8 +10,8 @@ from cluster.control.evidence import log_starts
 from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import clear_cancel
 from cluster.plan import LaunchPlan
-from engine.run.records import read_json_object
-from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.records import read_json_object
 
 _LOG_STARTS = "log_starts"
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ClusterError
-from engine.run.process import process_start
-from engine.run.records import utc_now
-from engine.runs import RunFolder, RunFolderError
+from engine.runs.folder import RunFolder, RunFolderError
+from engine.runs.process import process_start
+from engine.runs.records import utc_now
 
 LOCK_FILE = "controller.lock"
 _PATIENCE_S = 0.5  # somebody who only looks whether the lock is held lets go of it at once

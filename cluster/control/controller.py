@@ -25,8 +25,8 @@ from cluster.control.timing import Clock, LaunchTiming, SystemClock
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, node_spec
 from cluster.plan_record import with_texts
-from engine.run.records import utc_now
-from engine.runs import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.records import utc_now
 
 _START_POLL_S = 0.02  # a person waits for it
 _CATCH_UP_S = 1.0  # for the threads of the links to read what came while this process was stopped

@@ -13,8 +13,8 @@ from typing import Any
 from cluster.control.link import NodeStatus
 from cluster.failure import Death, KillFacts, NodeEvidence, first_death
 from cluster.plan import LaunchPlan, NodePlan
-from engine.run.records import read_json_object
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object
 
 TORCHRUN_LOG = "torchrun.log"
 _LOG_TAIL_BYTES = 256 * 1024

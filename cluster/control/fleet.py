@@ -13,7 +13,7 @@ from cluster.control.outcome import Leftover
 from cluster.control.timing import Clock, LaunchTiming
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _SWEEP_S = 10.0
 

@@ -15,8 +15,8 @@ from cluster.failure import Failure
 from cluster.hang import RankEvidence, find_culprit
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
-from engine.run.records import read_json_object
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object
 
 DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
 SLOW_STEPS = 5.0

@@ -15,10 +15,10 @@ from cluster.failure import Failure, find_failure
 from cluster.node_checkpoints import roots_of
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
-from engine.checkpoint.commit import checkpoints_folder, list_checkpoints
-from engine.checkpoint.manifest import MANIFEST_FILE
-from engine.run.records import read_json_object
-from engine.runs import RunFolder
+from engine.runs.commit import checkpoints_folder, list_checkpoints
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import MANIFEST_FILE
+from engine.runs.records import read_json_object
 
 OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
 _WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone

@@ -23,8 +23,8 @@ from typing import Any
 
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from engine.run.records import utc_now
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import utc_now
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _TRACE = re.compile(r"profile/rank\d{4,9}\.json")

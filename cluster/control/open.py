@@ -10,7 +10,7 @@ from cluster.access.hosts import Host
 from cluster.control.link import NodeLink
 from cluster.control.local_link import LocalLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
-from engine.runs import RunFolder, typed_overrides
+from engine.runs.folder import RunFolder, typed_overrides
 
 if TYPE_CHECKING:
     from cluster.access.ssh import SshPool

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from engine.run.records import JsonLinesTail
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import JsonLinesTail
 
 _RECENT_STEPS = 20
 _LOOK_S = 1.0  # between two looks at what the ranks themselves say

@@ -19,7 +19,7 @@ from cluster.control.stopping import CANCEL_FILE, StopRequests, write_cancel
 from cluster.control.timing import Clock, SystemClock
 from cluster.plan import LaunchPlan
 from cluster.plan_record import read_launch_plan
-from engine.runs import FINAL_STATES, RunFolder
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 Opener = Callable[[LaunchPlan, RunFolder], Sequence[NodeLink]]
 _POLL_S = 0.1

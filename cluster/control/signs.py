@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from cluster.control.evidence import rank_errors, seen_deaths, tail_text, torchrun_log
 from cluster.control.link import NodeStatus
 from cluster.plan import LaunchPlan, NodePlan
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")
 _SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.control.link import NodeLink, NodeSpec, StartRefusedError
 from cluster.failure import Failure
-from engine.errors import BurstError
+from engine.config.errors import BurstError
 
 WIDTH = 64
 _SHOWN = 8

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from engine.run.records import read_json_object, replace_json, utc_now
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object, replace_json, utc_now
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANCEL_FILE = "cancel.json"

@@ -14,7 +14,7 @@ from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.probe.run import probe_local, probe_node
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 PROBE_TIMEOUT_S = 90.0
 

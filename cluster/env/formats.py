@@ -16,7 +16,7 @@ from cluster.access.hosts import is_host_name
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from engine.files import replace_file
+from engine.runs.files import replace_file
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -16,7 +16,7 @@ from cluster.parse.interfaces import explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 FACT_GROUPS = ("ib", "net", "gpu", "env")
 # What is read below, of all that these groups can tell: the rest takes seconds and says nothing about an environment.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
 from cluster.parse.fabric import HcaPort
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 INFINIBAND = "InfiniBand"
 # A link reports 100, 200, 400 or 800; what is within this of another rate is the same rate.

@@ -17,7 +17,7 @@ from cluster.env.hcas import INFINIBAND, choose_hcas
 from cluster.env.rails import align_rails, map_rails, rail_order
 from cluster.parse.fabric import HcaPort
 from cluster.parse.infiniband import roce_gid_index
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 FLIGHT_RECORDER_ENTRIES = 2000
 _Choice = EnvironmentVariable | LeftOut

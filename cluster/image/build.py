@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
 from cluster.remote_text import clean_text
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 Device = Literal["cuda", "cpu"]
 CONTEXT = (

@@ -12,7 +12,7 @@ from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.node.identity import image_identity, layers_of
 from cluster.image.status import read_inspected
 from cluster.remote_text import one_line
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 _TIMEOUT_S = 60.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(i?b|bit)(?:/s)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3}

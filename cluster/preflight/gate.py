@@ -11,7 +11,7 @@ from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import EXPLANATIONS, Selection
 from cluster.checks.verdicts import FleetReport
 from cluster.preflight.judge import NodeProblem, UnfitNodesError
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 # What stops a run or spoils it. Whose the processes on a node are, its image, its Python and its clock are asked by the
 # survey; what only makes a node slow or untidy is for `burst check-nodes`.

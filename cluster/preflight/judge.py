@@ -12,8 +12,8 @@ from cluster.code.program import NoAnswerError
 from cluster.errors import ClusterError, SshError
 from cluster.preflight.facts import DataFacts, RemoteFacts
 from cluster.preflight.survey import Survey, needed_modules
-from engine.config import RunConfig
-from engine.errors import BurstError
+from engine.config.errors import BurstError
+from engine.config.settings import RunConfig
 
 OLDEST_PYTHON = (3, 11)
 CLOCK_SKEW_S = 5.0

@@ -15,8 +15,8 @@ from cluster.errors import ClusterError
 from cluster.plan_container import text_files
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.probe.run import probe_node
-from engine.config import RunConfig
-from engine.errors import BurstError
+from engine.config.errors import BurstError
+from engine.config.settings import RunConfig
 
 MODULES = (
     "cluster.code.node.tree",

@@ -17,7 +17,7 @@ from cluster.slurm.granted import granted_plan, log_starts
 from cluster.slurm.job import SlurmJob, find_job
 from cluster.slurm.link import SlurmLink
 from cluster.slurm.submit import submit_job
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _TURN_S = 0.1
 _SETTLE_S = 3.0  # between the end of a job and the last files of its nodes

@@ -11,8 +11,8 @@ from cluster.control.evidence import torchrun_log
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, with_files
 from cluster.slurm.record import read_record
-from engine.run.records import read_json_object, replace_json
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object, replace_json
 
 GRANTED_FILE = "granted.json"
 _MAX_BYTES = 1 << 20

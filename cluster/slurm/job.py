@@ -16,8 +16,8 @@ from cluster.slurm.client import SlurmClient, SlurmError
 from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, TIME_IS_UP
 from cluster.slurm.states import AGAIN, JobStatus, describe_end
-from engine.run.process import process_start
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.process import process_start
 
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
 REQUEUED = "Slurm: requeued"  # a type of failure after which the same job goes on

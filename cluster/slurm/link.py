@@ -17,7 +17,7 @@ from cluster.plan import LaunchPlan
 from cluster.slurm.granted import look_again, node_folder
 from cluster.slurm.job import SlurmJob, find_job
 from cluster.supervise.node import folder
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _START_S = 60.0
 _SETTLE_S = 3.0  # between the end of the job and the last files of its nodes

@@ -30,10 +30,10 @@ from cluster.slurm.plan import TASK_FILE, NodeBuilder, NodeOnSite, RankCommand, 
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.supervise.node.daemon import run_foreground
 from cluster.supervise.node.sweep import sweep
-from engine.errors import BurstError
-from engine.files import replace_file
-from engine.run.records import read_json_object, replace_json
-from engine.runs import RunFolder
+from engine.config.errors import BurstError
+from engine.runs.files import replace_file
+from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object, replace_json
 
 LOOPBACK = "127.0.0.1"
 MEETING_FILE = "rendezvous.json"  # of the run folder

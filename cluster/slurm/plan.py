@@ -39,10 +39,10 @@ from cluster.plan_container import (
 from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from cluster.slurm.sbatch import SCRIPT_FILE, JobRequest, check_slurm_settings, sbatch_text
-from engine.config import RunConfig, dump_config
-from engine.errors import ConfigError
-from engine.run.records import json_text
-from engine.runs import RunFolder
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, dump_config
+from engine.runs.folder import RunFolder
+from engine.runs.records import json_text
 
 TASK_FILE = "slurm_task.json"
 _STAND_IN = "slurm-node"

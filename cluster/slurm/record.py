@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cluster.errors import ClusterError
 from cluster.slurm.states import JobStatus
-from engine.run.records import read_json_object, replace_json
+from engine.runs.records import read_json_object, replace_json
 
 RECORD_FILE = "slurm.json"
 Mode = Literal["batch", "step"]

@@ -25,8 +25,8 @@ from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP
 from cluster.slurm.submit import lay_token
 from cluster.supervise.node.folder import request_stop
-from engine.errors import BurstError
-from engine.runs import FINAL_STATES, RunFolder
+from engine.config.errors import BurstError
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from cluster.access.nodes import fold_nodes, parse_nodes
 from cluster.remote_text import one_line
-from engine.config_cluster import ClusterConfig, SlurmConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig, SlurmConfig
+from engine.config.errors import ConfigError
 
 SCRIPT_FILE = "job.sbatch"
 TOKEN_FILE = "slurm.token"

@@ -17,11 +17,11 @@ from cluster.slurm.client import SlurmClient, client_environment
 from cluster.slurm.job import EXIT_FILE, SlurmJob
 from cluster.slurm.record import JobRecord, Mode, write_record
 from cluster.slurm.sbatch import LOG_PREFIX, SCRIPT_FILE, TOKEN_FILE
-from engine.config_cluster import SlurmConfig
-from engine.files import replace_file
-from engine.run.process import process_start
-from engine.run.records import utc_now
-from engine.runs import RunFolder
+from engine.config.cluster import SlurmConfig
+from engine.runs.files import replace_file
+from engine.runs.folder import RunFolder
+from engine.runs.process import process_start
+from engine.runs.records import utc_now
 
 _SETTINGS_OF_SBATCH = {
     "partition": "SBATCH_PARTITION",

@@ -22,7 +22,7 @@ from cluster.testbed.machine import run_command, try_command
 from cluster.testbed.node import Node, make_key
 from cluster.testbed.spec import parse_rate
 from cluster.testbed.texts import SSH_USER, passwd_text, slow_shell_text
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 _DISK_SOURCE = "burst-fault"  # names our mounts in /proc/PID/mountinfo
 _DISK = re.compile(r"(/[^\0\n]*?)(?::([0-9]+[kmg]))?")

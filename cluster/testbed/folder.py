@@ -23,8 +23,8 @@ from typing import Any
 from cluster.errors import ClusterError
 from cluster.testbed.network import Network
 from cluster.testbed.spec import TestbedSpec
-from engine.errors import ConfigError
-from engine.run.records import read_json_object, replace_json
+from engine.config.errors import ConfigError
+from engine.runs.records import read_json_object, replace_json
 
 DEFAULT_ROOT = Path("/var/lib/burst-testbed")
 _ENTRIES = frozenset(

@@ -22,7 +22,7 @@ from cluster.testbed.texts import (
     shadow_text,
     sshd_config_text,
 )
-from engine.run.process import process_start
+from engine.runs.process import process_start
 
 NAMESPACES = Path("/run/netns")
 _READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from cluster.image import rate
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 DEFAULT_NAME = "testbed"
 MAX_NODES = 64

@@ -23,7 +23,7 @@ from cluster.testbed.node import NAMESPACES
 from cluster.testbed.slurm import slurm_control_groups
 from cluster.testbed.spec import is_testbed_name
 from cluster.testbed.texts import MARK_VARIABLE, control_group, is_cluster_config
-from engine.run.process import process_start
+from engine.runs.process import process_start
 
 _KILL_S = 10.0
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")

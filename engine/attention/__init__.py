@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.attention.library import ContextParallel, SequenceContext, attention
-    from engine.attention.mask import Mask
+    from engine.planning.sequence.mask import Mask
 
 __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
 

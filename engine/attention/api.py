@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.auto import machine_of, settle_auto
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
 from engine.attention.kernels import KernelChoice, choose_kernel, settle_kernel
 from engine.attention.kernels.base import TileKernel
-from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.layout import Layout
-from engine.attention.lengths import padded_length
-from engine.attention.mask import Mask
-from engine.attention.methods import channels_of
-from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
-from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import DistributedTransport, LocalTransport, MeteredTransport, Parcel, Transport
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.parallel.mesh import Mesh, step_timeout
-from engine.waits import WaitClock
+from engine.parallel.waits import WaitClock
+from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.methods import channels_of
+from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.layout import Layout
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.sequence.mask import Mask
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal

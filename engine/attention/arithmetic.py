@@ -14,7 +14,7 @@ from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.attention.plan import Kind, Slot, Tile, TokenBytes
+from engine.planning.schedule.plan import Kind, Slot, Tile, TokenBytes
 from engine.row_blocks import ends
 
 # What a message of each kind carries, in this order.

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
-from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.kernels.base import TileKernel
-from engine.attention.layers import LayerAttention
-from engine.attention.layout import Layout
-from engine.attention.methods import plan_method
-from engine.attention.plan import Channel
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedTransport
 from engine.attention.streams import CudaStreams, StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import (
     DistributedTransport,
     GroupMessenger,
@@ -33,6 +27,12 @@ from engine.attention.transport import (
     Transport,
     make_channel_groups,
 )
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import Channel
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.layout import Layout
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 

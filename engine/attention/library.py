@@ -25,19 +25,19 @@ from torch import Tensor
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
 from engine.attention.kernels import settle_kernel
 from engine.attention.kernels.base import TileKernel
-from engine.attention.layers import LayerAttention, attention_layers, mask_options
-from engine.attention.layout import Layout
-from engine.attention.lengths import padded_length
-from engine.attention.mask import Mask
-from engine.attention.methods import channels_of
-from engine.attention.patterns import MaskKind, build_mask
-from engine.attention.plan import Channel
-from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
 from engine.attention.runtime import run_attention
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_schema import range_problems, read_dataclass
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import range_problems, read_dataclass
+from engine.config.settings import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.methods import channels_of
+from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import Channel
+from engine.planning.sequence.layers import LayerAttention, attention_layers, mask_options
+from engine.planning.sequence.layout import Layout
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.patterns import MaskKind, build_mask
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 

@@ -1,6 +1,6 @@
 """Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward.
 
-On a GPU each is one pass of a Triton kernel (`engine.fused_kernels.merge`; torch's CUDA builds bring Triton along, and
+On a GPU each is one pass of a Triton kernel (`engine.kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
 their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
 dk and dv go to their sum in one pass, with what arrived of it; for dq `add_` of a narrower tensor is one.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.fused_kernels.dispatch import uses_triton
+from engine.kernels.dispatch import uses_triton
 from engine.row_blocks import rehearses_accelerator, spans
 
 ROWS_PER_PASS = 1024  # bounds the fp32 temporary and keeps it in cache on CPU
@@ -25,7 +25,7 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     A row of the tile without keys has block_lse -inf and changes nothing; its block_out is finite.
     """
     if uses_triton(out):
-        from engine.fused_kernels import merge as kernels
+        from engine.kernels import merge as kernels
 
         kernels.merge_tile(out, lse, block_out, block_lse)
         return
@@ -50,7 +50,7 @@ def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None = None, 
     stores   sums hold nothing yet: they become (dk, dv) + arrived
     """
     if uses_triton(sums):
-        from engine.fused_kernels import merge as kernels
+        from engine.kernels import merge as kernels
 
         kernels.add_kv(sums, dk, dv, arrived, stores=stores)
         return
@@ -69,7 +69,7 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     backward and `out` need not travel.
     """
     if uses_triton(dout):
-        from engine.fused_kernels import merge as kernels
+        from engine.kernels import merge as kernels
 
         return kernels.backward_stats(dout, out, lse)
     stats = torch.empty(*lse.shape, 2, dtype=lse.dtype, device=lse.device)
@@ -87,7 +87,7 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 def surrogate_out(dout: Tensor, stats: Tensor) -> Tensor:
     """[n, H, D] in dout's dtype: dout * scale, the stand-in for `out` (see `backward_stats`)."""
     if uses_triton(dout):
-        from engine.fused_kernels import merge as kernels
+        from engine.kernels import merge as kernels
 
         return kernels.surrogate_out(dout, stats)
     if rehearses_accelerator():

@@ -14,9 +14,9 @@ from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
 from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
-from engine.attention.plan import Kind, RankPlan
 from engine.attention.transport import Transport
 from engine.memory.host import host_empty
+from engine.planning.schedule.plan import Kind, RankPlan
 
 
 @dataclass(frozen=True)

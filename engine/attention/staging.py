@@ -14,9 +14,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.streams import StreamOps, StreamTransport
 from engine.attention.transport import Messenger, Meter, Parcel, Pending, by_channel
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
 
 Event = TypeVar("Event")
 

@@ -6,8 +6,9 @@
 At `post` the compute stream records R: every local op and tile that wrote what is sent, and every one that read what
 will be overwritten, lies before it. Each channel stream used waits for R, runs all transfers of the channel and step
 as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a slot may be
-written, sent, received into and read by the plan's rules alone (`engine.attention.plan`), and a store followed by
-a load of the same host rows is ordered because the plan waits for the store first and R of the load comes after.
+written, sent, received into and read by the plan's rules alone (`engine.planning.schedule.plan`), and a store
+followed by a load of the same host rows is ordered because the plan waits for the store first and R of the load comes
+after.
 
 What torch adds below: ProcessGroupNCCL runs a batch of sends and receives of a group on a stream of its own, which
 first waits for the stream that is current at the call; `Work.wait()` makes the current stream, not the host, wait for
@@ -32,9 +33,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.stream_times import StreamClock, TransferTimes
 from engine.attention.transport import Messenger, Meter, Parcel, by_channel
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
 
 Event = TypeVar("Event")
 

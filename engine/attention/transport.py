@@ -1,8 +1,8 @@
 """Moving rows between ranks: one small protocol, and its torch.distributed transport.
 
 A transport moves whole tensors and knows nothing of attention. Rules that every caller keeps (see
-`engine.attention.plan`): both ends post at the same step in the same order, both wait at the same later-or-equal step,
-and nothing touches the tensors in between.
+`engine.planning.schedule.plan`): both ends post at the same step in the same order, both wait at the same
+later-or-equal step, and nothing touches the tensors in between.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
-from engine.attention.topology import Topology
-from engine.waits import WaitClock
+from engine.parallel.waits import WaitClock
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
 
 
 class Parcel(NamedTuple):

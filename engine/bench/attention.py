@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine.attention.plan import LinkBytes
 from engine.bench.environment import environment
 from engine.bench.layers import BenchLayer, BenchRanks
 from engine.bench.measure import slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 from engine.parallel.mesh import choose_device, read_placement
-from engine.run.rank_process import leave
+from engine.planning.schedule.plan import LinkBytes
+from engine.training.rank.process import leave
 
 _TIMEOUT = timedelta(minutes=10)
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from engine.bench.measure import slowest_rank, synchronize
-from engine.config import RunConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.parallel.mesh import check_world, choose_device, read_placement, start_process_group
-from engine.run.lifecycle import run_states
-from engine.run.rank_process import RankStatus
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.training.rank.lifecycle import run_states
+from engine.training.rank.process import RankStatus
 
 SIZES = tuple(1 << bits for bits in range(16, 29, 2))
 PAIR_BYTES = 1 << 22

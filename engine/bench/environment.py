@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.run.provenance import cpu_name, output_of, version_of
+from engine.runs.provenance import cpu_name, output_of, version_of
 
 
 def environment(device: torch.device) -> dict[str, Any]:

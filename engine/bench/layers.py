@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
-from engine.attention.plan import LinkBytes, RankPlan
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import SilentTransport, Transport
 from engine.bench.spec import AttentionCell, HeadShape
-from engine.config_schema import to_plain
+from engine.config.schema import to_plain
 from engine.parallel.mesh import Mesh, build_mesh
+from engine.planning.schedule.plan import LinkBytes, RankPlan
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from engine.bench.spec import RESULT_FILE, LossCell, read_cell
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.loss.plain import cross_entropy_plain
-from engine.run.rank_process import leave
+from engine.training.rank.process import leave
 
 LOSSES = {"fused": linear_cross_entropy, "plain": cross_entropy_plain}
 

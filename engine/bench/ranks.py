@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.spec import RESULT_FILE, Cell, RankSetup, write_cell
-from engine.errors import ConfigError, RunError
-from engine.run.process import die_with_parent
+from engine.config.errors import ConfigError, RunError
+from engine.runs.process import die_with_parent
 
 _POLL_S = 0.05
 # Peers of a failed rank fail too, a moment later; what they say is an echo.

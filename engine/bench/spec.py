@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from engine.attention.presets import PRESETS
-from engine.config import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.config_checks import check_config
-from engine.config_cluster import ClusterConfig
-from engine.config_schema import read_dataclass, to_plain
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.schema import read_dataclass, to_plain
+from engine.config.settings import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import PRESETS
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"

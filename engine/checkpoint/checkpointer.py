@@ -26,7 +26,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from engine.checkpoint.commit import (
+from engine.checkpoint.fetch import Disk, Fetch
+from engine.checkpoint.state import TrainingTensors
+from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
+from engine.config.settings import CheckpointConfig
+from engine.runs.commit import (
     Checkpoint,
     commit,
     file_facts,
@@ -42,12 +46,8 @@ from engine.checkpoint.commit import (
     superfluous,
     verify_files,
 )
-from engine.checkpoint.fetch import Disk, Fetch
-from engine.checkpoint.manifest import CheckpointError, FileFacts, Manifest
-from engine.checkpoint.state import TrainingTensors
-from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
-from engine.config import CheckpointConfig
-from engine.run.records import utc_now
+from engine.runs.manifest import CheckpointError, FileFacts, Manifest
+from engine.runs.records import utc_now
 
 _ID_BYTES = 8
 

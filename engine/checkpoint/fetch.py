@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from engine.checkpoint.commit import verify_files
-from engine.checkpoint.manifest import CheckpointError, Manifest
+from engine.runs.commit import verify_files
+from engine.runs.manifest import CheckpointError, Manifest
 
 _BLOCK_BYTES = 64 << 20
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
-from engine.checkpoint.commit import checkpoints_folder
-from engine.checkpoint.manifest import CheckpointError, Manifest
 from engine.checkpoint.state import training_tensors, weight_tensors
-from engine.config import RunConfig, config_fingerprint
-from engine.errors import RunError
+from engine.config.errors import RunError
+from engine.config.settings import RunConfig, config_fingerprint
 from engine.parallel.mesh import Mesh
-from engine.run.recorder import Recorder
-from engine.runs import RunFolder
-from engine.train_step import TrainStep
+from engine.runs.commit import checkpoints_folder
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import CheckpointError, Manifest
+from engine.training.rank.recorder import Recorder
+from engine.training.train_step import TrainStep
 
 
 @dataclass(frozen=True)

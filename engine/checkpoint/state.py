@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.checkpoint.manifest import CheckpointError, Manifest, TensorFacts
-from engine.optim import set_learning_rate
 from engine.parallel.fsdp import release_gathered_weights
+from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
+from engine.training.optim import set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "model."

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from engine.checkpoint.manifest import Chunk, Manifest, TensorFacts
-from engine.files import sync
+from engine.runs.files import sync
+from engine.runs.manifest import Chunk, Manifest, TensorFacts
 
 
 def file_name(rank: int) -> str:

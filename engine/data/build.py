@@ -11,14 +11,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.sources import Source
 from engine.data.special_tokens import find_bos_ids
 from engine.data.split import Piece, SplitName, SplitRule, Survey, iter_pieces, make_rule
 from engine.data.texts import Spans
 from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
 from engine.data.writer import TokenSetWriter
-from engine.errors import DataError
 
 TRAIN: SplitName = "train"
 VALIDATION: SplitName = "validation"

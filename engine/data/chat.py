@@ -23,12 +23,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.files import json_type, read_json_object, read_text
 from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.data.texts import Spans, Text
-from engine.errors import DataError
-from engine.files import hash_json
+from engine.runs.files import hash_json
 
 ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine.data.prepare import PreparedData
 from engine.data.shards import Tokens, TokenShards
-from engine.files import hash_json
+from engine.runs.files import hash_json
 
 
 class EchoedShards(TokenShards):

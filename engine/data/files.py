@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import DataError
+from engine.config.errors import DataError
 
 LOCK_POLL_S = 0.1
 _GLOB_CHARACTERS = frozenset("*?[")

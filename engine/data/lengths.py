@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.config.errors import DataError
 from engine.data.sampler import Samples
 from engine.data.shards import TokenShards
-from engine.errors import DataError
 
 Lengths = npt.NDArray[np.int64]
 

@@ -31,9 +31,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from engine.config_schema import range_problems, read_dataclass, setting
+from engine.config.errors import DataError
+from engine.config.schema import range_problems, read_dataclass, setting
 from engine.data.files import read_json_object
-from engine.errors import DataError
 
 FORMAT = "burst-tokens"
 VERSION = 1

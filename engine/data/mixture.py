@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.echo import echoed
 from engine.data.lengths import LengthRule, by_length
 from engine.data.prepare import PreparedData, open_prepared
 from engine.data.sampler import Sampler, Samples
-from engine.errors import DataError
-from engine.files import hash_json
+from engine.runs.files import hash_json
 
 
 @dataclass(frozen=True)

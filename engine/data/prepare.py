@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
 from engine.data.files import exclusive_lock, read_json_object, stat_key
 from engine.data.manifest import MANIFEST_FILE
@@ -33,9 +34,8 @@ from engine.data.tokenizers import (
     load_tokenizer_file,
     read_tokenizer_file,
 )
-from engine.errors import DataError
-from engine.files import cache_folder, hash_json, new_folder
-from engine.run.records import json_text
+from engine.runs.files import cache_folder, hash_json, new_folder
+from engine.runs.records import json_text
 
 PREPARED_FORMAT = "burst-prepared"
 PREPARED_FILE = "prepared.json"

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from engine.config.errors import DataError
 from engine.data.shards import TokenShards
-from engine.errors import DataError
-from engine.splitmix import splitmix64
+from engine.data.splitmix import splitmix64
 
 IGNORE_INDEX = -100
 _FEISTEL_ROUNDS = 8

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.config.errors import DataError
 from engine.data.files import reading_error
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, read_manifest
 from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, load_tokenizer_file
-from engine.errors import DataError
 
 _SCAN_TOKENS = 1 << 22  # tokens checked at a time
 _TOKEN_FILE_SUFFIXES = (".bin", ".npy")

@@ -15,10 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.files import json_type, list_files, reading_error
 from engine.data.texts import PIECE_BYTES, Text, split_text
-from engine.errors import DataError
 
 _PARQUET_ROWS = 256
 _BYTE_ORDER_MARK = "\ufeff"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.files import read_json_object
 from engine.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer_file
-from engine.errors import DataError
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from engine.config.errors import DataError
 from engine.data.sources import Source
 from engine.data.texts import Spans
-from engine.errors import DataError
 
 SplitName = Literal["train", "validation"]
 BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.config.errors import DataError
 from engine.data.files import read_text
-from engine.errors import DataError
 
 Ids = npt.NDArray[np.int64]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, TokenFile, numpy_dtype, storage_dtype
 from engine.data.tokenizers import Tokenizer
-from engine.run.records import json_text
+from engine.runs.records import json_text
 
 DOCUMENTS_FILE = "documents.bin"
 PROMPTS_FILE = "prompts.bin"

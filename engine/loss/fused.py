@@ -6,7 +6,7 @@ them by the incoming scalar: no logits are kept and none are computed twice. Ext
 
     C * V            logits of one chunk, later their gradient (compute dtype)
     V * d            gradient of the weight (fp32; + one in the compute dtype on a CPU)
-    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.fused_kernels)
+    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.fused_kernels.dispatch import uses_triton
+from engine.kernels.dispatch import uses_triton
 from engine.loss.options import LossOptions, check_shapes
 from engine.row_blocks import (
     accumulate_dtype,
@@ -129,7 +129,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, options: LossOptions, *, over
     """
     wide = accumulate_dtype(logits.dtype)
     if uses_triton(logits):
-        from engine.fused_kernels import cross_entropy as kernels
+        from engine.kernels import cross_entropy as kernels
 
         return kernels.losses(logits, labels, options, overwrite=overwrite).sum(dtype=torch.float64)
     if rehearses_accelerator():  # of that kernel

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.config import LossConfig
+from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.loss.plain import cross_entropy_plain

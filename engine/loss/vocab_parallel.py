@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.fused_kernels.dispatch import uses_triton
+from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import Gradients, add_weight_gradient, summed_loss
 from engine.loss.options import LossOptions
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
@@ -100,7 +100,7 @@ class _Walk:
     def _statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[3, C] fp32 of the local logits: maximum, sum of exponentials less it, logit of the label or 0."""
         if uses_triton(logits):
-            from engine.fused_kernels import cross_entropy as kernels
+            from engine.kernels import cross_entropy as kernels
 
             return kernels.statistics(logits, labels, self.vocabulary.first_row, self.options)
         wide = accumulate_dtype(logits.dtype)
@@ -116,7 +116,7 @@ class _Walk:
     def _overwrite_with_gradient(self, logits: Tensor, labels: Tensor, lse: Tensor) -> None:
         """Turns local logits [C, V / t] into the gradient of the loss sum with respect to them."""
         if uses_triton(logits):
-            from engine.fused_kernels import cross_entropy as kernels
+            from engine.kernels import cross_entropy as kernels
 
             kernels.overwrite_with_gradient(logits, labels, lse, self.vocabulary.first_row, self.options)
             return

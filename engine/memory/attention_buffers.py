@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.attention.presets import AttentionMethod
 from engine.memory.shapes import LSE_BYTES, WIDE_BYTES, RankShape
+from engine.planning.methods.presets import AttentionMethod
 
 # Blocks beside the rank's own, as the plans count them: payloads forward, payloads backward, fp32 gradients.
 _RING_OF_TWO = (1.0, 1.0, 1.5)

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.attention.auto import Choice, machine_of, settle_auto
-from engine.attention.topology import Topology
-from engine.config import MemoryConfig, RunConfig, Store
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import MemoryConfig, RunConfig, Store
 from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
 from engine.memory.fit import Predict, advise, fit_of, sequence_topology, too_large_model
 from engine.memory.host_layers import other_host_layers, with_fewest_on_host
-from engine.simulate.machine import Machine
-from engine.step_time import plain_step_seconds
+from engine.planning.methods.auto import Choice, machine_of, settle_auto
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import plain_step_seconds
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.attention.presets import AttentionMethod
-from engine.attention.topology import Topology
-from engine.config import MemoryConfig, RunConfig
+from engine.config.settings import MemoryConfig, RunConfig
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate, estimate_memory
 from engine.memory.fit import Fit, Predict, Prediction, fit_of, method_on
 from engine.memory.kept import PolicyCost, policy_cost
 from engine.memory.policy import policy_name
-from engine.simulate.machine import Machine
-from engine.step_time import extra_seconds
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import extra_seconds
 
 # The closed form is within about a tenth of the exact prediction; a policy must fit although it were so much larger.
 MARGIN = 0.1

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import RunConfig
-from engine.devices import DEFAULT_DEVICE, find_device, unknown_device
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.planning.time.devices import DEFAULT_DEVICE, find_device, unknown_device
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.

@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.attention.presets import AttentionMethod
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.memory.attention_buffers import attention_bytes
 from engine.memory.kept import PolicyCost, layers_on_host, policy_cost
 from engine.memory.reserve import reserve_bytes
 from engine.memory.shapes import UNITS_ON_HOST, WIDE_BYTES, RankShape, rank_shape
+from engine.planning.methods.presets import AttentionMethod
 
 COMPONENTS = (
     "parameters",

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engine.attention.presets import AttentionMethod, resolve_attention
-from engine.attention.topology import Topology
-from engine.config import RunConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate, estimate_memory
-from engine.parallel.degrees import tensor_parallel_problems
+from engine.planning.methods.degrees import tensor_parallel_problems
+from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.topology import Topology
 
 MOST_RANKS = 1024  # advice speaks of no more
 _NODE_RANKS = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import MemoryConfig
+from engine.config.settings import MemoryConfig
 from engine.memory.capacity import host_memory
 
 _WEIGHT = _GRADIENT = 4  # bytes per parameter, fp32

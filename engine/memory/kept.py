@@ -14,18 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from engine.attention.balance import member_pairs
-from engine.attention.grid import Blocks, divide_sequence
-from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.layout import Layout
-from engine.attention.lengths import padded_length
-from engine.attention.presets import AttentionMethod
-from engine.config import RunConfig, Store
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, Store
 from engine.memory.policy import LayerPolicy, layer_policies
 from engine.memory.recompute import recomputed_parameters
 from engine.memory.shapes import RankShape, rank_shape
-from engine.tiling import tile_tokens_of
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.sequence.balance import member_pairs
+from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.layout import Layout
+from engine.planning.sequence.lengths import padded_length
 
 
 @dataclass(frozen=True)

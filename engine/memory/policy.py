@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from engine.config import CheckpointKind, MemoryConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import CheckpointKind, MemoryConfig
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.attention.api import ParallelAttention
-from engine.attention.auto import machine_of, settle_auto
 from engine.attention.context import AttentionGroup
 from engine.attention.kernels import choose_kernel
-from engine.attention.presets import AttentionMethod, resolve_attention
 from engine.attention.runtime import run_attention
-from engine.attention.topology import Topology
 from engine.attention.transport import SilentTransport
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
@@ -43,11 +40,14 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.memory.worst_rank import worst_ranks
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
-from engine.optim import build_optimizer
-from engine.parallel.degrees import Degrees, resolve_degrees
 from engine.parallel.mesh import Mesh, parameter_meshes
+from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.degrees import Degrees, resolve_degrees
+from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.topology import Topology
 from engine.row_blocks import Rehearsal, rehearse
-from engine.train_step import RankBatch, TrainStep, rank_batch
+from engine.training.optim import build_optimizer
+from engine.training.train_step import RankBatch, TrainStep, rank_batch
 
 DeviceKind = Literal["cpu", "cuda"]
 

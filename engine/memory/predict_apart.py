@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.attention.topology import Topology
-from engine.config import RunConfig, dump_config
-from engine.errors import ConfigError, RunError
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import RunConfig, dump_config
+from engine.planning.methods.topology import Topology
 
 TARGET_MODULE = "engine.memory.predict_target"
 TIMEOUT_S = 600.0

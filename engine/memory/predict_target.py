@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from engine.attention.topology import Topology
-from engine.config import config_from_dict
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import config_from_dict
 from engine.memory.predict import predict_memory
+from engine.planning.methods.topology import Topology
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.attention.layers import attended_pairs, attention_layers
-from engine.attention.presets import AttentionMethod
-from engine.config import ModelConfig, RunConfig
-from engine.flops import Flops, Recomputed, step_flops
+from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.policy import LayerPolicy, layer_policies
-from engine.tiling import tile_tokens_of
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.sequence.layers import attended_pairs, attention_layers
+from engine.planning.time.flops import Flops, Recomputed, step_flops
 
 
 def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:

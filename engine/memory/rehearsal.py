@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.attention.plan import LocalOp, RankPlan, Step, Tile
 from engine.attention.runtime import AttentionRuntime
+from engine.planning.schedule.plan import LocalOp, RankPlan, Step, Tile
 
 Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this

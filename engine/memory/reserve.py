@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.attention.methods import channels_of
-from engine.attention.plan import Channel
-from engine.attention.presets import AttentionMethod
-from engine.config import ParallelConfig
+from engine.config.settings import ParallelConfig
+from engine.planning.methods.methods import channels_of
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.schedule.plan import Channel
 
 # What the driver and loaded kernels take before the first tensor; 0.4 to 0.8 GB from A100 to H200.
 CUDA_CONTEXT_BYTES = 800 * 2**20

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.attention.grid import chunk_count
-from engine.attention.lengths import padded_length
-from engine.attention.presets import BYTES_OF, AttentionMethod
-from engine.config import RunConfig
-from engine.flops import count_parameters, layer_vectors
-from engine.tiling import tile_tokens_of
+from engine.config.settings import RunConfig
+from engine.planning.methods.grid import chunk_count
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod
+from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.time.flops import count_parameters, layer_vectors
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 in both compute dtypes
 WIDE_BYTES = 4  # master weights, gradients, accumulators

@@ -31,13 +31,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.plan import Channel
 from engine.attention.staging import NoStreams
 from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, StreamOps
-from engine.errors import RunError
+from engine.config.errors import RunError
 from engine.memory.host import HostBudget, HostPool, host_empty
 from engine.memory.saved import offloaded
+from engine.planning.schedule.plan import Channel
 from engine.row_blocks import rehearses_accelerator
 
 __all__ = ["ActivationStore", "DeviceStore", "HostStore", "Kept", "ReleasedError", "host_store", "offloaded"]

@@ -6,13 +6,13 @@ sees of the sequence, and results that a policy keeps by how much of its end the
 
 from __future__ import annotations
 
-from engine.attention.grid import Blocks, divide_sequence
-from engine.attention.layers import LayerAttention, attention_layers
-from engine.attention.lengths import padded_length
-from engine.attention.methods import plan_method
-from engine.attention.plan import Kind, TokenBytes
-from engine.attention.presets import AttentionMethod
-from engine.config import ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.schedule.plan import Kind, TokenBytes
+from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.lengths import padded_length
 
 MOST_RANKS_COMPARED = 64  # that share a sequence; planning for more takes too long
 _NOTEWORTHY = 1.02  # share by which a rank must keep more than the first to be worth another prediction

@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU as autograd functions that save only their inputs and keep no fp32 copy of an activation.
 
-On a GPU each direction is one pass of a Triton kernel (`engine.fused_kernels`); on a CPU torch works on blocks of rows.
+On a GPU each direction is one pass of a Triton kernel (`engine.kernels`); on a CPU torch works on blocks of rows.
 torch.compile makes kernels of its own out of the same torch operations.
 """
 
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.fused_kernels.dispatch import uses_triton
-from engine.fused_kernels.tiles import RowTiles
+from engine.kernels.dispatch import uses_triton
+from engine.kernels.tiles import RowTiles
 from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
 
 
@@ -73,7 +73,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the sum, in branch's memory; its normalised rows)."""
         if uses_triton(branch) and branch.is_contiguous():
-            from engine.fused_kernels import rms_norm as kernels
+            from engine.kernels import rms_norm as kernels
 
             normed, rstd = kernels.forward(branch, residual, weight, eps)
         else:
@@ -97,7 +97,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalised rows of x's shape and dtype, rstd [rows] fp32)."""
     if uses_triton(x):
-        from engine.fused_kernels import rms_norm as kernels
+        from engine.kernels import rms_norm as kernels
 
         return kernels.forward(x, None, weight, eps)
     rows = x.reshape(-1, x.shape[-1])
@@ -124,7 +124,7 @@ def _norm_backward(
     dtotal: the gradient that reaches x on another way, if there is one.
     """
     if uses_triton(x):
-        from engine.fused_kernels import rms_norm as kernels
+        from engine.kernels import rms_norm as kernels
 
         return kernels.backward(dout, dtotal, x, weight, rstd)
     rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, x.shape[-1])
@@ -163,7 +163,7 @@ class _SwiGLU(torch.autograd.Function):
         """silu(gate) * up in one new buffer."""
         ctx.save_for_backward(gate, up)
         if uses_triton(gate):
-            from engine.fused_kernels import elementwise as kernels
+            from engine.kernels import elementwise as kernels
 
             return kernels.swiglu(gate, up)
         return F.silu(gate).mul_(up)
@@ -174,7 +174,7 @@ class _SwiGLU(torch.autograd.Function):
         """dup = dout * silu(gate), dgate = dout * up * silu'(gate); the two results are the only allocations."""
         gate, up = ctx.saved_tensors
         if uses_triton(gate):
-            from engine.fused_kernels import elementwise as kernels
+            from engine.kernels import elementwise as kernels
 
             return kernels.swiglu_backward(dout, gate, up)
         dup = F.silu(gate).mul_(dout)

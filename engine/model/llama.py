@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config import LossConfig, ModelConfig
+from engine.config.settings import LossConfig, ModelConfig
 from engine.loss.head import LMHead
 from engine.model.dropout import Dropout, dropped
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from engine.attention.api import ParallelAttention, build_parallel_attention
-from engine.attention.presets import AttentionMethod
-from engine.config import RunConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.memory.host_limit import activation_limit
 from engine.memory.kept import layers_on_host
 from engine.memory.policy import layer_policies
@@ -27,11 +26,12 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
-from engine.pretrained.weights import load_weights
-from engine.tiling import tile_tokens_of
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.tiling import tile_tokens_of
 
 
 def build_model(

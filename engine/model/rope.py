@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.config import RopeScalingConfig
-from engine.fused_kernels.dispatch import uses_triton
+from engine.config.settings import RopeScalingConfig
+from engine.kernels.dispatch import uses_triton
 from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
 
 NO_SCALING = RopeScalingConfig()
@@ -96,7 +96,7 @@ def _llama3_share(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 
 
 def _original_seq_len(scaling: RopeScalingConfig) -> int:
-    assert scaling.original_seq_len is not None, "refused by engine.config_checks"
+    assert scaling.original_seq_len is not None, "refused by engine.config.rules"
     return scaling.original_seq_len
 
 
@@ -129,7 +129,7 @@ class _RoPE(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
     """(x1, x2) -> (x1 cos - s x2 sin, x2 cos + s x1 sin) for the halves of the last dimension, s = `direction`."""
     if uses_triton(x):
-        from engine.fused_kernels import elementwise as kernels
+        from engine.kernels import elementwise as kernels
 
         return kernels.rotate(x, cos, sin, direction=direction)
     batch, tokens, heads, head_dim = x.shape

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from engine.config import Dtype, MemoryConfig, ParallelConfig, Store
+from engine.config.settings import Dtype, MemoryConfig, ParallelConfig, Store
 from engine.parallel.mesh import Mesh
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

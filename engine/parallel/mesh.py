@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.attention.topology import Topology
-from engine.config import ParallelConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
-from engine.parallel.degrees import Degrees, place_ranks
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import ParallelConfig
 from engine.parallel.shard import RowPart
+from engine.planning.methods.degrees import Degrees, place_ranks
+from engine.planning.methods.topology import Topology
 
 # Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
 START_TIMEOUT = timedelta(minutes=60)

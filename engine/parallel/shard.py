@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.layout import Layout
 from engine.data.sampler import IGNORE_INDEX
+from engine.planning.sequence.layout import Layout
 
 IntArray = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from engine.attention.api import ParallelAttention
 from engine.parallel.collectives import all_gather_into, reduce_scatter_into
 from engine.parallel.fsdp import fsdp_modules
 from engine.parallel.mesh import Mesh
-from engine.waits import WaitClock
+from engine.parallel.waits import WaitClock
 
 
 def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ParallelAttention) -> bool:

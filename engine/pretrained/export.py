@@ -18,16 +18,16 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import safe_open
 
-from engine.checkpoint.commit import Checkpoint
-from engine.checkpoint.manifest import CheckpointError, Manifest, TensorFacts
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.data.chat import TEMPLATE_FILE, ChatTemplate
 from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, tokens_for_export
 from engine.data.tokenizers import TOKENIZER_FILE
-from engine.files import new_folder
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
-from engine.run.records import json_text
+from engine.runs.commit import Checkpoint
+from engine.runs.files import new_folder
+from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
+from engine.runs.records import json_text
 
 ExportDtype = Literal["float32", "bfloat16"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from engine.config import ModelConfig, RopeScalingConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import ModelConfig, RopeScalingConfig
 
 CONFIG_FILE = "config.json"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.runs import FINAL_STATES, RunFolder, create_run
+from engine.runs.folder import FINAL_STATES, RunFolder, create_run
 
 STEPS = 4
 

@@ -16,9 +16,9 @@ from testkit.fake_plan import fake_plan
 from burst_cli.launching import LaunchManner, run_plan
 from cluster.control.timing import LaunchTiming
 from cluster.plan import with_files
-from engine.config import DataConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.runs import new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import DataConfig, RunConfig, TrainConfig
+from engine.runs.folder import new_run_path
 
 
 def main() -> int:

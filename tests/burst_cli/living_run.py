@@ -22,9 +22,9 @@ from cluster.control.outcome import SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
-from engine.config import RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.runs import RunFolder, create_run, list_runs, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run, list_runs, new_run_path
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 200.0

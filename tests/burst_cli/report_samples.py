@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.app import main
-from engine.config import AttentionConfig, RunConfig, TrainConfig, dump_config
-from engine.config_cluster import ClusterConfig
-from engine.run.records import json_text
-from engine.run.summary import config_facts, summarise
-from engine.runs import RunFolder, create_run
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
+from engine.runs.folder import RunFolder, create_run
+from engine.runs.records import json_text
+from engine.runs.summary import config_facts, summarise
 
 CONFIG = RunConfig(
     attention=AttentionConfig(preset="ring"),

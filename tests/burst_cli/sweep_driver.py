@@ -11,7 +11,7 @@ from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
 from burst_cli.sweep.store import open_sweep
 from cluster.control.stopping import StopRequests
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_sweep_launch.py"))
 

@@ -16,7 +16,7 @@ import pytest
 
 from burst_cli import __version__, render
 from burst_cli.app import VERBS
-from engine.errors import BurstError, ConfigError, DataError
+from engine.config.errors import BurstError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP_LIMIT_S = 0.4

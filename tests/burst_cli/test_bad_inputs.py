@@ -147,7 +147,7 @@ ONE_CORE = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads
 
 def test_steps_of_minutes_on_the_cpu_are_refused_and_a_shorter_sequence_is_named(burst, tmp_path: Path) -> None:
     result = burst("launch", "exp=small", *ONE_CORE)
-    # 1.0e14 FLOPs by the counts of engine.flops; a core gives 24 GFLOP/s.
+    # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core gives 24 GFLOP/s.
     words = ("too slow: 1:10:26 h per step is expected on the CPU", "or train.seq_len=4096 (2:48 min per step)")
     assert_refused(result.code, result.err, *words)
     assert not (tmp_path / "runs").exists()

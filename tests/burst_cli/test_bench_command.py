@@ -18,7 +18,7 @@ from rich.console import Console
 from burst_cli.app import main
 from burst_cli.bench_plot import bench_figure, write_plot
 from burst_cli.bench_view import bench_view, spread
-from engine.attention.presets import PRESETS
+from engine.planning.methods.presets import PRESETS
 
 Burst = Callable[..., Any]
 ROWS, HEADS, KV_HEADS, WIDTH = 64, 4, 2, 16

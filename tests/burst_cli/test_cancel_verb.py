@@ -15,7 +15,7 @@ from testkit.waiting import wait_for
 from burst_cli.runs.cancel import cancelled_text, result_of
 from burst_cli.runs.choose import living_runs
 from cluster.control.settle import Settled
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 
 @pytest.fixture

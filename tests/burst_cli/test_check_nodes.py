@@ -19,7 +19,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.run import CheckOptions
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 
 Burst = Callable[..., Any]
 REFUSED = SshError("n3", SshFailure.REFUSED, "192.0.2.1 port 22 refuses connections", "is sshd running?")

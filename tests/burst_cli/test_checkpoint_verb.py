@@ -9,8 +9,8 @@ import pytest
 from run_maker import make_run
 from testkit.saved_checkpoints import FILE, save_checkpoint
 
-from engine.checkpoint.commit import list_checkpoints
-from engine.runs import RunFolder
+from engine.runs.commit import list_checkpoints
+from engine.runs.folder import RunFolder
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import get_args
 import pytest
 
 from burst_cli.app import main
-from engine.config import PresetName
-from engine.runs import create_run
+from engine.config.settings import PresetName
+from engine.runs.folder import create_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")

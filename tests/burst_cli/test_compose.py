@@ -13,9 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import builtin_conf_dir, list_options, search_path, user_conf_dir
-from engine.config import RunConfig, config_from_dict, config_to_dict
-from engine.config_schema import walk_fields
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.schema import walk_fields
+from engine.config.settings import RunConfig, config_from_dict, config_to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = list_options((builtin_conf_dir(),))

@@ -10,8 +10,8 @@ import yaml
 
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import builtin_conf_dir, user_conf_dir
-from engine.config import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
-from engine.config_schema import walk_fields
+from engine.config.schema import walk_fields
+from engine.config.settings import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
 
 
 def test_output_is_yaml_that_spells_the_same_configuration(burst) -> None:

@@ -11,7 +11,8 @@ import pytest
 from testkit.saved_checkpoints import save_checkpoint
 
 from burst_cli.evaluation import weights_of
-from engine.config import (
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import (
     AttentionConfig,
     CheckpointConfig,
     DataConfig,
@@ -21,8 +22,7 @@ from engine.config import (
     TrainConfig,
     dump_config,
 )
-from engine.config_cluster import ClusterConfig
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
 
 CONFIG = RunConfig(
     exp="mine",

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from engine.config import DataConfig, RunConfig, dump_config
+from engine.config.settings import DataConfig, RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
 
 TEXTS = ["the quick brown fox jumps over the lazy dog " * 20]
 

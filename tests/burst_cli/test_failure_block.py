@@ -12,8 +12,8 @@ from burst_cli.runs.failure import failure_block, memory_line
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan
-from engine.config import CheckpointConfig, RunConfig, TrainConfig
-from engine.runs import RunFolder, create_run
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run
 
 GIB = 2**30
 RUN = RunFolder(Path("/runs/tiny/20260101-000000-abcdef"))

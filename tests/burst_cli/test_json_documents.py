@@ -14,7 +14,7 @@ from run_maker import make_run, write_log
 from test_model_verb import MODEL, hugging_face_folder, save_one_weight
 
 from burst_cli.app import VERBS
-from engine.config import RunConfig, dump_config
+from engine.config.settings import RunConfig, dump_config
 
 NODE = ("--hosts", "127.0.0.1", "cluster.ssh.port=1")  # where nobody listens
 NO_ENGINE = ("cluster.container.command=/nowhere/docker", "--image", "app:1")

@@ -25,9 +25,9 @@ from testkit.waiting import wait_for
 from burst_cli.app import main
 from burst_cli.compose import compose
 from burst_cli.launching import prepare_data, saved_line
-from engine.config import DataConfig, ModelConfig, RunConfig, TrainConfig, dump_config
-from engine.errors import ConfigError, DataError
-from engine.runs import RunFolder, create_run, list_runs
+from engine.config.errors import ConfigError, DataError
+from engine.config.settings import DataConfig, ModelConfig, RunConfig, TrainConfig, dump_config
+from engine.runs.folder import RunFolder, create_run, list_runs
 
 ROOT = Path(__file__).parent.parent.parent
 DRIVER = Path(__file__).parent / "launch_driver.py"

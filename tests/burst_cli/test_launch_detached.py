@@ -19,8 +19,8 @@ from testkit.waiting import wait_for
 from burst_cli.detach import CONTROLLER_LOG
 from cluster.control.busy import find_controller
 from cluster.control.settle import request_cancel, settle
-from engine.run.process import process_start
-from engine.runs import RunFolder, list_runs
+from engine.runs.folder import RunFolder, list_runs
+from engine.runs.process import process_start
 
 ROOT = Path(__file__).parent.parent.parent
 DRIVER = Path(__file__).parent / "launch_driver.py"

@@ -16,8 +16,8 @@ from testkit.process_table import kill_run, run_processes
 from testkit.waiting import wait_for
 
 from burst_cli.app import main
-from engine.config import load_config
-from engine.runs import RunFolder, list_runs
+from engine.config.settings import load_config
+from engine.runs.folder import RunFolder, list_runs
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests

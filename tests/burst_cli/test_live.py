@@ -9,7 +9,7 @@ from testkit.clock import Clock
 
 from burst_cli.runs.live import PLAIN_INTERVAL_S, PlainView, open_view
 from burst_cli.runs.progress import RunProgress
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, node_rows, nodes_
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import RunFacts, read_facts
 from cluster.control.link import NodeStatus
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
 
 NODES = {f"tb{number}": 2 for number in range(1, 65)}
 

@@ -21,7 +21,7 @@ from testkit.waiting import wait_for
 from burst_cli.figures import fold_numbers
 from burst_cli.logs.files import parse_ranks
 from burst_cli.logs.show import SCREEN_CHARACTERS, visible_text
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 60.0

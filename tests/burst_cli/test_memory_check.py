@@ -12,14 +12,14 @@ from testkit.fake_plan import node_facts
 from burst_cli.memory_check import MEMORY_PLAN_FILE, MemoryCheck, Place, check_memory, with_memory
 from burst_cli.plan_view import launch_notes
 from cluster.plan import build_launch_plan
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError, RunError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
 from engine.memory.auto import MemoryChoice, settle_memory
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import MemoryEstimate
 from engine.memory.fit import Prediction
+from engine.planning.methods.topology import Topology
 
 GIB = 2**30
 CONFIG = RunConfig(

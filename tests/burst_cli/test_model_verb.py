@@ -14,10 +14,10 @@ from testkit.saved_checkpoints import save_checkpoint
 from typer.testing import CliRunner
 
 from burst_cli.app import app
-from engine.config import DataConfig, ModelConfig, RunConfig, dump_config
+from engine.config.settings import DataConfig, ModelConfig, RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
-from engine.runs import create_run
+from engine.runs.folder import create_run
 
 MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
 

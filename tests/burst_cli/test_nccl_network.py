@@ -12,7 +12,7 @@ from run_maker import make_run, plan_adapters
 from burst_cli.launching import conclude
 from burst_cli.nccl_network import socket_fallbacks
 from cluster.control.outcome import LaunchOutcome
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 HEAD = "gpu-a:4711:4790 [0] NCCL INFO "
 VERBS = f"{HEAD}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>\n{HEAD}Using network IB\n"

@@ -20,10 +20,10 @@ from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, build_launch_plan
 from cluster.preflight.judge import NodeProblem, UnfitNodesError
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
 
 
 class Story:

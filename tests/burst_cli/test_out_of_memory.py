@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from testkit.process_table import kill_run, run_processes
 
-from engine.runs import RunFolder, list_runs
+from engine.runs.folder import RunFolder, list_runs
 
 pytestmark = pytest.mark.thorough  # with fake ranks: the table of faults
 

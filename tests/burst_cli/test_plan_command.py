@@ -12,8 +12,8 @@ import pytest
 
 from burst_cli.compose import compose
 from burst_cli.schedule_picture import MAX_RANKS, shown_ranks
-from engine.attention.topology import Topology
-from engine.flops import attention_pairs, step_flops
+from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import attention_pairs, step_flops
 
 QUICK = ("--memory-by", "closed-form")
 

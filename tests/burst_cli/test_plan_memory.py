@@ -11,13 +11,13 @@ from rich.console import Console, Group
 
 from burst_cli.compose import compose
 from burst_cli.plan_memory import MemoryReport, memory_view, report_memory
-from engine.attention.topology import Topology
-from engine.config import ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.auto import MemoryChoice, settle_memory
 from engine.memory.capacity import Capacity
 from engine.memory.estimate import COMPONENTS
 from engine.memory.fit import Prediction, estimate_on, fit_of
-from engine.simulate.machine import find_machine
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import find_machine
 
 GIB = 2**30
 WORLD = Topology(1, 4)

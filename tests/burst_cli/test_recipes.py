@@ -18,10 +18,10 @@ from testkit.tiny_training import full_weights, start_run
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 
 from burst_cli.compose import compose
-from engine.checkpoint.commit import list_checkpoints
-from engine.checkpoint.manifest import read_manifest
-from engine.config import RunConfig
-from engine.runs import RunFolder, list_runs
+from engine.config.settings import RunConfig
+from engine.runs.commit import list_checkpoints
+from engine.runs.folder import RunFolder, list_runs
+from engine.runs.manifest import read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_RANK = ("cluster.ranks_per_node=1", "cluster.backend=gloo", "attention=single", "data.tokenizer=bytes")

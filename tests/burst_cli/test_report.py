@@ -17,8 +17,8 @@ from burst_cli.report.columns import COLUMNS, default_columns
 from burst_cli.report.write import report_csv, report_markdown
 from burst_cli.runs.choose import select_runs
 from burst_cli.runs.read import run_record
-from engine.config import dump_config
-from engine.runs import RunFolder, create_run
+from engine.config.settings import dump_config
+from engine.runs.folder import RunFolder, create_run
 
 
 @pytest.fixture

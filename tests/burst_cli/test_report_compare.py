@@ -17,7 +17,7 @@ from burst_cli.report.bootstrap import block_length, compare_paired, compare_run
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.compare import Comparison, Difference, config_differences
 from burst_cli.report.records import provenance_facts
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 
 def correlated(n: int, phi: float, generator: np.random.Generator) -> list[float]:

@@ -12,8 +12,8 @@ import pytest
 from report_samples import make_run, report
 
 from burst_cli.report.records import effective_time, metric_rows, run_rows, series, thinned
-from engine.config import CheckpointConfig, RunConfig, TrainConfig, dump_config
-from engine.runs import RunFolder
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig, dump_config
+from engine.runs.folder import RunFolder
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -16,7 +16,7 @@ from burst_cli.report.draw import panel_svg
 from burst_cli.report.panels import needle_panels
 from burst_cli.report.records import effective_time
 from burst_cli.report.write import report_page
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 
 def figures(step: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from report_samples import make_methods, make_run, report
 
 from burst_cli.report.against import judge, parse_gates
 from burst_cli.report.build import Request, build_report
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from burst_cli.report.build import Request, build_report
 from burst_cli.report.draw import panel_svg
 from burst_cli.report.panels import Line, Panel, Point, group_panels, style_numbers
 from burst_cli.report.write import report_page
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 _VOID = {"meta", "link", "br", "use", "path"}
 _HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>$\\frac{x}{'

@@ -12,7 +12,7 @@ from report_samples import CONFIG, PROVENANCE, make_methods, make_run, report
 from burst_cli.report.build import Request, build_report, parse_since
 from burst_cli.report.columns import choose_columns
 from burst_cli.report.records import provenance_facts, with_hardware
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 

@@ -14,8 +14,8 @@ from burst_cli.report.against import caveats_of, load_published
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.panels import PUBLISHED, group_panels, style_numbers
 from burst_cli.report.write import report_page
-from engine.errors import ConfigError
-from engine.run.summary import config_facts
+from engine.config.errors import ConfigError
+from engine.runs.summary import config_facts
 
 
 def cell(name: str, preset: str, seq_len: int, state: str, run: Path | None = None, **facts: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from testkit.waiting import wait_for
 from burst_cli.runs.resume import UnknownRunError, find_way
 from cluster.control.busy import controlling
 from cluster.control.settle import Settled
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 
 @pytest.fixture

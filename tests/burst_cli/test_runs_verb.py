@@ -10,7 +10,7 @@ import pytest
 from run_maker import forget_process, make_run
 
 from cluster.control.busy import controlling
-from engine.runs import create_run
+from engine.runs.folder import create_run
 
 MANY = 200
 MANY_S = 1.0

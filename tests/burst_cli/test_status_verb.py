@@ -13,8 +13,8 @@ from testkit.waiting import wait_for
 
 from burst_cli.runs.read import read_facts, read_nodes
 from cluster.control.busy import controlling
-from engine.run.process import process_start
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
+from engine.runs.process import process_start
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from burst_cli.sweep.estimate import Estimate, Measured, Work, estimate, measure
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import build_sweep, check_legal
 from burst_cli.sweep.request import choose_lanes
-from engine.config import RunConfig, TrainConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, TrainConfig
 
 
 class Judge:

@@ -23,8 +23,8 @@ from testkit.waiting import wait_for
 from burst_cli.sweep.runner import SweepRunner, last_words
 from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
 from burst_cli.sweep.view import cells_table
-from engine.errors import ConfigError
-from engine.runs import RunFolder, create_run, list_runs
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder, create_run, list_runs
 
 DRIVER = Path(__file__).parent / "sweep_driver.py"
 

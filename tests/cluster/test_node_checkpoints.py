@@ -16,9 +16,9 @@ from cluster.access.connection import Connection
 from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
-from engine.checkpoint.commit import Checkpoint, commit, file_facts, new_folder
-from engine.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorFacts, read_manifest
-from engine.runs import RunFolder, create_run
+from engine.runs.commit import Checkpoint, commit, file_facts, new_folder
+from engine.runs.folder import RunFolder, create_run
+from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts, read_manifest
 
 FILES = ("rank00000.safetensors", "rank00001.safetensors")
 PART = bytes(range(250)) * 4

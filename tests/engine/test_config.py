@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import (
+from engine.config.errors import ConfigError
+from engine.config.schema import walk_fields
+from engine.config.settings import (
     LayoutName,
     ModelConfig,
     PresetName,
@@ -23,8 +25,6 @@ from engine.config import (
     dump_config,
     load_config,
 )
-from engine.config_schema import walk_fields
-from engine.errors import ConfigError
 
 SPECS = {spec.key: spec for spec in walk_fields(RunConfig)}
 
@@ -212,7 +212,7 @@ def test_fingerprint_is_equal_exactly_for_equal_configurations() -> None:
 
 
 def test_fingerprint_does_not_change_between_processes() -> None:
-    code = "from engine.config import *; print(config_fingerprint(RunConfig()))"
+    code = "from engine.config.settings import *; print(config_fingerprint(RunConfig()))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200
@@ -221,7 +221,7 @@ def test_fingerprint_does_not_change_between_processes() -> None:
 
 
 def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
-    code = "import sys, engine.config, engine.config_checks; print(*sys.modules)"
+    code = "import sys, engine.config.settings, engine.config.rules; print(*sys.modules)"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200

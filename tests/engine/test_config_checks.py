@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import CheckpointConfig, GuardConfig, RopeScalingConfig, RunConfig
-from engine.config_checks import check_config, config_problems
-from engine.config_cluster import ContainerConfig, SshConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ContainerConfig, SshConfig
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config, config_problems
+from engine.config.settings import CheckpointConfig, GuardConfig, RopeScalingConfig, RunConfig
 
 
 def config(**changes: dict[str, Any]) -> RunConfig:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import RunConfig, config_from_dict
-from engine.config_checks import config_problems
-from engine.config_machines import runs_elsewhere
+from engine.config.machines import runs_elsewhere
+from engine.config.rules import config_problems
+from engine.config.settings import RunConfig, config_from_dict
 
 
 def texts(**cluster: Any) -> list[str]:

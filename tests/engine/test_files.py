@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files import new_folder, replace_file
+from engine.runs.files import new_folder, replace_file
 
 
 def names(folder: Path) -> list[str]:

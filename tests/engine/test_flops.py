@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config import LossConfig, ModelConfig
-from engine.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.config.settings import LossConfig, ModelConfig
 from engine.memory.policy import LayerPolicy
 from engine.memory.recompute import recomputed_parameters
 from engine.model.llama import LlamaModel
+from engine.planning.time.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
 
 SHAPE = ModelConfig(
     vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -105,7 +105,7 @@ def test_mfu_is_a_share_of_all_devices() -> None:
     assert mfu(400.0, step_time_s=2.0, devices=4, peak_flops_per_s=100.0) == 0.5
 
 
-@pytest.mark.parametrize("module", ["engine.flops", "engine.peak"])
+@pytest.mark.parametrize("module", ["engine.planning.time.flops", "engine.training.peak"])
 def test_counting_needs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import GuardConfig
-from engine.errors import RunError
-from engine.guard import ENOUGH_LOSSES, TAKEN, Guard
+from engine.config.errors import RunError
+from engine.config.settings import GuardConfig
+from engine.training.guard import ENOUGH_LOSSES, TAKEN, Guard
 
 
 def settled(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from engine.attention import ContextParallel, Mask
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 from engine.hf import enable_context_parallel, shift_labels
 
 ROOT = Path(__file__).parents[2]
@@ -343,9 +343,9 @@ def test_labels_are_shifted_within_documents() -> None:
 def test_without_transformers_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import torch, engine.hf, engine.errors\n"
+        "import torch, engine.hf, engine.config.errors\n"
         "try: engine.hf.enable_context_parallel(torch.nn.Linear(1, 1), None)\n"
-        "except engine.errors.ConfigError as error: print(error)"
+        "except engine.config.errors.ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "pip install transformers" in done.stdout

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import TrainConfig
-from engine.devices import Peak, published_peak
-from engine.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
+from engine.config.settings import TrainConfig
+from engine.planning.time.devices import Peak, published_peak
+from engine.training.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
 
 # Names as torch.cuda gives them, each beside one that is nearly alike; dense bf16 TFLOP/s of the datasheets.
 NAMES = {

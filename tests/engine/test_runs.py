@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import BurstError, ConfigError
-from engine.run.process import process_start
-from engine.runs import (
+from engine.config.errors import BurstError, ConfigError
+from engine.runs.folder import (
     FINAL_STATES,
     LEGAL_TRANSITIONS,
     STATES,
@@ -25,6 +24,7 @@ from engine.runs import (
     new_run_path,
     open_run,
 )
+from engine.runs.process import process_start
 
 PATH_TO = {
     "planned": [],

@@ -11,7 +11,7 @@ from testkit.tiny_training import start_run, whole
 
 from engine.checkpoint.checkpointer import Checkpointer
 from engine.checkpoint.state import weight_tensors
-from engine.config import AttentionConfig, CheckpointConfig, ParallelConfig, load_config
+from engine.config.settings import AttentionConfig, CheckpointConfig, ParallelConfig, load_config
 from engine.parallel.shard import shard_batch
 
 

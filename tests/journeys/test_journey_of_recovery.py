@@ -13,7 +13,7 @@ from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 

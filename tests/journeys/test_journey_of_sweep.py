@@ -16,7 +16,7 @@ from testkit.fault_rig import FaultRig
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
-from engine.runs import RunFolder, list_runs
+from engine.runs.folder import RunFolder, list_runs
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(2400)]
 

@@ -15,7 +15,7 @@ from testkit.fault_rig import FaultRig
 from testkit.ranks import Pools
 from testkit.testbed_fixture import Testbeds
 
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 

@@ -22,7 +22,7 @@ from cluster.checks.group import CheckGroup
 from cluster.errors import SshError, SshFailure
 from cluster.probe.script import assemble_script, is_complete, new_fence, read_sections
 from cluster.probe.section import NodeProbe, Section
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster.facts import NodeFacts, probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import RunConfig
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
 
 TWO_RANKS = RunConfig(cluster=ClusterConfig(ranks_per_node=2))

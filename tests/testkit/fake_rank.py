@@ -3,8 +3,8 @@
 python -m fake_rank RUN/config.yaml    in the frame of a real rank, five steps; its conduct is FAKE_MODE: ok, wait, gate
     (does its last step once there is a file `gate` in the run folder), saves (waits to be asked to stop, which saves;
     an attempt after that completes), incomplete, ignore (whoever asks it to stop), sleep (with a grandchild), one of
-    FAULTS below or of engine.run.faults. Faults strike rank FAKE_RANK (1) in step 3, while the others wait as in a
-    collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
+    FAULTS below or of engine.training.rank.faults. Faults strike rank FAKE_RANK (1) in step 3, while the others wait as
+    in a collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
 python -m fake_rank MODE [WORDS]       without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
     children, listens, exits, counted; and `lines FILES LINES PER_SECOND [END_S]` for tests of links
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.run.rank_process import RankStatus
-    from engine.runs import RunFolder
+    from engine.runs.folder import RunFolder
+    from engine.training.rank.process import RankStatus
 
 STEPS = 5
 FAULT_STEP = 3
@@ -38,8 +38,8 @@ BATCH_S = 0.05
 
 
 def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
-    from engine.run.summary import summarise
-    from engine.runs import RunFolder
+    from engine.runs.folder import RunFolder
+    from engine.runs.summary import summarise
 
     if rank == 0:
         if run.read_state()["state"] != "starting":
@@ -101,7 +101,7 @@ def act(mode: str, rank: int, step: int, status: RankStatus) -> None:
 
 def strike(mode: str, status: RankStatus) -> None:
     """The fault itself."""
-    from engine.run.faults import Fault, Faults
+    from engine.training.rank.faults import Fault, Faults
 
     if mode in FAULTS:
         FAULTS[mode]()
@@ -113,7 +113,7 @@ def strike(mode: str, status: RankStatus) -> None:
     faults.at_forward(step)
     faults.at_metrics(step)
     if math.isnan(faults.at_loss(step, 1.0)):
-        from engine.errors import RunError
+        from engine.config.errors import RunError
 
         raise RunError(f"the loss is NaN in step {step}")
 
@@ -123,7 +123,7 @@ def raise_in_colours() -> None:
 
 
 def find_mistakes() -> None:
-    from engine.errors import ConfigError
+    from engine.config.errors import ConfigError
 
     raise ConfigError(["train.seq_len is odd", "model.num_heads is odd"])
 
@@ -209,7 +209,7 @@ def log_line(number: int) -> bytes:
 
 def live(mode: str) -> None:
     """Say that the rank is there, then do what MODE says: rank 1 fails, or all go on until somebody ends them."""
-    from engine.run.process import die_with_parent
+    from engine.runs.process import die_with_parent
 
     rank, logs = int(os.environ["RANK"]), Path(os.environ["BURST_RANK_LOGS"])
     log = logs / f"rank{rank:04d}.log"
@@ -252,8 +252,8 @@ def main(first: str, *words: str) -> None:
     if not first.endswith("config.yaml"):
         write_lines(*words) if first == "lines" else live(first)
         return
-    from engine.run.rank_process import leave, run_rank
-    from engine.runs import open_run
+    from engine.runs.folder import open_run
+    from engine.training.rank.process import leave, run_rank
 
     folder = open_run(first)
     number = int(os.environ["RANK"])

@@ -26,9 +26,9 @@ from cluster.env.facts import EnvironmentVariable
 from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
 from cluster.plan_record import read_launch_plan
 from cluster.testbed.build import Testbed
-from engine.config import RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig, SshConfig
-from engine.runs import RunFolder, create_run, new_run_path, open_run
+from engine.config.cluster import ClusterConfig, SshConfig
+from engine.config.settings import RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path, open_run
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun, node_facts
 from testkit.process_table import kill_run

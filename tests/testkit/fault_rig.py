@@ -20,7 +20,7 @@ import psutil
 from cluster.supervise.node.locks import holder
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
-from engine.runs import RunFolder, list_runs
+from engine.runs.folder import RunFolder, list_runs
 from testkit import ROOT
 from testkit.fault_table import Row
 from testkit.host_tree import write_host_tree

@@ -84,11 +84,11 @@ INJURIES = (
     Row("rank raises", "raise", blamed=f"exception ValueError {ON_NODE_2}"),
     Row(
         "rank finds a mistake in the configuration", "config", exit_code=2,
-        blamed=f"config engine.errors.ConfigError {ON_NODE_2}",
+        blamed=f"config engine.config.errors.ConfigError {ON_NODE_2}",
     ),
     Row("host memory ends", "oom_host", "oom", blamed=f"oom MemoryError {ON_NODE_2}"),
     Row("device memory ends", "oom_device", "oom", blamed=f"oom torch.OutOfMemoryError {ON_NODE_2}", is_real=True),
-    Row("loss becomes NaN", "nan", blamed="user engine.errors.RunError", is_real=True),
+    Row("loss becomes NaN", "nan", blamed="user engine.config.errors.RunError", is_real=True),
     Row("disk full while recording", "disk", blamed="exception OSError (rank 0 on node1)", is_real=True),
     Row("rank hangs", "hang_sleep", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S, is_real=True),
     Row("rank hangs in native code", "hang_gil", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S),

@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.run.rank_process import RankStatus, leave, run_rank
-from engine.runs import RunFolder, open_run
+from engine.runs.folder import RunFolder, open_run
+from engine.training.rank.process import RankStatus, leave, run_rank
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -51,9 +51,9 @@ def no_message(run: RunFolder, status: RankStatus) -> None:
     import torch
     import torch.distributed as dist
 
-    from engine.attention.plan import Channel
-    from engine.attention.topology import Topology
     from engine.attention.transport import DistributedTransport, Parcel, make_channel_groups
+    from engine.planning.methods.topology import Topology
+    from engine.planning.schedule.plan import Channel
 
     rank, size = dist.get_rank(), dist.get_world_size()
     channel = Channel.PAYLOAD_INNER

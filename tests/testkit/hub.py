@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.executor import Execution
-from engine.attention.plan import LinkBytes
-from engine.attention.topology import Topology
 from engine.attention.transport import Parcel
-from engine.errors import PlanError
+from engine.config.errors import PlanError
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import LinkBytes
 
 
 @dataclass

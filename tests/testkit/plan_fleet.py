@@ -10,8 +10,8 @@ from cluster.parse.fabric import NetInterface
 from cluster.plan_ssh import Fleet
 from cluster.preflight.facts import GpuFacts, PythonFacts, RemoteFacts
 from cluster.preflight.survey import Survey
-from engine.config import RunConfig, config_from_dict
-from engine.errors import BurstError
+from engine.config.errors import BurstError
+from engine.config.settings import RunConfig, config_from_dict
 
 CODE = "c0de" * 16
 MODULES = {"torch": "2.13.0", "numpy": "2.1.0", "yaml": "6.0", "safetensors": "0.8"}

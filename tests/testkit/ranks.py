@@ -44,8 +44,8 @@ PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.tensor.parallel",
-    "engine.trainer",
-    "engine.simulate",
+    "engine.training.trainer",
+    "engine.planning.time.replay",
     "pytest",
 )
 MAX_WORKERS = 7  # of all pools together; the pool used least recently is closed first

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from engine.checkpoint.commit import (
+from engine.runs.commit import (
     Checkpoint,
     commit,
     file_facts,
@@ -20,7 +20,7 @@ from engine.checkpoint.commit import (
     open_checkpoint,
     verify_files,
 )
-from engine.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorFacts
+from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

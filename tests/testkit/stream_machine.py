@@ -23,8 +23,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.attention.executor import Fields, Operand
-from engine.attention.plan import HOST_CHANNELS, Channel, Slot, Tile
 from engine.attention.transport import Parcel
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, Slot, Tile
 from testkit.hub import poison
 
 StreamName = tuple[int, str | None]

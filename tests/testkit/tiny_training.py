@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from engine.attention.api import ParallelAttention
-from engine.config import (
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import (
     AttentionConfig,
     LossConfig,
     ModelConfig,
@@ -20,13 +21,12 @@ from engine.config import (
     RunConfig,
     TrainConfig,
 )
-from engine.config_cluster import ClusterConfig
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.train_step import TrainStep
+from engine.training.train_step import TrainStep
 
 TINY_MODEL = ModelConfig(
     name="test",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config import DataConfig, RunConfig, dump_config
-from engine.run.faults import FindFaults, read_faults
-from engine.run.rank_process import RankStatus, run_rank
-from engine.runs import RunFolder, create_run
-from engine.trainer import run_training
+from engine.config.settings import DataConfig, RunConfig, dump_config
+from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.faults import FindFaults, read_faults
+from engine.training.rank.process import RankStatus, run_rank
+from engine.training.trainer import run_training
 
 
 def small_corpus(folder: Path) -> DataConfig:

@@ -49,7 +49,7 @@ class NodeFiles:
 
 
 def safe_name(node: str) -> str:
-    """`node` as a file name, as `engine.runs.RunFolder.log_dir` makes it."""
+    """`node` as a file name, as `engine.runs.folder.RunFolder.log_dir` makes it."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.testbed.hardware.profiles import MODELS, Adapter, Gpu, Model, healthy_adapters, healthy_gpus
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 BUSY_PID = 424242
 

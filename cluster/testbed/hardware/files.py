@@ -16,7 +16,7 @@ import jinja2
 
 from cluster.testbed.hardware.faults import Hardware, build_hardware
 from cluster.testbed.hardware.profiles import NO_HARDWARE, Adapter
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 _FABRIC_MANAGER_PID = 4711
 _FIRST_NVSWITCH_BUS = 0xF9

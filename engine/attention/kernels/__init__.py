@@ -7,7 +7,7 @@ import torch
 from engine.attention.kernels.base import KernelRequest, TileKernel
 from engine.attention.kernels.choice import KERNELS, KernelChoice, choose
 from engine.attention.kernels.trial import trial_problem
-from engine.config import KernelName
+from engine.config.settings import KernelName
 
 __all__ = ["KERNELS", "KernelChoice", "TileKernel", "choose_kernel", "settle_kernel"]
 

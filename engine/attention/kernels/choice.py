@@ -13,8 +13,8 @@ from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
 from engine.attention.kernels.flash_packages import Flash3Kernel, Flash4Kernel, FlashAttnKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.config import KernelName
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import KernelName
 
 KERNELS: dict[KernelName, type[TileKernel]] = {
     "reference": ReferenceKernel,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
 from engine.attention.kernels.reference import band_bias
-from engine.attention.mask import Band, row_strips
+from engine.planning.sequence.mask import Band, row_strips
 
 STRIP_ROWS = 512
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.kernels.base import HALF, BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.attention.mask import Band, row_strips
+from engine.planning.sequence.mask import Band, row_strips
 
 _CUDNN_VERSION = 90000  # the first whose attention torch uses
 

@@ -11,7 +11,7 @@ from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients,
 from engine.attention.kernels.cuda import Call, CudaKernel
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.kernels.reference import band_bias
-from engine.attention.mask import Band, row_strips
+from engine.planning.sequence.mask import Band, row_strips
 
 STRIP_ROWS = 512  # of queries whose bias exists at once
 _ALIGNED_ROWS = 32  # the operator's lse has a multiple of them, the rest +inf

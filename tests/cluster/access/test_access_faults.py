@@ -29,7 +29,7 @@ from cluster.access.resolve import resolve_hosts
 from cluster.access.ssh import SshPool, connect
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import clean_text
-from engine.config_cluster import SshConfig
+from engine.config.cluster import SshConfig
 
 CONNECT_S = 2.0
 COMMAND_S = 3.0
@@ -155,7 +155,7 @@ def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
         "import json, resource, sys\n"
         "from cluster.access.resolve import resolve_hosts\n"
         "from cluster.access.ssh import connect\n"
-        "from engine.config_cluster import SshConfig\n"
+        "from engine.config.cluster import SshConfig\n"
         "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "total = 0\n"

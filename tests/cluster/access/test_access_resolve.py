@@ -15,7 +15,7 @@ from cluster.access.known_hosts import HostKeys, trust_file
 from cluster.access.nodes import parse_nodes
 from cluster.access.resolve import parse_jump, read_options, resolve_hosts
 from cluster.errors import HostsError, SshError
-from engine.config_cluster import SshConfig
+from engine.config.cluster import SshConfig
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ib import GROUP
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 COMPUTE = tuple(f"mlx5_{number}" for number in (0, 1, 2, 5, 6, 7, 8, 11))
 

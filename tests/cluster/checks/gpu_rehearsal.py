@@ -15,7 +15,7 @@ from cluster.checks.gpu import GROUP
 from cluster.probe.script import build_script, new_fence, read_sections
 from cluster.probe.section import NodeProbe, Section, SectionState
 from cluster.testbed.hardware.files import hardware_files
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 NODE = "node1"
 

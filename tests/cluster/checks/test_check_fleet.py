@@ -18,7 +18,7 @@ from cluster.checks.selection import Selection, read_selection
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from cluster.probe.section import NodeProbe
-from engine.config_cluster import ClusterConfig, ExpectedHardware, SshConfig
+from engine.config.cluster import ClusterConfig, ExpectedHardware, SshConfig
 
 CONFIG = ClusterConfig(name="prod")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.profile import merge_compared, profile_findings
-from engine.config_cluster import ExpectedHardware
+from engine.config.cluster import ExpectedHardware
 
 ANY = ExpectedHardware()
 

@@ -18,7 +18,7 @@ from cluster.checks.verdicts import FleetReport
 from cluster.errors import SshFailure
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 CONNECT_TIMEOUT_S = 4.0
 # (node number, kind of fault, value): numbers 1 and 2 are healthy.

@@ -15,7 +15,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_smoke import SMOKE_SECTION
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, Selection, read_selection
 from cluster.checks.verdicts import FleetReport, NodeReport
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
 

@@ -14,7 +14,7 @@ from cluster.checks.profile import profile_findings
 from cluster.parse.infiniband import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import Section, SectionState
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 ONE = "mlx5_5"
 OK, SKIP, FAIL, WARN, UNKNOWN = Verdict.OK, Verdict.SKIP, Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN

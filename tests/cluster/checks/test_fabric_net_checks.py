@@ -9,7 +9,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.net import GROUP, check_subnets
 from cluster.parse.fabric import NetInterface
 from cluster.probe.section import NodeProbe, SectionState
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")
 

@@ -25,7 +25,7 @@ from cluster.probe.section import NodeProbe, SectionState
 from cluster.testbed.hardware.faults import FAULTS
 from cluster.testbed.hardware.files import FakeFile, hardware_files
 from cluster.testbed.hardware.profiles import compute_adapters
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 SHELLS = ("dash", "busybox")
 TOOLS = ("awk", "cat", "grep", "ip", "sed", "sleep", "tail", "timeout", "true", "uname")

@@ -11,7 +11,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ClusterConfig, ContainerConfig
+from engine.config.cluster import ClusterConfig, ContainerConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]

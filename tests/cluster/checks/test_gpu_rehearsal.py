@@ -17,8 +17,8 @@ from cluster.probe.section import NodeProbe, SectionState
 from cluster.testbed.hardware.faults import BUSY_PID, FAULTS
 from cluster.testbed.hardware.files import hardware_files, pci_folder
 from cluster.testbed.hardware.profiles import MODELS
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
 
 FAIL, WARN, UNKNOWN, OK = Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK
 BLIND = {"gpu.cuda_smoke", "gpu.nvidia_smi", "gpu.lost", "gpu.xid", "gpu.sxid"}

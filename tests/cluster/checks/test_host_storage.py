@@ -17,7 +17,7 @@ from cluster.access.ssh import connect
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.storage import WRITE_SCRIPT, Answer, FolderTest, check_shared_folder, judge_folder, read_answer
 from cluster.errors import SshError, SshFailure
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
 

@@ -79,7 +79,7 @@ def test_ranks_can_import_the_engine_from_it_alone(tmp_path: Path) -> None:
     place = CodePlace(str(tmp_path / "code"), is_shared=False)
     archive = build_archive()
     upload(archive, place)
-    script = "import engine.train, engine.config; print(engine.train.__file__)"
+    script = "import engine.train, engine.config.settings; print(engine.train.__file__)"
     environment = {"PYTHONPATH": f"{place.root}/{archive.code_id}", "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == f"{place.root}/{archive.code_id}/engine/train.py", done.stderr

@@ -25,7 +25,7 @@ from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
 from cluster.supervise.node.agent import Agent
-from engine.run.process import process_start
+from engine.runs.process import process_start
 
 HOST = Host("node1", "127.0.0.1")
 NODE = HOST.name

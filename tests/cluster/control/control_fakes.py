@@ -20,10 +20,10 @@ from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan, build_launch_plan, with_files
-from engine.config import RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.run.records import append_json_line, replace_json
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
+from engine.runs.records import append_json_line, replace_json
 
 STEPS = 10
 

@@ -21,7 +21,8 @@ from typing import Any
 from testkit import KIT, ROOT
 
 from cluster.hang import RankEvidence
-from engine.config import (
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import (
     AttentionConfig,
     DataConfig,
     LossConfig,
@@ -31,8 +32,7 @@ from engine.config import (
     TrainConfig,
     dump_config,
 )
-from engine.config_cluster import ClusterConfig
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 START_S = 180.0
 QUIET_S = 2.0

@@ -15,7 +15,7 @@ from cluster.control.busy import ControllerBusyError, controlling, find_controll
 from cluster.control.link import NodeSpec, StartRefusedError
 from cluster.control.stopping import write_cancel
 from cluster.control.timing import LaunchTiming
-from engine.config import CheckpointConfig
+from engine.config.settings import CheckpointConfig
 
 TIMING = LaunchTiming()
 

@@ -17,7 +17,7 @@ from cluster.control.settle import Opener, Settled, request_cancel, settle, take
 from cluster.control.stopping import CANCEL_FILE, StopRequests, read_cancel
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
 
 
 @pytest.fixture

@@ -20,4 +20,4 @@ def test_the_rank_that_holds_up_a_training_run_is_named(tmp_path: Path, fault: s
     assert found is not None
     assert (found.ranks, found.host, found.certain) == ((1,), "node1", True)
     assert words in found.reason
-    assert any("engine/run/faults.py" in line for line in found.lines)
+    assert any("engine/training/rank/faults.py" in line for line in found.lines)

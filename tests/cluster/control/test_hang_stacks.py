@@ -101,7 +101,7 @@ def test_what_this_interpreter_writes_is_read(tmp_path: Path) -> None:
 
 def test_paths_are_shown_from_the_package_on() -> None:
     assert short_path("/venv/lib/python3.11/site-packages/torch/nn/x.py") == "torch/nn/x.py"
-    assert short_path("/data/engine/code/engine/run/faults.py") == "engine/run/faults.py"
+    assert short_path("/data/engine/code/engine/training/rank/faults.py") == "engine/training/rank/faults.py"
     assert short_path("/usr/lib/python3.11/json/decoder.py") == "python3.11/json/decoder.py"
 
 

@@ -16,9 +16,9 @@ from cluster.control.open import SharedPool, open_links
 from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
 from cluster.plan import LaunchPlan, build_launch_plan
-from engine.config import RunConfig
-from engine.config_cluster import ClusterConfig, SshConfig
-from engine.runs import RunFolder
+from engine.config.cluster import ClusterConfig, SshConfig
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import yaml
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, Route, StorageRoute
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 FOLDER = Path(__file__).parent / "fixtures"
 MACHINES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -16,7 +16,7 @@ from cluster.env.gather import read_facts
 from cluster.env.plan import plan_environment
 from cluster.errors import ClusterError
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 CONFIG = ClusterConfig()
 

@@ -9,7 +9,7 @@ from env_topologies import interface, kept, node, port, reason
 
 from cluster.env.facts import StorageRoute
 from cluster.parse.fabric import GpuAddress
-from engine.config_cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GOOD = port("mlx5_0", netdev="ib0")
 

@@ -7,7 +7,7 @@ from env_topologies import MACHINES, SISTERS, kept, machine, recorded
 
 from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_environment, plan_fleet
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 def plan(name: str) -> NodeEnvironment:

@@ -9,7 +9,7 @@ from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_fleet
 from cluster.env.rails import map_rails, rail_order
 from cluster.parse.fabric import GpuAddress, HcaPort
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 def gpu(index: int, path: str = "", numa: int | None = None) -> GpuAddress:

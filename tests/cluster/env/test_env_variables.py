@@ -10,7 +10,7 @@ from env_topologies import MACHINES, interface, machine, node, port
 from cluster.env.facts import DriverFacts, NodeEnvironment, Route
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 def roce(index: int) -> dict[str, object]:

@@ -14,7 +14,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource
 from cluster.env.plan import plan_fleet
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 MARKUP = "[red]x[/red][/] \x1b[31m"
 

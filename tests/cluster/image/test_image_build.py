@@ -21,7 +21,7 @@ from cluster.image.build import (
     run_build,
     write_context,
 )
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 COMMIT = {"sha": "a" * 40, "dirty": False}
 # An engine that keeps the context it is sent and answers `image inspect`.

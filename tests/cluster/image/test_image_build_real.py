@@ -71,9 +71,13 @@ def test_image_is_built_without_network_and_a_change_of_code_changes_one_layer(t
         assert engine(*run, "python", "-c", "import torch; print(torch.ones(2).sum().item())") == "2.0"
         assert engine(*run, "burst", "--version").startswith("burst ")
 
-        (checkout / "engine/errors.py").write_text((checkout / "engine/errors.py").read_text() + "\nCHANGED = True\n")
+        (checkout / "engine/config/errors.py").write_text(
+            (checkout / "engine/config/errors.py").read_text() + "\nCHANGED = True\n"
+        )
         second = inspect(engine, build(engine, checkout, wheels))
-        assert engine(*run, "python", "-c", "import engine.errors; print(engine.errors.CHANGED)") == "True"
+        assert (
+            engine(*run, "python", "-c", "import engine.config.errors; print(engine.config.errors.CHANGED)") == "True"
+        )
     before, after = (image["RootFS"]["Layers"] for image in (first, second))  # type: ignore[index]
     differing = [index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
     assert differing == [len(before) - 1]

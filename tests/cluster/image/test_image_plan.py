@@ -9,7 +9,7 @@ from cluster.image.node.identity import image_identity
 from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing, is_podman
 from cluster.image.rate import parse_rate
 from cluster.image.status import NodeImage, build_status, read_inspected
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 MIB = 1 << 20
 IDENTITY = "1d" * 32

@@ -16,8 +16,8 @@ from testkit.fault_rig import FaultRig
 from testkit.testbed_fixture import Testbeds
 
 from cluster.plan_record import read_launch_plan
-from engine.checkpoint.manifest import read_manifest
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import read_manifest
 
 pytestmark = pytest.mark.thorough
 

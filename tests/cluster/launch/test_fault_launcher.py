@@ -23,7 +23,7 @@ from testkit.process_table import run_processes, wait_until_gone
 from cluster.control.outcome import SilentObserver
 from cluster.control.settle import request_cancel, settle, take_over
 from cluster.control.stopping import StopRequests
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 AT_ONCE = 3
 END_S = 60.0

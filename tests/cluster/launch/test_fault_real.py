@@ -16,7 +16,7 @@ from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
 from cluster.testbed.faults import clear_faults
-from engine.runs import FINAL_STATES, RunFolder
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 

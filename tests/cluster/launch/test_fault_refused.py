@@ -19,7 +19,7 @@ from cluster.control.stopping import StopRequests
 from cluster.plan import with_exclusive
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
-from engine.runs import list_runs
+from engine.runs.folder import list_runs
 
 PORT_HOLDER = "import socket,sys; s=socket.create_server(('',29555)); print('ready',flush=True); sys.stdin.read()"
 SPECIAL = ("hold the port", "put a file there", "run another")

@@ -18,8 +18,8 @@ from testkit.fault_table import HANG_S, INJURIES, Row, document
 from testkit.machine_clock import machine_time
 from testkit.process_table import wait_until_gone
 
-from engine.run.faults import STRIKES
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
+from engine.training.rank.faults import STRIKES
 
 AT_ONCE = 4
 HANG_TIMEOUT_S = 1.5

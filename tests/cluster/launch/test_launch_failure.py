@@ -7,7 +7,7 @@ import pytest
 
 from cluster.advice import advice
 from cluster.failure import Death, Failure, KillFacts, Kind, NodeEvidence, find_failure, first_death
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 
 UNKNOWN = KillFacts()
 RUN = Path("/runs/tiny/20260101-000000-abcdef")

@@ -22,7 +22,7 @@ from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.runs.folder import RunFolder, create_run, new_run_path
 
 TIMING = LaunchTiming(
     poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2, early_exit_s=0.5, vanish_s=0.5

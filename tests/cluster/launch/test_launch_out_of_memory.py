@@ -25,8 +25,8 @@ from cluster.control.outcome import LaunchOutcome, SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.supervise.node.control_group import memory_groups
-from engine.run.records import json_text
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.runs.folder import RunFolder, create_run, new_run_path
+from engine.runs.records import json_text
 
 TIMING = LaunchTiming(poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2)
 LIMIT_BYTES = 300 * 2**20  # two ranks and their parent without torch take about 100 MiB

@@ -9,7 +9,7 @@ from testkit.fault_rig import FaultRig
 from testkit.image_rig import LauncherEngine, launcher_engine
 from testkit.testbed_fixture import Testbeds
 
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 

@@ -13,9 +13,9 @@ import yaml
 from testkit.fake_plan import node_facts
 
 from cluster.plan import LaunchPlan, build_launch_plan, choose_backend, node_spec, with_exclusive
-from engine.config import RunConfig, config_from_dict
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, config_from_dict
 
 RUN = Path("/runs/my exp/20260101-000000-abcdef")
 

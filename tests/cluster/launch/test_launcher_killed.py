@@ -14,7 +14,7 @@ import pytest
 from testkit.fault_rig import FaultRig, send
 from testkit.testbed_fixture import Testbeds
 
-from engine.runs import FINAL_STATES, RunFolder
+from engine.runs.folder import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(2400)]
 

@@ -15,8 +15,8 @@ from testkit.plan_fleet import fleet, run_config
 from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
 from cluster.plan_record import PlanFileError, read_launch_plan, with_texts
 from cluster.plan_ssh import build_ssh_plan
-from engine.config import RunConfig
-from engine.runs import create_run
+from engine.config.settings import RunConfig
+from engine.runs.folder import create_run
 
 RUN = Path("/runs/tiny/20260101-000000-abcdef")
 

@@ -11,8 +11,8 @@ from cluster.parse.fabric import HcaPort
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders
 from cluster.preflight.facts import DataFacts
-from engine.config import config_from_dict
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import config_from_dict
 
 RUN = Path("/runs/my exp/20260101-000000-abcdef")
 FOLDER = f"/home/me/.burst/runs/{RUN.name}"

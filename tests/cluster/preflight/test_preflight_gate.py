@@ -8,7 +8,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.preflight.gate import gate_selection, judge_health
 from cluster.preflight.judge import UnfitNodesError
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
 
 
 def report(**nodes: tuple[Finding, ...]) -> FleetReport:

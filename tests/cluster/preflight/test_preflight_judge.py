@@ -13,7 +13,7 @@ from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.facts import DataFacts, ProcessFacts, RemoteFacts
 from cluster.preflight.judge import UnfitNodesError, check_survey, find_problems
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 
 BARE = run_config()
 DOCKER = run_config(cluster={"container": {"runtime": "docker", "image": "burst:1"}})

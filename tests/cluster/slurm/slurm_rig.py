@@ -29,9 +29,9 @@ from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.submit import submit_job
 from cluster.testbed.build import Testbed
 from cluster.testbed.node import Node
-from engine.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
 
 
 @dataclass

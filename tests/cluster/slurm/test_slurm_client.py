@@ -16,10 +16,10 @@ from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.restart import begin
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
 from cluster.slurm.states import JobStatus, describe_end, parse_job
-from engine.config import DataConfig, RunConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import BurstError
-from engine.runs import RunFolder, create_run, new_run_path
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import BurstError
+from engine.config.settings import DataConfig, RunConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
 
 SHOWN = (Path(__file__).parent / "fixtures" / "scontrol_show_job.txt").read_text()
 

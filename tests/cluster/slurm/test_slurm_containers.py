@@ -48,7 +48,7 @@ def containers(bench: SlurmBench) -> list[str]:
 
 def plan(bench: SlurmBench, mode: str):
     """The fake trainer in containers, with this machine's Python."""
-    from engine.config_cluster import ContainerConfig
+    from engine.config.cluster import ContainerConfig
 
     prefixes = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", str(KIT)}
     mounts = tuple(sorted(path for path in prefixes if Path(path).exists()))

@@ -11,9 +11,9 @@ from testkit.waiting import wait_for
 from cluster.control.settle import settle
 from cluster.control.timing import LaunchTiming
 from cluster.plan_record import read_launch_plan
-from engine.config import CheckpointConfig
-from engine.config_cluster import SlurmConfig
-from engine.runs import RunFolder
+from engine.config.cluster import SlurmConfig
+from engine.config.settings import CheckpointConfig
+from engine.runs.folder import RunFolder
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from cluster.slurm.granted import granted_plan, write_granted
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import NodeOnSite, build_slurm_plan
 from cluster.slurm.record import JobRecord, write_record
-from engine.config import DataConfig, RunConfig
-from engine.config_cluster import ClusterConfig
-from engine.runs import RunFolder, create_run
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import DataConfig, RunConfig
+from engine.runs.folder import RunFolder, create_run
 
 SITES = (NodeOnSite("n1", "127.0.0.1"), NodeOnSite("n2", "127.0.0.2"))
 TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}

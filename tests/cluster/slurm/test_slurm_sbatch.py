@@ -15,9 +15,9 @@ from cluster.plan import Backend
 from cluster.plan_torchrun import Rendezvous
 from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
-from engine.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig, ContainerConfig, SlurmConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig, ContainerConfig, SlurmConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 
 GOLDEN = Path(__file__).parent / "fixtures"
 RUN = Path("/shared/runs/long/20260131-120000-abc123")

@@ -12,7 +12,7 @@ from slurm_rig import SlurmBench
 from testkit.fault_rig import SMALL
 from testkit.waiting import wait_for
 
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 

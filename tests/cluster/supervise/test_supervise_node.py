@@ -29,7 +29,7 @@ from cluster.supervise.node.family import Family, Marks
 from cluster.supervise.node.folder import read_json, safe_name, write_json, write_text
 from cluster.supervise.node.health import Gpus, parse_gpus, read_health
 from cluster.supervise.node.locks import holder, take_lock
-from engine.runs import RunFolder
+from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]

@@ -11,7 +11,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.testbed.faults import FAULT_KINDS, clear_faults, set_fault
 from cluster.testbed.folder import TestbedError
 from cluster.testbed.status import read_status
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 TIMEOUT_S = 1.0
 

@@ -11,7 +11,7 @@ from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import NodeFolder
 from cluster.testbed.hardware.files import FakeFile
 from cluster.testbed.hardware.lay import lay_hardware
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from cluster.testbed.texts import (
     passwd_text,
     sshd_config_text,
 )
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
 
 STATE = TestbedState(TestbedSpec("lab", nodes=3, rails=2, rate_bits_per_s=100_000_000, docker=True), block=5)
 FOLDER = TestbedFolder(Path("/x/lab"))

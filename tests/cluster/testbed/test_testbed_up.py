@@ -22,7 +22,7 @@ from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 # Listens, says so, and times what one peer sends: bytes per second after the first 512 KiB, which buckets let through.
 # The median of tenths of a second: what comes while this process is held up is only read later.

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from engine.attention.arithmetic import TensorArithmetic
 from engine.attention.executor import Execution, Fields
-from engine.attention.grid import Blocks, divide_sequence
 from engine.attention.kernels.base import TileKernel
-from engine.attention.mask import Mask
-from engine.attention.methods import PlanPair, plan_method
-from engine.attention.plan import AttentionPlan, HeadPart, LinkBytes, Slot
-from engine.attention.presets import AttentionMethod
 from engine.attention.runtime import AttentionRuntime, SavedAttention
-from engine.attention.topology import Topology
-from engine.attention.visibility import Visibility
-from engine.config import LayoutName
+from engine.config.settings import LayoutName
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.methods import PlanPair, plan_method
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import AttentionPlan, HeadPart, LinkBytes, Slot
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.visibility import Visibility
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

@@ -16,11 +16,11 @@ from testkit.hub import Hub, lockstep, poison
 from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
-from engine.attention.grid import Blocks
-from engine.attention.mask import Mask
-from engine.attention.methods import PlanPair
-from engine.attention.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
-from engine.errors import PlanError
+from engine.config.errors import PlanError
+from engine.planning.methods.grid import Blocks
+from engine.planning.methods.methods import PlanPair
+from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
+from engine.planning.sequence.mask import Mask
 
 PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),

@@ -9,14 +9,14 @@ from attention_oracle import Group, dense_visibility, errors, oracle, random_inp
 from counting import band_mask, prove_pair
 from plan_rules import check_rules
 
-from engine.attention.grid import Blocks
 from engine.attention.kernels.base import BandSpec, TileKernel
 from engine.attention.kernels.cuda import window_of
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.mask import Mask
-from engine.attention.methods import PlanPair
-from engine.attention.plan import RankPlan, Tile, TokenBytes
-from engine.attention.topology import Topology
+from engine.planning.methods.grid import Blocks
+from engine.planning.methods.methods import PlanPair
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import RankPlan, Tile, TokenBytes
+from engine.planning.sequence.mask import Mask
 
 HEAD_DIM = 8
 EXACT = 1e-10  # float64 sums in another order; seen: 4e-15

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from engine.attention.plan import AttentionPlan, RankPlan, Step, Transfer, View
-from engine.errors import PlanError
+from engine.config.errors import PlanError
+from engine.planning.schedule.plan import AttentionPlan, RankPlan, Step, Transfer, View
 
 
 class Flight(NamedTuple):

@@ -14,14 +14,14 @@ from attention_oracle import causal, errors, gather, oracle, random_inputs
 from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.buffers import BufferPool, Place, allocate_bytes
-from engine.attention.mask import Mask
-from engine.attention.methods import plan_method
-from engine.attention.plan import LinkBytes
-from engine.attention.presets import PRESETS
 from engine.attention.transport import Parcel, Transport
-from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.parallel.mesh import build_mesh
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import PRESETS
+from engine.planning.schedule.plan import LinkBytes
+from engine.planning.sequence.mask import Mask
 
 HEADS, HEAD_DIM = 4, 8
 TABLE: list[tuple[int, int, int, dict[str, Any]]] = [  # ranks, nodes, kv heads, a point on the axes

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.auto import (
+from engine.config.cluster import ClusterConfig, MachineConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.auto import (
     FINALISTS,
     SHORTLIST_RANKS,
     machine_of,
@@ -14,12 +17,9 @@ from engine.attention.auto import (
     settle_auto,
     shortlist_group,
 )
-from engine.attention.preview import preview_attention
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig, MachineConfig
-from engine.errors import ConfigError
-from engine.simulate.machine import find_machine
+from engine.planning.methods.preview import preview_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import find_machine
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),

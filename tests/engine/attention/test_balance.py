@@ -11,11 +11,11 @@ from attention_oracle import pairs_between
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.balance import TOLERANCE
-from engine.attention.layout import Layout, build_layout
-from engine.attention.mask import BlockList, Mask
-from engine.attention.patterns import MaskOptions, build_mask
-from engine.attention.visibility import Visibility
+from engine.planning.sequence.balance import TOLERANCE
+from engine.planning.sequence.layout import Layout, build_layout
+from engine.planning.sequence.mask import BlockList, Mask
+from engine.planning.sequence.patterns import MaskOptions, build_mask
+from engine.planning.sequence.visibility import Visibility
 
 ROWS = 1 << 16
 

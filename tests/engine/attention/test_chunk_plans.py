@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.grid import chunk_count, divide_sequence
-from engine.attention.mask import Mask
-from engine.attention.methods import plan_method
-from engine.attention.plan import AttentionPlan
-from engine.attention.presets import AttentionMethod
+from engine.planning.methods.grid import chunk_count, divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.schedule.plan import AttentionPlan
+from engine.planning.sequence.mask import Mask
 
 ROWS = 23
 BASE = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host")

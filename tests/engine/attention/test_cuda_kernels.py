@@ -22,9 +22,9 @@ from engine.attention.kernels.cuda import (
     window_of,
 )
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.attention.mask import Band, normalise
 from engine.attention.merge import backward_stats
-from engine.attention.plan import Tile, View
+from engine.planning.schedule.plan import Tile, View
+from engine.planning.sequence.mask import Band, normalise
 
 ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
 TILE = Tile(ANY, ANY, ANY, ANY, low=0)

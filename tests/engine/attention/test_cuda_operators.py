@@ -13,8 +13,8 @@ from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
 from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, CudaKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.mask import Band, normalise
 from engine.attention.merge import backward_stats, surrogate_out
+from engine.planning.sequence.mask import Band, normalise
 
 KERNELS = [AtenFlashKernel, AtenCudnnKernel, AtenEfficientKernel]
 TILES = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from attention_oracle import ring_method
 
-from engine.attention.first_writes import store_first
-from engine.attention.grid import divide_sequence
-from engine.attention.mask import Mask
-from engine.attention.methods import plan_method
-from engine.attention.plan import HeadPart, Kind, LocalOp, Slot, Step, Tile, View
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.schedule.first_writes import store_first
+from engine.planning.schedule.plan import HeadPart, Kind, LocalOp, Slot, Step, Tile, View
+from engine.planning.sequence.mask import Mask
 
 SLOTS = {
     0: Slot(Kind.DQ, 8),

@@ -13,8 +13,8 @@ from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients
 from engine.attention.kernels.choice import KERNELS, problem_of
 from engine.attention.kernels.flash_packages import package_problem
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.mask import Band, normalise
-from engine.determinism import deterministic_algorithms
+from engine.planning.sequence.mask import Band, normalise
+from engine.training.determinism import deterministic_algorithms
 
 VERSIONS = [(name, version) for name, (versions, *_) in flash_signatures.PACKAGES.items() for version in versions]
 TILES = {

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.layers import LayerAttention
-from engine.attention.mask import Mask
-from engine.attention.presets import AttentionMethod
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.streams import StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import Meter
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.mask import Mask
 
 RANKS, ROWS = 64, 64  # a tile per step
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -10,7 +10,7 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
 
 CPU = torch.device("cpu")
 BANDS = [BandSpec(), BandSpec(0, None), BandSpec(-3, 4), BandSpec(None, 2)]

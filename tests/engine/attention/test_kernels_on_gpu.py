@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.attention.kernels import KERNELS, settle_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.mask import Band, normalise
 from engine.attention.merge import backward_stats, surrogate_out
-from engine.determinism import deterministic_algorithms
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.planning.sequence.mask import Band, normalise
+from engine.training.determinism import deterministic_algorithms
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import Layout, Segment, build_layout, piece_rows
-from engine.attention.mask import Mask
-from engine.attention.visibility import Visibility
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.planning.sequence.layout import Layout, Segment, build_layout, piece_rows
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.visibility import Visibility
 
 NAMES = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"])
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine.attention import ContextParallel, SequenceContext, attention
 from engine.attention.library import _find_topology
-from engine.attention.mask import Mask
-from engine.attention.topology import Topology
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.mask import Mask
 
 ROOT = Path(__file__).parents[3]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -238,7 +238,7 @@ def test_nodes_are_found_by_host_name(hosts: str, topology: Topology) -> None:
 
 def test_the_package_is_torch_free_until_a_name_is_used() -> None:
     program = (
-        "import sys, engine.attention, engine.attention.presets; assert 'torch' not in sys.modules;"
+        "import sys, engine.attention, engine.planning.methods.presets; assert 'torch' not in sys.modules;"
         "from engine.attention import Mask; assert 'torch' not in sys.modules;"
         "from engine.attention import attention; assert 'torch' in sys.modules"
     )

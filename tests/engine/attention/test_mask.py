@@ -12,10 +12,10 @@ from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import Layout, Segment, build_layout
-from engine.attention.mask import Band, BlockList, Mask, row_strips
-from engine.attention.visibility import Visibility
-from engine.errors import ConfigError, PlanError
+from engine.config.errors import ConfigError, PlanError
+from engine.planning.sequence.layout import Layout, Segment, build_layout
+from engine.planning.sequence.mask import Band, BlockList, Mask, row_strips
+from engine.planning.sequence.visibility import Visibility
 
 OPTIONAL_WINDOW = st.none() | st.integers(1, 30)
 

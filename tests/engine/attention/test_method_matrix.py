@@ -13,17 +13,17 @@ from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
 
 from engine.attention.api import WINDOWED
-from engine.attention.grid import divide_sequence
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layers import attention_layers
-from engine.attention.lengths import padded_length
-from engine.attention.methods import channels_of, plan_method
-from engine.attention.plan import HOST_CHANNELS
-from engine.attention.presets import PRESETS, resolve_attention
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import channels_of, plan_method
+from engine.planning.methods.presets import PRESETS, resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import HOST_CHANNELS
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.lengths import padded_length
 
 ROWS = 41  # a prime: every group of several ranks has a padded tail
 STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.layout import build_layout
-from engine.attention.mask import BlockList, Mask
-from engine.attention.patterns import (
+from engine.config.errors import ConfigError
+from engine.planning.sequence.layout import build_layout
+from engine.planning.sequence.mask import BlockList, Mask
+from engine.planning.sequence.patterns import (
     MaskKind,
     MaskOptions,
     build_mask,
@@ -24,9 +25,8 @@ from engine.attention.patterns import (
     strided_blocks,
     vertical_slash_blocks,
 )
-from engine.attention.rectangles import BlockRectangle
-from engine.attention.visibility import Visibility
-from engine.errors import ConfigError
+from engine.planning.sequence.rectangles import BlockRectangle
+from engine.planning.sequence.visibility import Visibility
 
 PAIRS = st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=60)
 

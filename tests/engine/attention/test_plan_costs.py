@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from attention_oracle import ring_method
 
-from engine.attention.grid import divide_sequence
-from engine.attention.layers import attention_layers
-from engine.attention.mask import Mask
-from engine.attention.methods import PlanPair, plan_method
-from engine.attention.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
-from engine.attention.planners.ring import halves
-from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
-from engine.attention.topology import Topology
-from engine.attention.visibility import Visibility
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import PlanPair, plan_method
+from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
+from engine.planning.schedule.ring import halves
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.visibility import Visibility
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]

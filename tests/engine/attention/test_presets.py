@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.attention.presets import resolve_attention, warnings_of
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import resolve_attention, warnings_of
+from engine.planning.methods.topology import Topology
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
 GQA = replace(MHA, num_kv_heads=8)

@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from engine.attention.lengths import padded_length
-from engine.attention.plan import LinkBytes
-from engine.attention.preview import AttentionPreview, preview_attention
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.flops import attention_pairs
-from engine.simulate.machine import find_machine
+from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.preview import AttentionPreview, preview_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import LinkBytes
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.time.flops import attention_pairs
+from engine.planning.time.machine import find_machine
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 4, 32, 1024
 KV_WIDTH = 2 * KV_HEADS * HEAD_DIM
@@ -158,7 +158,7 @@ def test_the_document_is_plain_json() -> None:
 
 
 def test_previews_are_made_without_torch() -> None:
-    code = "import sys, engine.attention.preview; print([name for name in sys.modules if name == 'torch'])"
+    code = "import sys, engine.planning.methods.preview; print([name for name in sys.modules if name == 'torch'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

@@ -12,16 +12,24 @@ import numpy as np
 import pytest
 from attention_oracle import pairs_between
 
-from engine.attention.grid import Blocks, divide_sequence
-from engine.attention.layers import attention_layers
-from engine.attention.layout import build_layout
-from engine.attention.mask import Mask
-from engine.attention.methods import PlanPair, plan_method
-from engine.attention.plan import AttentionPlan
-from engine.attention.presets import PRESETS, AttentionMethod, resolve_attention
-from engine.attention.topology import Topology
-from engine.attention.visibility import Visibility
-from engine.config import AttentionConfig, CheckpointKind, LayoutName, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config.settings import (
+    AttentionConfig,
+    CheckpointKind,
+    LayoutName,
+    MemoryConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.methods import PlanPair, plan_method
+from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import AttentionPlan
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.layout import build_layout
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.visibility import Visibility
 
 ROWS = 48
 DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.attention.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.attention.staging import NoStreams, StagedTransport
 from engine.attention.streams import CudaStreams
-from engine.attention.topology import Topology
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
 
 CPU = torch.device("cpu")
 CHANNELS = (Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed_streams import TimedStreams
 
-from engine.attention.plan import Channel
 from engine.attention.stream_times import Times, TransferTimes, total
 from engine.attention.streams import StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import Meter, Parcel
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
-from engine.simulate.machine import find_machine
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import Channel
+from engine.planning.time.machine import find_machine
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes

@@ -18,16 +18,16 @@ from torch import Tensor
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool, compute_place
 from engine.attention.executor import Execution, Fields
-from engine.attention.grid import divide_sequence
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.mask import Mask
 from engine.attention.merge import backward_stats
-from engine.attention.methods import plan_method
-from engine.attention.plan import AttentionPlan, Channel, Slot
-from engine.attention.presets import AttentionMethod
 from engine.attention.streams import StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import Meter, Parcel
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import AttentionPlan, Channel, Slot
+from engine.planning.sequence.mask import Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from engine.attention.plan import Channel
 from engine.attention.streams import CudaStreams, StreamTransport
-from engine.attention.topology import Topology
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import Channel
 
 
 @contextlib.contextmanager

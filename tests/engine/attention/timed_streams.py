@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from engine.attention.plan import Channel
+from engine.planning.schedule.plan import Channel
 
 
 class TimedStreams:

@@ -8,15 +8,15 @@ import torch
 from testkit.ranks import Pools
 from torch import Tensor
 
-from engine.attention.grid import divide_sequence
-from engine.attention.mask import Mask
-from engine.attention.methods import plan_method
-from engine.attention.presets import resolve_attention
-from engine.attention.topology import Topology
 from engine.bench.attention import timed_pass
 from engine.bench.layers import without_compute
 from engine.bench.measure import turns
 from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.mask import Mask
 
 ROWS, VARIANT = 64, "burst:backward_circulates=q"
 

@@ -17,8 +17,8 @@ from benchmarks.memory.report import claims, complete_rows, loss_spread
 from engine.attention.kernels.base import BandSpec
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.bench.spec import RankSetup, Rounds
-from engine.config import ModelConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import ModelConfig
 from engine.model.llama import LlamaModel
 
 LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4

@@ -16,7 +16,7 @@ from testkit.waiting import wait_for
 
 from engine.bench.ranks import RankProgram, measure_cell, run_ranks
 from engine.bench.spec import AttentionCell, RankSetup
-from engine.errors import ConfigError, RunError
+from engine.config.errors import ConfigError, RunError
 
 FAKE = "tests.engine.bench.fake_rank"
 GONE_S = 5.0

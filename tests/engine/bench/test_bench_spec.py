@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.presets import PRESETS
 from engine.bench.spec import (
     AttentionCell,
     HeadShape,
@@ -18,7 +17,8 @@ from engine.bench.spec import (
     split_point,
     write_cell,
 )
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.planning.methods.presets import PRESETS
 
 
 @pytest.mark.parametrize("text", ["burst:q", "burst:", "burst:=q"])

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.bench_step import best_against_checkpointing, main, summarise
 from benchmarks.step.variants import Case, enable_checkpointing, llama_config
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 
 TINY = ["--seq-len", "64", "--vocab-size", "256", "--layers", "2", "--heads", "2", "--head-dim", "16", "--threads", "1"]
 TILED = "burst:attn_out:tile_tokens=32"

@@ -22,10 +22,10 @@ from benchmarks.gpu.tiles import forward_flops
 from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
 from engine.bench.environment import parse_smi
-from engine.config_checks import check_config
-from engine.devices import Peak
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
 from engine.memory.capacity import Gpu, Hardware
+from engine.planning.time.devices import Peak
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")

@@ -15,11 +15,11 @@ from testkit.saved_checkpoints import state_hash
 from testkit.tiny_training import start_run, tiny_config
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.commit import file_facts, list_checkpoints
-from engine.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from engine.checkpoint.state import training_tensors
-from engine.config import CheckpointConfig, ParallelConfig
-from engine.files import hash_json
+from engine.config.settings import CheckpointConfig, ParallelConfig
+from engine.runs.commit import file_facts, list_checkpoints
+from engine.runs.files import hash_json
+from engine.runs.manifest import MANIFEST_FILE, CheckpointError
 
 CONFIG = tiny_config(parallel=ParallelConfig(dp_shard_size=2, cp_size=1))
 RANKS = 2

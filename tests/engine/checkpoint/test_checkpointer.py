@@ -14,9 +14,9 @@ from testkit.saved_checkpoints import state_hash
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from engine.checkpoint.state import training_tensors
-from engine.config import AttentionConfig, CheckpointConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.config.settings import AttentionConfig, CheckpointConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.runs.manifest import CheckpointError, Manifest, read_manifest
 
 SEQUENCES = 4
 STEPS = 3

@@ -15,7 +15,8 @@ import pytest
 from testkit import PYTHON_PATH
 from testkit.saved_checkpoints import FILE, newest_verified, save_checkpoint
 
-from engine.checkpoint.commit import (
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig, dump_config
+from engine.runs.commit import (
     Checkpoint,
     find_source,
     list_checkpoints,
@@ -26,7 +27,8 @@ from engine.checkpoint.commit import (
     storage_id,
     superfluous,
 )
-from engine.checkpoint.manifest import (
+from engine.runs.files import hash_json
+from engine.runs.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     Chunk,
@@ -35,8 +37,6 @@ from engine.checkpoint.manifest import (
     TensorFacts,
     read_manifest,
 )
-from engine.config import CheckpointConfig, RunConfig, TrainConfig, dump_config
-from engine.files import hash_json
 
 write = partial(save_checkpoint, content=b"12345678")
 
@@ -247,8 +247,8 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_a_source(tmp_path: Path) -> No
 SYNCED = """
 import os, sys
 from pathlib import Path
-from engine.checkpoint.commit import commit, new_folder
-from engine.checkpoint.manifest import Manifest
+from engine.runs.commit import commit, new_folder
+from engine.runs.manifest import Manifest
 
 def note(event, arguments):
     if event == "os.rename":

@@ -18,10 +18,10 @@ from testkit.saved_checkpoints import newest_verified
 from torch import nn
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.commit import Checkpoint
-from engine.checkpoint.manifest import Manifest
 from engine.checkpoint.state import training_tensors
-from engine.config import CheckpointConfig
+from engine.config.settings import CheckpointConfig
+from engine.runs.commit import Checkpoint
+from engine.runs.manifest import Manifest
 
 LANES = 2
 

@@ -16,12 +16,12 @@ from tokenizer_families import FAMILIES, write_family
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import PreparedData, TokenShards, open_prepared, open_training_data, prepare
+from engine.data.needles import NeedleTasks, needle_tasks
 from engine.data.sampler import sequential_batches
-from engine.errors import DataError
-from engine.needle.tasks import NeedleTasks, needle_tasks
 
 TEXTS = [f"hello there world {index}, say more please " * 9 for index in range(30)]
 BOS = "<|bos|>"

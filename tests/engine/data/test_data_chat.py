@@ -15,8 +15,9 @@ from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import TokenShards, prepare, sequential_batches
 from engine.data.build import learned_tokens
 from engine.data.chat import ChatTemplate, find_template, render_chat
@@ -24,7 +25,6 @@ from engine.data.prepare import config_facts, make_identity
 from engine.data.sampler import IGNORE_INDEX
 from engine.data.sources import open_source
 from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
-from engine.errors import DataError
 
 Messages = list[dict[str, Any]]
 

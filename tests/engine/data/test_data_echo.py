@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import AttentionConfig, DataConfig, RunConfig
-from engine.config_data import data_rules
+from engine.config.data import data_rules
+from engine.config.settings import AttentionConfig, DataConfig, RunConfig
 from engine.data import open_training_data, prepare
 from engine.data.echo import EchoedShards
 from engine.data.prepare import open_prepared

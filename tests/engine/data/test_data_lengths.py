@@ -14,13 +14,13 @@ from data_helpers import make_shards, quick
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import LengthRule, TokenShards, length_classes, open_training_data, prepare
 from engine.data.lengths import by_length, classify
 from engine.data.manifest import Manifest
 from engine.data.sampler import BLOCK, Sampler, Samples
-from engine.errors import DataError
 
 SEQ_LEN = 10
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from data_helpers import make_shards
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import open_training_data, prepare
 from engine.data.sampler import BLOCK, Sampler, Samples, shares
-from engine.errors import DataError
 
 SEQ_LEN = 10
 

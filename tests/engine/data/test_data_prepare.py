@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import write_token_set
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import PreparedData, Progress, open_prepared, prepare
 from engine.data.files import exclusive_lock
 from engine.data.prepare import config_facts
 from engine.data.tokenizers import train_bpe
-from engine.errors import DataError
 
 TEXTS = [f"document {index}: größe € {'words and more ' * (index % 7)}\n" for index in range(60)]
 

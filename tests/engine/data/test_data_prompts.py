@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from data_helpers import packed
 
-from engine.config import DataConfig, RunConfig
-from engine.config_checks import config_problems
+from engine.config.errors import DataError
+from engine.config.rules import config_problems
+from engine.config.settings import DataConfig, RunConfig
 from engine.data import TokenShards, open_token_set, prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
-from engine.errors import DataError
 
 PAIRS = [(f"question {index}? ", f"answer {index * 7}.") for index in range(60)] + [
     ("", "no prompt"),

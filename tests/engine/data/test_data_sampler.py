@@ -11,9 +11,9 @@ from data_helpers import make_shards, packed, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.errors import DataError
 from engine.data.sampler import IGNORE_INDEX, permute, sequential_batches
 from engine.data.shards import TokenShards
-from engine.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.config import DataConfig
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.sources import find_stdlib_files, open_source
 from engine.data.texts import PIECE_BYTES, split_text
-from engine.errors import DataError
 
 
 def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[str]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from engine.config.errors import DataError
 from engine.data.tokenizers import (
     BPE_EOD_TOKEN,
     BYTES_EOD_ID,
@@ -22,7 +23,6 @@ from engine.data.tokenizers import (
     load_tokenizer_file,
     train_bpe,
 )
-from engine.errors import DataError
 
 CORPUS = ["def encode(self, text):\n    return text.encode()\n" * 20, "größe €uro 😀 naïve\n" * 10]
 BPE = train_bpe(CORPUS, 320)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import LossConfig
+from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.head import LMHead

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.topology import Topology
-from engine.config import ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.methods.topology import Topology
 
 WORLD = Topology(1, 8)
 SEVEN_B = ModelConfig(

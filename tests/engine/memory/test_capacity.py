@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import RunConfig
-from engine.devices import find_device
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.memory.capacity import (
     MIB,
     Gpu,
@@ -20,6 +19,7 @@ from engine.memory.capacity import (
     host_memory,
     parse_nvidia_smi,
 )
+from engine.planning.time.devices import find_device
 
 LAPTOP = Hardware((), 16 * 10**9, "test")
 SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")

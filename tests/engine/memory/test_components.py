@@ -13,7 +13,7 @@ from engine.memory.components import COMPONENTS, FrameClassifier, StepObserver, 
 from engine.memory.host import host_empty
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import swiglu
-from engine.train_step import rank_batch
+from engine.training.train_step import rank_batch
 
 FLOAT = 4
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from memory_cases import EIGHT_B, FOURTEEN_B, SEVEN_B, WORLD, seven_b
 
-from engine.attention.grid import divide_sequence
-from engine.attention.layers import attention_layers
-from engine.attention.lengths import padded_length
-from engine.attention.methods import plan_method
-from engine.attention.plan import RankPlan
-from engine.attention.presets import PRESETS
-from engine.attention.preview import token_bytes_of
-from engine.attention.topology import Topology
-from engine.config import ModelConfig, PresetName, RunConfig
-from engine.errors import ConfigError
-from engine.flops import count_parameters
+from engine.config.errors import ConfigError
+from engine.config.settings import ModelConfig, PresetName, RunConfig
 from engine.memory.attention_buffers import attention_bytes
 from engine.memory.estimate import COMPONENTS, MemoryEstimate
 from engine.memory.fit import estimate_on, method_on
 from engine.memory.shapes import rank_shape
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import PRESETS
+from engine.planning.methods.preview import token_bytes_of
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import RankPlan
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.time.flops import count_parameters
 
 NUMBERS = count_parameters(SEVEN_B).total
 HIDDEN = 2 * 2**18 * 4096  # one layer input of a rank, bytes

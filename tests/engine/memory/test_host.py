@@ -19,7 +19,7 @@ from engine.memory.host import (
     lies_in_host_memory,
     piece_sizes,
 )
-from engine.runs import describe_error
+from engine.runs.folder import describe_error
 
 CPU = torch.device("cpu")
 KIB = 1 << 10

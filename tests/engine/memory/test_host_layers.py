@@ -11,7 +11,7 @@ from memory_cases import WORLD, seven_b
 from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
 from engine.memory.host_layers import other_host_layers, with_fewest_on_host
-from engine.simulate.machine import find_machine
+from engine.planning.time.machine import find_machine
 
 GB = 10**9
 LAYERS = 32

@@ -7,12 +7,12 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
-from engine.attention.topology import Topology
-from engine.config import MemoryConfig, RunConfig
+from engine.config.settings import MemoryConfig, RunConfig
 from engine.memory.fit import estimate_on
 from engine.memory.host import HostMemoryError
 from engine.memory.host_limit import activation_limit
 from engine.memory.store import HostStore
+from engine.planning.methods.topology import Topology
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from memory_cases import WORLD, seven_b
 
-from engine.attention.topology import Topology
-from engine.config import CheckpointKind, RunConfig
+from engine.config.settings import CheckpointKind, RunConfig
 from engine.memory.fit import method_on
 from engine.memory.kept import PolicyCost, kept_bytes, policy_cost
 from engine.memory.policy import LayerPolicy
 from engine.memory.shapes import rank_shape
+from engine.planning.methods.topology import Topology
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
 

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from engine.attention.api import build_parallel_attention
-from engine.attention.presets import resolve_attention
-from engine.attention.topology import Topology
-from engine.config import ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.kept import policy_cost
 from engine.memory.policy import LayerPolicy
 from engine.memory.recompute import recomputed_matrices, recomputed_parameters
@@ -26,7 +24,9 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import layer_manners
-from engine.train_step import rank_batch, sequence_loss
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.training.train_step import rank_batch, sequence_loss
 
 MODEL = ModelConfig(
     name="test",

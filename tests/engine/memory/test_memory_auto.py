@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from memory_cases import EIGHT_B, WORLD, seven_b
 
-from engine.attention.topology import Topology
-from engine.config import RunConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 from engine.memory.auto import INDIFFERENCE, MOST_VERIFIED, MemoryChoice, advice_for, settle_memory, settle_run
 from engine.memory.candidate import MARGIN
 from engine.memory.capacity import Capacity
 from engine.memory.fit import Prediction, estimate_on, fit_of, with_ranks
-from engine.simulate.machine import find_machine
-from engine.step_time import plain_step_seconds
+from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import find_machine
+from engine.planning.time.step_time import plain_step_seconds
 
 GB = 10**9
 H100 = find_machine("h100")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.memory.oom import is_out_of_memory, less_memory, less_memory_text, measure_out_of_memory
-from engine.runs import describe_error
+from engine.config.cluster import ClusterConfig
+from engine.config.settings import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.runs.folder import describe_error
+from engine.runs.oom import is_out_of_memory, less_memory, less_memory_text, measure_out_of_memory
 
 MORE_THAN_ANY_MACHINE = 2**50
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB"

@@ -12,9 +12,8 @@ from testkit.ranks import Pools
 from testkit.tiny_training import mesh_of, own_part, random_batches, tiny_config, whole
 
 from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
-from engine.attention.presets import PRESETS, resolve_attention
 from engine.attention.transport import Transport
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.data import Batch
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
@@ -22,7 +21,8 @@ from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model, layer_manners
 from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.mesh import Mesh
-from engine.train_step import rank_batch, sequence_loss
+from engine.planning.methods.presets import PRESETS, resolve_attention
+from engine.training.train_step import rank_batch, sequence_loss
 
 STARTS = (0, 1, 6, 7, 20)
 MASKS: dict[str, dict[str, Any]] = {

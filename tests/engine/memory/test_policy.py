@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import MemoryConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import MemoryConfig
 from engine.memory.policy import LayerPolicy, layer_policies, policy_name, recompute_before
 
 

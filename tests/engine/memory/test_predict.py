@@ -12,11 +12,11 @@ import torch.distributed as dist
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.flops import count_parameters
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.memory.predict import MemoryPrediction, fake_ranks, predict_memory
 from engine.memory.tracker import LiveTensorTracker
+from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import count_parameters
 
 TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal
 MODEL = ModelConfig(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError, RunError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.memory.predict_apart import PredictedMemory, predict_apart
+from engine.planning.methods.topology import Topology
 
 HERE = Path(__file__).parent
 WORLD = Topology(2, 3)

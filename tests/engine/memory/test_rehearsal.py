@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.grid import divide_sequence
 from engine.attention.kernels.base import BandSpec, TileGradients
-from engine.attention.mask import Mask
-from engine.attention.methods import plan_method
-from engine.attention.plan import RankPlan, Tile
-from engine.attention.presets import resolve_attention
-from engine.attention.topology import Topology
-from engine.config import AttentionConfig, ModelConfig, RunConfig
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import RankPlan, Tile
+from engine.planning.sequence.mask import Mask
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention.presets import AttentionMethod
-from engine.config import ParallelConfig
+from engine.config.settings import ParallelConfig
 from engine.memory.reserve import nccl_bytes
+from engine.planning.methods.presets import AttentionMethod
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from engine.attention.staging import NoStreams
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 from engine.memory.host import HostBudget, HostMemoryError, HostPool, host_empty
 from engine.memory.saved import offloaded
 from engine.memory.store import HostStore, Kept, host_store

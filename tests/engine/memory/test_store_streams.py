@@ -14,9 +14,9 @@ import torch
 from testkit.stream_machine import Access, Machine, MachineStreams, access
 from torch import Tensor
 
-from engine.attention.plan import Channel
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept, host_store
+from engine.planning.schedule.plan import Channel
 
 CPU = torch.device("cpu")
 COMPUTE = (0, None)

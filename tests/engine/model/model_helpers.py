@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 from engine.model.llama import LlamaModel
 
 # fp32 through three layers: rounding differs by the order of sums only.

@@ -17,13 +17,9 @@ from torch import Tensor
 from engine.attention.api import local_attention
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layers import LayerAttention
-from engine.attention.mask import Mask
-from engine.attention.presets import AttentionMethod
-from engine.attention.topology import Topology
 from engine.attention.transport import LocalTransport
-from engine.config import ModelConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import ModelConfig
 from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
@@ -32,7 +28,11 @@ from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import shard_model
-from engine.tiling import tile_tokens_of
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.mask import Mask
 
 TOKENS = 29
 CAUSAL = Mask(TOKENS)

@@ -11,7 +11,7 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 
-from engine.config import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.config.settings import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
 from engine.model.dropout import Dropout, dropped, row_keys
 from engine.model.llama import LlamaModel
 

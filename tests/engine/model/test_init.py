@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.config import ModelConfig
+from engine.config.settings import ModelConfig
 from engine.model.init import canonical_name, init_weights
 from engine.model.llama import LlamaModel
 

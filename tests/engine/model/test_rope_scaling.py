@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config import RopeScalingConfig
+from engine.config.settings import RopeScalingConfig
 from engine.model.rope import attention_factor, rope_frequencies, rope_table
 
 LENGTH = 4096

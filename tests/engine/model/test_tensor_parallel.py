@@ -1,6 +1,6 @@
 """Tensor and sequence parallel ranks: float64 gradients and weights, messages, slices.
 
-That they train as one rank is shown by trainer/test_parity.py.
+That they train as one rank is shown by training/test_parity.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import RunConfig
+from engine.config.settings import RunConfig
 from engine.data import Batch
 from engine.model.rope import rope_table
 from engine.parallel.shard import LocalBatch
-from engine.train_step import rank_batch, sequence_loss
+from engine.training.train_step import rank_batch, sequence_loss
 
 SEQ_LEN = 32
 SEQUENCES = 2

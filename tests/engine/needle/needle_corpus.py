@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.data.needles import NeedleTasks
 from engine.data.shards import TokenShards, open_token_set
 from engine.data.tokenizers import Tokenizer
-from engine.needle.tasks import NeedleTasks
 
 TEXTS = tuple(f"Document {index}: grey ducks swim, and number {index} of them is at home.\n" * 4 for index in range(12))
 

@@ -14,11 +14,11 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY, start_run, tiny_config, whole
 from torch import Tensor, nn
 
-from engine.config import LossConfig, RunConfig
+from engine.config.settings import LossConfig, RunConfig
+from engine.data.needles import NeedleTask
 from engine.data.tokenizers import ByteTokenizer
 from engine.loss.head import LMHead
-from engine.needle.evaluate import NeedleFigures, evaluate_needles, needle_figures, score_tasks
-from engine.needle.tasks import NeedleTask
+from engine.training.needles import NeedleFigures, evaluate_needles, needle_figures, score_tasks
 
 RELATIVE = 1e-5  # fp32 sums of the model in another order
 VOCABULARY = 256

@@ -14,12 +14,12 @@ from needle_corpus import TEXTS, make_tasks, write_split
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FileFormat
 
-from engine.config import DataConfig, RunConfig, TrainConfig
+from engine.config.errors import ConfigError, DataError
+from engine.config.settings import DataConfig, RunConfig, TrainConfig
 from engine.data import prepare
+from engine.data.needles import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
 from engine.data.shards import TokenShards
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from engine.errors import ConfigError, DataError
-from engine.needle.tasks import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
 
 quick = settings(deadline=None, max_examples=40)  # machines under load are slow
 SENTENCE = " The secret number of {} is {}."

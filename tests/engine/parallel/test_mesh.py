@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from testkit.ranks import Pools, RankFailedError
 
-from engine.attention.topology import Topology
-from engine.config import ModelConfig, ParallelConfig
-from engine.config_cluster import ClusterConfig
-from engine.errors import ConfigError
-from engine.parallel.degrees import Degrees, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import ModelConfig, ParallelConfig
 from engine.parallel.mesh import (
     Placement,
     build_mesh,
@@ -24,6 +22,8 @@ from engine.parallel.mesh import (
     step_timeout,
 )
 from engine.parallel.shard import RowPart
+from engine.planning.methods.degrees import Degrees, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.methods.topology import Topology
 
 
 @pytest.mark.parametrize(

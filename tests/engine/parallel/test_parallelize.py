@@ -15,8 +15,8 @@ from testkit.tiny_training import TINY, TINY_MODEL, own_part, random_batches, st
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import LossConfig
-from engine.errors import ConfigError
+from engine.config.errors import ConfigError
+from engine.config.settings import LossConfig
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import compile_layers

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.layout import build_layout
 from engine.data.sampler import IGNORE_INDEX
 from engine.parallel.shard import LocalBatch, RowPart, shard_batch
+from engine.planning.sequence.layout import build_layout
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from testkit.tiny_training import full_weights, own_part, random_batches, start_
 
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.state import training_tensors
-from engine.config import AttentionConfig, CheckpointConfig, RunConfig
+from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
 from engine.parallel.shard import shard_batch
 from engine.pretrained.names import hugging_face_name
 from engine.pretrained.shape import read_pretrained
-from engine.train_step import sequence_loss
+from engine.training.train_step import sequence_loss
 
 TOKENS = 30
 

@@ -25,10 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.checkpoint.commit import Checkpoint, open_checkpoint
-from engine.checkpoint.manifest import CheckpointError
 from engine.pretrained.export import ExportOrder, bfloat16_bits, export, weight_bytes
 from engine.pretrained.shape import read_pretrained
+from engine.runs.commit import Checkpoint, open_checkpoint
+from engine.runs.manifest import CheckpointError
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES: dict[str, Any] = {

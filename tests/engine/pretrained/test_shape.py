@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
-from engine.config_data import weight_rules
-from engine.errors import ConfigError
+from engine.config.data import weight_rules
+from engine.config.errors import ConfigError
+from engine.config.settings import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
 from engine.pretrained.names import INDEX_FILE, check_names, weight_files
 from engine.pretrained.shape import config_json, differences, family_of, read_pretrained
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.run.process import prefer_expandable_segments
+from engine.runs.process import prefer_expandable_segments
 
 
 def test_segments_grow_in_place_where_nobody_has_said_otherwise() -> None:

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.waiting import wait_for
 
-from engine.errors import ConfigError
-from engine.run.faults import (
+from engine.config.errors import ConfigError
+from engine.runs.folder import describe_error
+from engine.training.rank.faults import (
     FLOOD_LINES,
     LONG_LINE_BYTES,
     NO_FAULTS,
@@ -27,11 +28,11 @@ from engine.run.faults import (
     parse_faults,
     read_faults,
 )
-from engine.runs import describe_error
 
 ROOT = Path(__file__).parents[3]
 STRIKE = (
-    "import sys; from engine.run.faults import Faults, parse_faults\nFaults(parse_faults(sys.argv[1], 9)).at_forward(3)"
+    "import sys; from engine.training.rank.faults import Faults, parse_faults\n"
+    "Faults(parse_faults(sys.argv[1], 9)).at_forward(3)"
 )
 
 
@@ -39,7 +40,7 @@ STRIKE = (
 # machine is; one may be on its way.
 HOLD = """
 import ctypes, os, sys, threading, time
-from engine.run.faults import STRIKES
+from engine.training.rank.faults import STRIKES
 
 beats = 0
 

@@ -8,8 +8,8 @@ from typing import Any
 from testkit.ranks import Pools
 from testkit.waiting import wait_for
 
-from engine.run.flight import MAX_ENTRIES, flight_record, reduce_trace
-from engine.waits import WaitClock
+from engine.parallel.waits import WaitClock
+from engine.training.rank.flight import MAX_ENTRIES, flight_record, reduce_trace
 
 
 def entry(group: str, seq: int, op: str = "gloo:all_reduce", **facts: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from engine.run.lifecycle import run_states
-from engine.run.rank_process import RankStatus
-from engine.runs import RunFolder, create_run
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.lifecycle import run_states
+from engine.training.rank.process import RankStatus
 
 LAUNCHED = {"BURST_RUN_ID": "x"}
 

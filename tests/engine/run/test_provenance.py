@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.run.provenance import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
+from engine.runs.provenance import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from testkit.waiting import wait_for
 
-from engine.run.rank_process import RankStatus
-from engine.run.rank_report import REQUEST_NAME, RankPlace
-from engine.runs import create_run
-from engine.waits import WaitClock, find_straggler
+from engine.parallel.waits import WaitClock, find_straggler
+from engine.runs.folder import create_run
+from engine.training.rank.process import RankStatus
+from engine.training.rank.report import REQUEST_NAME, RankPlace
 
 ROOT = Path(__file__).parents[3]
 # A rank of no torch: works, then waits in a named function until it is killed.
 RANK = """
 import sys, time
 from pathlib import Path
-from engine.run.rank_process import run_rank
-from engine.runs import RunFolder
+from engine.training.rank.process import run_rank
+from engine.runs.folder import RunFolder
 def body(status):
     status.step, status.phase = 1, "forward"
     status.step_done(0.25)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.config.errors import ConfigError
 from engine.data.build import Progress
-from engine.errors import ConfigError
-from engine.run.rank_process import RankStatus
-from engine.run.recorder import Recorder, open_tensorboard, progress_line
-from engine.runs import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.process import RankStatus
+from engine.training.rank.recorder import Recorder, open_tensorboard, progress_line
 
 ROW: dict[str, Any] = {
     "step": 3,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.run.records import JsonLinesTail, append_json_line, finite, read_json_object
+from engine.runs.records import JsonLinesTail, append_json_line, finite, read_json_object
 
 
 def test_tail_returns_every_row_once_and_waits_for_whole_lines(tmp_path: Path) -> None:

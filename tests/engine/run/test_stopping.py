@@ -9,11 +9,11 @@ import sys
 
 from testkit.waiting import wait_for
 
-from engine.run.lifecycle import TERMINATED_EXIT_CODE, StopRequest
+from engine.training.rank.lifecycle import TERMINATED_EXIT_CODE, StopRequest
 
 STUCK = """
 import time, threading
-from engine.run.lifecycle import StopRequest
+from engine.training.rank.lifecycle import StopRequest
 with StopRequest(grace_s=0.2).watch():
     print("ready", flush=True)
     threading.Lock().acquire(); time.sleep(30)

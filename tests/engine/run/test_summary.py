@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.summary import MEDIANS, predicted_facts, spread, summarise
+from engine.runs.summary import MEDIANS, predicted_facts, spread, summarise
 
 
 def rows(*times: float, **more: float | None) -> list[dict[str, float | int | None]]:

@@ -1,1 +1,0 @@
-"""Planners: pure integer functions from (mask, layout, ring) to an AttentionPlan."""

@@ -1,0 +1,157 @@
+"""The part of the run configuration that describes machines: how to reach them, what they should be, how fast they are.
+
+Standard library only; `engine.config.settings` puts it under the key `cluster`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.schema import setting
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Speeds that predictions use; null: those of the named machine."""
+
+    name: str = setting("auto", "a known device, or cpu; auto: by the device, else cpu with gloo, else h100")
+    forward_flops_per_s: float | None = setting(None, "attention forward on large tiles, per rank", "FLOP/s", above=0)
+    backward_flops_per_s: float | None = setting(None, "attention backward on large tiles, per rank", "FLOP/s", above=0)
+    intra_bytes_per_s: float | None = setting(None, "between ranks of a node, one direction", "bytes/s", above=0)
+    inter_bytes_per_s: float | None = setting(None, "between nodes, one direction, per rank", "bytes/s", above=0)
+    host_bytes_per_s: float | None = setting(None, "between device and host memory, one direction", "bytes/s", above=0)
+    shared_nic: bool | None = setting(None, "all ranks of a node share one link to other nodes")
+
+
+@dataclass(frozen=True)
+class SshConfig:
+    """How the nodes are reached; null: what `ssh NODE` would do on this machine."""
+
+    user: str | None = setting(None, "login on the nodes; null: as ssh would")
+    port: int | None = setting(None, "port of sshd; null: as ssh would", at_least=1, at_most=65535)
+    identity_file: str | None = setting(None, "private key; null: those that ssh would offer")
+    jump: str | None = setting(None, "[USER@]HOST[:PORT] to go through; null: as ssh would")
+    config_file: str | None = setting(None, "OpenSSH client configuration; null: your own")
+    known_hosts: str | None = setting(
+        None, "host keys to trust beside those of `burst hosts trust`; null: those of ssh"
+    )
+    connect_timeout_s: float = setting(10.0, "for connecting and logging in", "seconds", above=0)
+    fan_out: int = setting(64, "nodes spoken to at the same time", "nodes", at_least=1)
+
+
+@dataclass(frozen=True)
+class ContainerConfig:
+    """Whether ranks run in a container, and which."""
+
+    runtime: Literal["bare", "docker"] = setting("bare", "bare: Python on the node itself; docker: the image below")
+    image: str | None = setting(None, "NAME:TAG that `burst image push` distributes")
+    command: str = setting("docker", "the engine's command line on every node")
+    run_options: tuple[str, ...] | None = setting(
+        None, "options of `docker run` in place of those for GPUs, shared and locked memory and InfiniBand; null: those"
+    )
+    mounts: tuple[str, ...] = setting(
+        (), "folders of the node that ranks see at the same path, read-only; PATH:rw: also written"
+    )
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What is asked of Slurm when it starts the nodes; null: its default."""
+
+    partition: str | None = setting(None, "partition")
+    account: str | None = setting(None, "account to charge")
+    qos: str | None = setting(None, "quality of service")
+    time_limit: str | None = setting(None, "[DAYS-]HH:MM:SS")
+    gpus_per_node: int | None = setting(None, "GPUs per node", "devices", at_least=0)
+    cpus_per_node: int | None = setting(None, "CPUs per node; null: all", at_least=1)
+    constraint: str | None = setting(None, "features that nodes must have")
+    exclude: str | None = setting(None, "nodes to leave out, in NodeSet grammar")
+    options: tuple[str, ...] = setting((), "further options of sbatch, --NAME=VALUE")
+
+
+@dataclass(frozen=True)
+class ExpectedHardware:
+    """What every node must have; null: what most nodes have."""
+
+    gpus: int | None = setting(None, "GPUs per node", "devices", at_least=0)
+    gpu_model: str | None = setting(None, "a part of the name, such as H100")
+    driver: str | None = setting(None, "version of the NVIDIA driver, or how it begins")
+    hcas: int | None = setting(None, "InfiniBand or RoCE ports per node that must be up", at_least=0)
+    hca_rate_gbps: float | None = setting(None, "rate of each such port", "Gbit/s", above=0)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines: this one, or those that `nodes` names."""
+
+    name: str = setting("local", "name of these machines, for tables; the option of the group cluster")
+    nodes: str | None = setting(None, "names in NodeSet grammar, node[1-4,7]; null: this machine only")
+    launcher: Literal["auto", "local", "ssh", "slurm"] = setting(
+        "auto", "who starts the ranks; auto: ssh where `nodes` names machines, else local"
+    )
+    num_nodes: int | None = setting(
+        None, "machines; null: as many as `nodes` names, else 1; with slurm: how many to ask for", at_least=1
+    )
+    ranks_per_node: int | None = setting(
+        None, "processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1
+    )
+    backend: Literal["auto", "nccl", "gloo"] = setting(
+        "auto", "transport of torch.distributed; auto: nccl with GPUs, else gloo"
+    )
+    ranks_share_device: bool = setting(
+        False, "backend gloo: let several ranks use each GPU, for tests; messages go through host memory"
+    )
+    threads_per_rank: int | None = setting(
+        None, "CPU threads of one rank; null: cores / local ranks", "threads", at_least=1
+    )
+    topology_nodes: int | None = setting(
+        None, "treat the ranks as lying on so many nodes; null: as they do", "nodes", at_least=1
+    )
+    interface: str | None = setting(
+        None, "network interface for rendezvous and sockets; null: that of the default route"
+    )
+    master_port: int | None = setting(
+        None, "port of the first node for the rendezvous; null: one that is free", at_least=1, at_most=65535
+    )
+    python: str | None = setting(None, "Python of the ranks, on every node; null: this one, on other machines python3")
+    node_folder: str | None = setting(None, "where a node keeps code and runs; null: .burst in its user's home folder")
+    environment: tuple[str, ...] = setting(
+        (), "NAME=VALUE for every rank, stronger than what burst sets; no secrets: it is recorded"
+    )
+    lease_s: float = setting(
+        60.0, "a node that hears nothing of its launcher for so long stops its ranks", "seconds", at_least=5
+    )
+    hang_timeout_s: float | None = setting(
+        None,
+        "a run of which no rank advances for so long is stopped; null: 10 min or 5 steps (1 h where none is made)",
+        "seconds",
+        above=0,
+    )
+    max_restarts: int = setting(
+        0,
+        "a run that fails begins again from its last checkpoint, so often in a row without a further one",
+        "attempts",
+        at_least=0,
+    )
+    spare_nodes: str | None = setting(
+        None, "names in NodeSet grammar, which a next attempt takes in place of nodes that are not fit"
+    )
+    shared_folder: str | None = setting(None, "a folder that all nodes see; null: none is shared")
+    ssh: SshConfig = SshConfig()
+    container: ContainerConfig = ContainerConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    expected: ExpectedHardware = ExpectedHardware()
+    machine: MachineConfig = MachineConfig()
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of a run on these machines; None while it is not known how many machines or ranks on each there are."""
+        if self.ranks_per_node is None or (self.num_nodes is None and self.nodes is not None):
+            return None
+        return self.ranks_per_node * (self.num_nodes or 1)
+
+    @property
+    def topology_groups(self) -> int:
+        """Nodes that plans reckon with: `topology_nodes`, else the machines."""
+        return self.topology_nodes or self.num_nodes or 1

@@ -1,0 +1,156 @@
+"""Rules for the settings that say which machines a run uses, and how ranks are started there. Standard library only."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from engine.config.cluster import ClusterConfig, ContainerConfig
+from engine.config.schema import Problem
+from engine.config.settings import RunConfig
+from engine.planning.time.devices import find_device, unknown_device
+
+# Ranks and their supervisors find each other by these.
+_OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})
+_TORCHRUN = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\x00\r\n]*)", re.DOTALL)
+_LOGIN = re.compile(r"[^\s-]\S*")
+_TIME_LIMIT = re.compile(r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){0,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def machine_problems(config: RunConfig) -> Iterator[Problem]:
+    """One problem per broken rule."""
+    cluster = config.cluster
+    for rule in (_launcher, _machine, _paths, _ssh, _environment, _slurm):
+        yield from rule(cluster)
+    yield from _container(cluster.container)
+
+
+def runs_elsewhere(cluster: ClusterConfig) -> bool:
+    """Whether ranks run on machines whose disks are not ours, so that files of this one say nothing of theirs."""
+    return cluster.launcher == "ssh" or (cluster.launcher == "auto" and cluster.nodes is not None)
+
+
+def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
+    name = cluster.machine.name
+    if name not in ("auto", "cpu") and find_device(name) is None:
+        yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto, cpu')}")
+
+
+def _launcher(cluster: ClusterConfig) -> Iterator[Problem]:
+    if cluster.launcher != "local":
+        return
+    if cluster.nodes is not None:
+        yield Problem(
+            ("cluster.launcher", "cluster.nodes"),
+            f"cluster.launcher=local starts ranks on this machine, but cluster.nodes={cluster.nodes} names others; "
+            "leave one of them out, or add cluster=local",
+        )
+    elif (cluster.num_nodes or 1) > 1:
+        yield Problem(
+            ("cluster.launcher", "cluster.num_nodes"),
+            f"cluster.launcher=local starts ranks on this machine, but cluster.num_nodes={cluster.num_nodes}; "
+            "leave it null (cluster.topology_nodes treats ranks as lying on several)",
+        )
+
+
+def _paths(cluster: ClusterConfig) -> Iterator[Problem]:
+    """Folders and programs of nodes, where no working folder of ours means anything."""
+    for name, value, homely in (
+        ("shared_folder", cluster.shared_folder, False),
+        ("node_folder", cluster.node_folder, True),
+        ("python", cluster.python, True),
+    ):
+        if value is None:
+            continue
+        example = {"shared_folder": "/shared", "node_folder": "/scratch/burst", "python": "/opt/venv/bin/python"}[name]
+        expected = f"an absolute path{' or one in the home folder (~/...)' if homely else ''}, such as {example}"
+        if not value.startswith(("/", "~/") if homely else "/"):
+            yield Problem((f"cluster.{name}",), f"cluster.{name}: got {value!r}, expected {expected}")
+        elif ".." in value.split("/") or _CONTROL.search(value) or (":" in value and name != "python"):
+            yield Problem(
+                (f"cluster.{name}",),
+                f"cluster.{name}: got {value!r}, expected a path without `..`, `:` and control characters",
+            )
+
+
+def _ssh(cluster: ClusterConfig) -> Iterator[Problem]:
+    for name in ("user", "jump"):
+        value = getattr(cluster.ssh, name)
+        if value is not None and _LOGIN.fullmatch(value) is None:
+            yield Problem(
+                (f"cluster.ssh.{name}",), f"cluster.ssh.{name}: got {value!r}, expected a name without dash in front"
+            )
+
+
+def _environment(cluster: ClusterConfig) -> Iterator[Problem]:
+    names: set[str] = set()
+    for index, setting in enumerate(cluster.environment):
+        key = f"cluster.environment[{index}]"
+        found = _ASSIGNMENT.fullmatch(setting)
+        # The value may be a secret that came there by mistake: only what stands before it is told.
+        shown = repr(setting.partition("=")[0])
+        if found is None:
+            yield Problem((key,), f"{key}: {shown} is not NAME=VALUE in one line, with a name of letters, digits and _")
+        elif found[1] in _OURS | _TORCHRUN:
+            who = "burst" if found[1] in _OURS else "torchrun"
+            yield Problem((key,), f"{key}: {found[1]} is set by {who} for every rank; leave it out")
+        elif found[1] in names:
+            yield Problem((key,), f"{key}: {found[1]} is set twice; leave one of them out")
+        else:
+            names.add(found[1])
+
+
+def _slurm(cluster: ClusterConfig) -> Iterator[Problem]:
+    limit = cluster.slurm.time_limit
+    if limit is not None and _TIME_LIMIT.fullmatch(limit) is None:
+        yield Problem(
+            ("cluster.slurm.time_limit",),
+            f"cluster.slurm.time_limit: got {limit!r}, expected [DAYS-]HH:MM:SS, such as 12:00:00 or 2-00:00:00",
+        )
+    for index, option in enumerate(cluster.slurm.options):
+        if not option.startswith("--") or _CONTROL.search(option):
+            key = f"cluster.slurm.options[{index}]"
+            yield Problem((key,), f"{key}: got {option!r}, expected --NAME=VALUE, one option per item")
+
+
+def _container(container: ContainerConfig) -> Iterator[Problem]:
+    if container.runtime == "docker" and not container.image:
+        yield Problem(
+            ("cluster.container.runtime", "cluster.container.image"),
+            "cluster.container.runtime=docker needs an image: set cluster.container.image=NAME:TAG, the one that "
+            "`burst image build --tag NAME:TAG` makes",
+        )
+    if container.image is not None and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}", container.image) is None:
+        yield Problem(
+            ("cluster.container.image",), f"cluster.container.image: got {container.image!r}, expected NAME:TAG"
+        )
+    if not _is_command(container.command):
+        yield Problem(
+            ("cluster.container.command",),
+            f"cluster.container.command: got {container.command!r}, expected a command line such as docker",
+        )
+    # The value of an option may stand in an item of its own; what stands first is one.
+    if container.run_options and not container.run_options[0].startswith("-"):
+        yield Problem(
+            ("cluster.container.run_options",),
+            f"cluster.container.run_options: got {container.run_options[0]!r} first, expected options of `docker run`, "
+            "such as --gpus=all, one per item",
+        )
+    for index, mount in enumerate(container.mounts):
+        path = mount.removesuffix(":rw")
+        if not path.startswith("/") or ":" in path or ".." in path.split("/") or _CONTROL.search(path):
+            key = f"cluster.container.mounts[{index}]"
+            yield Problem((key,), f"{key}: got {mount!r}, expected an absolute path of the nodes, or PATH:rw")
+
+
+def _is_command(text: str) -> bool:
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    return bool(words) and not words[0].startswith("-")

@@ -1,0 +1,293 @@
+"""Rules between settings, and between settings and this machine's files: every broken one at once.
+
+Standard library only. World size may be unknown while a configuration is composed (`cluster.ranks_per_node` null:
+one rank per GPU, found at launch); rules that need it are then skipped, and apply once the launcher has filled it in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.config.data import data_rules, weight_rules
+from engine.config.errors import ConfigError
+from engine.config.machines import machine_problems
+from engine.config.schema import Problem, range_problems, walk_fields
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.methods.degrees import divisors, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.methods.topology import Topology
+
+_EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STEP_RANGE = re.compile(r"(\d+):(\d+)")
+_SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
+
+
+def check_config(config: RunConfig) -> None:
+    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule."""
+    if texts := [*(problem.text for problem in config_problems(config)), *_start(config)]:
+        raise ConfigError(texts)
+
+
+def config_problems(config: RunConfig) -> list[Problem]:
+    """One problem per broken rule; rules that read a number which is itself out of range are silent.
+
+    A rule yields a sentence, and the settings that it names are those that the problem concerns; or the problem itself,
+    where it concerns more.
+    """
+    problems = list(range_problems(config))
+    out_of_range = {key for problem in problems for key in problem.keys}
+    for rule in _RULES:
+        found = (one if isinstance(one, Problem) else _named_in(one) for one in rule(config))
+        problems += [problem for problem in found if out_of_range.isdisjoint(problem.keys)]
+    return problems
+
+
+def _named_in(text: str) -> Problem:
+    words = re.findall(r"\w+(?:\.\w+)*", text)
+    return Problem(tuple(dict.fromkeys(word for word in words if word in _SETTINGS)), text)
+
+
+def _name(config: RunConfig) -> Iterator[str]:
+    if not _EXP_NAME.fullmatch(config.exp):
+        yield f"exp: {config.exp!r} cannot name the folder of a run; use letters, digits, '.', '_' and '-', at most 100"
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
+        yield (
+            f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
+            f"{divisors(model.num_heads)}"
+        )
+    if model.head_dim % 2:
+        yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
+
+
+def _rope(config: RunConfig) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling.kind in ("yarn", "llama3") and scaling.original_seq_len is None:
+        yield f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on"
+    if scaling.kind == "none" and scaling.factor != 1.0:
+        yield (
+            f"model.rope_scaling.factor: got {scaling.factor}, but kind=none stretches nothing; set "
+            "model.rope_scaling.kind to linear, ntk, yarn or llama3"
+        )
+    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor: got {scaling.low_freq_factor}, expected less than high_freq_factor="
+            f"{scaling.high_freq_factor}"
+        )
+    if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        yield f"model.rope_scaling.beta_slow: got {scaling.beta_slow}, expected less than beta_fast={scaling.beta_fast}"
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps > steps:
+        yield (
+            f"optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at most train.steps={steps}; "
+            "set both, such as optimizer.warmup_steps=0"
+        )
+    if optimizer.decay_steps is None:
+        return
+    if optimizer.schedule != "wsd":
+        yield (
+            f"optimizer.decay_steps: only optimizer.schedule=wsd has a final decay, not {optimizer.schedule}; "
+            "leave it null or choose wsd"
+        )
+    elif optimizer.warmup_steps + optimizer.decay_steps > steps:
+        yield (
+            f"optimizer.decay_steps: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} steps exceed "
+            f"train.steps={steps}; shorten one or train longer"
+        )
+
+
+def _train(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if train.warmup_metric_steps >= train.steps:
+        yield (
+            f"train.warmup_metric_steps: got {train.warmup_metric_steps}, which leaves no step of train.steps="
+            f"{train.steps} for the medians; expected less than {train.steps}"
+        )
+    if train.profile is None:
+        return
+    found = _STEP_RANGE.fullmatch(train.profile)
+    if found is None or not 1 <= int(found[1]) < int(found[2]) <= train.steps + 1:
+        yield (
+            f"train.profile: got {train.profile!r}, expected START:STOP with 1 <= START < STOP <= "
+            f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7"
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[str]:
+    """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
+    memory = config.memory
+    if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
+        yield (
+            "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
+            "them; set memory.checkpoint_layers=[], or another activation_checkpoint"
+        )
+    if memory.host_layers is not None and memory.activation_store != "host":
+        yield (
+            f"memory.host_layers={memory.host_layers} says how many layers keep in host memory what backward needs, "
+            "which memory.activation_store=host asks for; set that, or memory.host_layers=null"
+        )
+    if memory.optimizer_in_backward:
+        yield from update_in_backward_problems(config)
+    if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        yield (
+            "memory.moments_dtype=int8 needs torchao, which is not installed; run: pip install 'burst-train[int8]', "
+            "or set memory.moments_dtype=float32"
+        )
+
+
+def _start(config: RunConfig) -> Iterator[str]:
+    """What stands against starting a run, but not against looking at its plan or preparing its data."""
+    model = config.model
+    if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
+        yield (
+            f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "
+            "weights; set model.init_from=FOLDER of a Hugging Face model (`burst model FOLDER` shows its settings), or "
+            "model.require_init_from=false to train from scratch"
+        )
+
+
+def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
+    """Why weights cannot be updated inside backward under this configuration; nothing: they can."""
+    clip, micro_steps = config.optimizer.max_grad_norm, config.train.grad_accum_steps
+    replicas = config.parallel.dp_replicate_size
+    given = "memory.optimizer_in_backward=true"
+    if clip is not None:
+        yield (
+            f"{given} updates layers before the norm of all gradients is known, but "
+            f"optimizer.max_grad_norm={clip:g}; set optimizer.max_grad_norm=null"
+        )
+    if micro_steps > 1:
+        yield (
+            f"{given} updates a layer after its first backward pass, but "
+            f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1"
+        )
+    if config.train.guard.may_drop:
+        yield (
+            f"{given} has updated the weights before a step can be judged, but "
+            "train.guard may drop steps; set train.guard.on_nonfinite=stop and train.guard.spike_deviations=null"
+        )
+    if replicas > 1:
+        yield (
+            f"{given} saves nothing here: FSDP2 keeps all reduced gradients until the end "
+            f"of backward, but parallel.dp_replicate_size={replicas}; set parallel.dp_replicate_size=1"
+        )
+
+
+def _degrees(config: RunConfig) -> Iterator[Problem]:
+    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
+    world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
+    sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
+    if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
+        return
+    try:
+        place_ranks(parallel, world_size, nodes)
+    except ConfigError as error:
+        keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
+        for text in error.problems:
+            yield Problem(keys, text)
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    """Every matrix can be sliced."""
+    if config.parallel.tp_size > 0:
+        yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
+
+
+def _masks(config: RunConfig) -> Iterator[str]:
+    """Masks have what they need, and documents are told apart where the data can say them."""
+    attention = config.attention
+    kinds = {attention.mask, *attention.mask_layers}
+    if attention.window_tokens is None and kinds & {"window", "sink_window"}:
+        yield (
+            "attention.window_tokens: null, but a windowed mask is asked for; give the number of keys that a token "
+            "sees, such as attention.window_tokens=4096"
+        )
+    if attention.blocks_file is None and "blocks" in kinds:
+        yield "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one"
+    if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
+        yield f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})"
+    if attention.documents and config.train.micro_batch_size > 1:
+        yield (
+            f"attention.documents=true needs train.micro_batch_size=1, got {config.train.micro_batch_size}: the "
+            "sequences of a micro-batch share one plan; use train.grad_accum_steps instead"
+        )
+    if attention.layout in ("per_document", "balanced") and config.parallel.tp_size > 1:
+        yield (
+            f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks "
+            "cannot divide; choose another layout or set parallel.tp_size=1"
+        )
+    if attention.layout == "per_document" and not attention.documents:
+        yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
+
+
+_METHOD_SETTINGS = (
+    "layout",
+    "head_parallel_size",
+    "ring_inner_size",
+    "ring_outer_size",
+    "kv_transport",
+    "backward_circulates",
+    "backward_order",
+    "tail_steps",
+    "chunk_tokens",
+    "chunk_store",
+    "prefetch_chunks",
+)
+
+
+def _attention(config: RunConfig) -> Iterator[Problem]:
+    """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
+    cp_size = known_cp_size(config.parallel, config.cluster.world_size)
+    attention = config.attention
+    sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
+    if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
+        return
+    if attention.preset == "auto":  # takes a legal method, or says later why there is none
+        return
+    try:
+        tile_tokens_of(config, resolve_attention(config, _topology(config, cp_size)))
+    except ConfigError as error:
+        keys = tuple(f"attention.{name}" for name in ("preset", *_METHOD_SETTINGS))
+        for text in error.problems:
+            yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
+
+
+def _has_legal_heads(model: ModelConfig) -> bool:
+    return model.num_kv_heads > 0 and model.num_heads > 0 and model.num_heads % model.num_kv_heads == 0
+
+
+def _topology(config: RunConfig, cp_size: int) -> Topology:
+    """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
+    world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
+    try:
+        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        return degrees.cp_topology(topology)
+    except ConfigError:  # of which another rule speaks
+        return Topology(1, cp_size)
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
+    _name,
+    _model,
+    _rope,
+    _optimizer,
+    _train,
+    data_rules,
+    weight_rules,
+    _memory,
+    machine_problems,
+    _degrees,
+    _tensor_parallel,
+    _masks,
+    _attention,
+)

@@ -1,0 +1,347 @@
+"""Dataclasses as a schema: settings with notes, lists of them, and plain values read with every mistake told at once.
+
+Standard library only. Knows nothing of the settings themselves; `engine.config.settings` declares those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+_NOTE = "note"
+_T = TypeVar("_T")
+# Settings of earlier versions, with what to use.
+_REMOVED = {"attention.circulates_layers": "attention.backward_circulates holds for all layers"}
+_INT_LIMIT = 2**63  # tensors hold no greater number
+# YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_TOKENS = re.compile(r"(\d+)([KM])")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a person must know about one field: its meaning, its unit and the numbers it admits."""
+
+    doc: str
+    unit: str | None = None
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    def bounds(self) -> str:
+        """The admitted numbers in words, `0 or more, below 1`; empty when any number will do."""
+        low = _bound("more than {}", self.above) or _bound("{} or more", self.at_least)
+        high = _bound("below {}", self.below) or _bound("at most {}", self.at_most)
+        return ", ".join(part for part in (low, high) if part)
+
+    def admits(self, number: float) -> bool:
+        """Whether the number lies within the bounds (NaN and infinity never do)."""
+        return (
+            math.isfinite(number)
+            and (self.above is None or number > self.above)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.below is None or number < self.below)
+            and (self.at_most is None or number <= self.at_most)
+        )
+
+
+def _bound(words: str, number: float | None) -> str:
+    return "" if number is None else words.format(f"{number:g}")
+
+
+def setting(default: Any, doc: str, unit: str | None = None, **bounds: float) -> Any:
+    """A dataclass field that is a setting: `batch_size: int = setting(1, "per rank", "sequences", at_least=1)`."""
+    return field(default=default, metadata={_NOTE: Note(doc, unit, **bounds)})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration: the dotted keys it concerns and a sentence for a person."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One setting: its dotted key, type in words, default, legal values (None: not a choice) and note."""
+
+    key: str
+    type_text: str
+    default: Any
+    choices: tuple[str, ...] | None
+    note: Note
+
+    def legal_values(self) -> tuple[str, ...]:
+        """Every value as it is typed, when there are finitely many; else nothing."""
+        if self.choices is None:
+            return ("true", "false") if self.type_text == _TYPE_WORDS[bool] else ()
+        return (*self.choices, "null") if self.type_text.endswith(" or null") else self.choices
+
+
+def _cached(function: Callable[[type[Any]], _T]) -> Callable[[type[Any]], _T]:
+    """`functools.cache` with its signature kept: type checkers doubt that classes can be hashed."""
+    return cast(Callable[[type[Any]], _T], functools.cache(function))
+
+
+@_cached
+def type_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The types of a dataclass's fields by name; found once, because that takes a millisecond."""
+    return get_type_hints(cls)
+
+
+def walk_fields(cls: type[Any], prefix: str = "") -> Iterator[FieldSpec]:
+    """Every leaf setting of a tree of dataclasses, in the order of declaration."""
+    hints = type_hints(cls)
+    for item in fields(cls):
+        key = f"{prefix}{item.name}"
+        annotation = hints[item.name]
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield from walk_fields(annotation, f"{key}.")
+        else:
+            yield FieldSpec(key, describe_type(annotation), _default(item), choices_of(annotation), note_of(item))
+
+
+def walk_sections(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, first line of the docstring) of every nested dataclass, in the order of declaration."""
+    hints = type_hints(cls)
+    for item in fields(cls):
+        annotation = hints[item.name]
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield f"{prefix}{item.name}", (annotation.__doc__ or "").strip().splitlines()[0]
+            yield from walk_sections(annotation, f"{prefix}{item.name}.")
+
+
+@_cached
+def known_keys(cls: type[Any]) -> tuple[str, ...]:
+    """Every dotted key that may be set: sections and the settings in them."""
+    return (*(key for key, _ in walk_sections(cls)), *(spec.key for spec in walk_fields(cls)))
+
+
+def note_of(item: Field[Any]) -> Note:
+    """The note of a dataclass field; an empty one when it has none."""
+    found = item.metadata.get(_NOTE)
+    return found if isinstance(found, Note) else Note("")
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default is not MISSING:
+        return item.default
+    return item.default_factory() if item.default_factory is not MISSING else None
+
+
+def choices_of(annotation: Any) -> tuple[str, ...] | None:
+    """The legal values of a choice, None for any other type."""
+    if get_origin(annotation) is Literal:
+        return tuple(str(value) for value in get_args(annotation))
+    for member in union_members(annotation):
+        if member is not annotation and (found := choices_of(member)) is not None:
+            return found
+    return None
+
+
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; the type itself for any other."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+
+
+def describe_type(annotation: Any) -> str:
+    """The type in words that a person who never wrote Python understands."""
+    members = union_members(annotation)
+    if len(members) > 1:
+        return " or ".join(describe_type(member) for member in members)
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "a list, each item " + describe_type(get_args(annotation)[0])
+    if is_dataclass(annotation):
+        return "a table of settings"
+    return _TYPE_WORDS.get(annotation, str(annotation))
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The word most like the given one, None when nothing comes near."""
+    by_lower = {candidate.lower(): candidate for candidate in words}
+    found = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def nearest_key(key: str, keys: Sequence[str]) -> str | None:
+    """The dotted key most like the given one: the same name in another section, a like name in its own, a like key."""
+    section, _, name = key.rpartition(".")
+    split = [(candidate.rpartition(".")[0], candidate.rpartition(".")[2], candidate) for candidate in keys]
+    same_name = [candidate for _, tail, candidate in split if tail == name]
+    if same_name:
+        return nearest(key, same_name) or same_name[0]
+    own = {tail: candidate for place, tail, candidate in split if place == section}
+    if near := nearest(name, own):
+        return own[near]
+    if section and own:
+        return None
+    anywhere = {tail: candidate for _, tail, candidate in reversed(split)}
+    near = nearest(name, anywhere)
+    return nearest(key, keys) or (anywhere[near] if near else None)
+
+
+def unknown_key(key: str, keys: Sequence[str]) -> Problem:
+    """The problem of a setting that does not exist, with the nearest one that does, or those beside it."""
+    if key in _REMOVED:
+        return Problem((key,), f"{key}: no such setting any more; {_REMOVED[key]}")
+    section = key.rpartition(".")[0]
+    near = nearest_key(key, [candidate for candidate in keys if candidate != section])
+    beside = [candidate.rpartition(".")[2] for candidate in keys if candidate.rpartition(".")[0] == section]
+    if near:
+        return Problem((key,), f"{key}: no such setting; did you mean {near}?")
+    has = f"{section} has {', '.join(beside)}" if section and beside else "`burst config --fields` lists every setting"
+    return Problem((key,), f"{key}: no such setting; {has}")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads plain values into dataclasses; every mistake goes to `problems` and the default takes its place."""
+
+    problems: list[Problem]
+    all_keys: tuple[str, ...]
+
+    def table(self, cls: type[Any], value: Any, prefix: str) -> Any:
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            self._wrong(prefix.rstrip(".") or "configuration", "a table of settings", value)
+            return cls()
+        hints = type_hints(cls)
+        for name in value:
+            if name not in hints:
+                self.problems.append(unknown_key(f"{prefix}{name}", self.all_keys))
+        read: dict[str, Any] = {}
+        for item in fields(cls):
+            if item.name not in value:
+                continue
+            given = tokens_of(value[item.name]) if note_of(item).unit == "tokens" else value[item.name]
+            good, result = self.value(hints[item.name], given, f"{prefix}{item.name}")
+            if good:
+                read[item.name] = result
+        return cls(**read)
+
+    def value(self, annotation: Any, value: Any, key: str) -> tuple[bool, Any]:
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            return True, self.table(annotation, value, f"{key}.")
+        if get_origin(annotation) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+            return self._list(get_args(annotation)[0], value, key)
+        members = union_members(annotation)
+        if len(members) > 1 and isinstance(value, Sequence) and not isinstance(value, str):
+            lists = [member for member in members if get_origin(member) is tuple]
+            if lists:
+                return self.value(lists[0], value, key)
+        for member in members:
+            good, result = _convert_scalar(member, value)
+            if good:
+                return True, result
+        self._refuse(annotation, value, key)
+        return False, None
+
+    def _list(self, inner: Any, value: Sequence[Any], key: str) -> tuple[bool, Any]:
+        items = [self.value(inner, item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return all(good for good, _ in items), tuple(item for _, item in items)
+
+    def _refuse(self, annotation: Any, value: Any, key: str) -> None:
+        choices = choices_of(annotation)
+        if choices is None or not isinstance(value, str):
+            self._wrong(key, describe_type(annotation), value)
+            return
+        near = nearest(value, choices)
+        hint = f"; did you mean {near}?" if near else ""
+        null = ", null" if NoneType in union_members(annotation) else ""
+        self.problems.append(
+            Problem((key,), f"{key}: {value!r} is not a legal value; legal: {', '.join(choices)}{null}{hint}")
+        )
+
+    def _wrong(self, key: str, expected: str, value: Any) -> None:
+        advice = ""
+        if expected.startswith("text") and isinstance(value, (int, float)):
+            advice = f"; put it in quotes: \"{key}='{value}'\""
+        elif expected.startswith("a list") and isinstance(value, (str, int, float)):
+            advice = f"; put it in brackets: {key}=[{value}]"
+        self.problems.append(Problem((key,), f"{key}: expected {expected}, got {_describe_value(value)}{advice}"))
+
+
+def _describe_value(value: Any) -> str:
+    """A value as it was given, with the name of its kind when that is what is wrong with it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if isinstance(value, Mapping):
+        return "a table with " + (", ".join(map(str, value)) or "nothing in it")
+    return f"the list {list(value)!r}" if isinstance(value, Sequence) else f"{value!r}"
+
+
+def tokens_of(value: Any) -> Any:
+    """The number of tokens that 128K or 1M means, as this field counts them: 131072, 1048576; all else as it is."""
+    if isinstance(value, list):
+        return [tokens_of(item) for item in value]
+    found = _TOKENS.fullmatch(value) if isinstance(value, str) else None
+    return int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]] if found else value
+
+
+def _convert_scalar(annotation: Any, value: Any) -> tuple[bool, Any]:
+    """(whether the value has this type, the value): 4 passes for 4.0, 1e6 for 1000000, true never for 1."""
+    if get_origin(annotation) is Literal:
+        return isinstance(value, str) and value in get_args(annotation), value
+    if annotation is NoneType:
+        return value is None, None
+    if annotation is bool or isinstance(value, bool):
+        return annotation is bool and isinstance(value, bool), value
+    if annotation in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if annotation is float:
+        return (True, float(value)) if isinstance(value, (int, float)) else (False, None)
+    if annotation is int:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return (True, int(value)) if whole and abs(value) < _INT_LIMIT else (False, None)
+    return isinstance(annotation, type) and isinstance(value, annotation), value
+
+
+def read_dataclass(cls: type[Any], value: Any) -> tuple[Any, list[Problem]]:
+    """(an instance of `cls`, every mistake found); a mistaken field has its default in the instance."""
+    reader = _Reader([], known_keys(cls))
+    return reader.table(cls, value, ""), reader.problems
+
+
+def to_plain(value: Any) -> Any:
+    """The value in dicts, lists and scalars only, ready for YAML or JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def range_problems(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """One problem for every number that lies outside the bounds of its own note."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        key = f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from range_problems(value, f"{key}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found = note_of(item)
+            if not found.admits(value):
+                unit = f" {found.unit}" if found.unit else ""
+                yield Problem((key,), f"{key}: got {value}, expected {found.bounds() or 'a number'}{unit}")

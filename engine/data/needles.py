@@ -1,0 +1,198 @@
+"""Texts with a hidden sentence and the question that only it answers, exactly as long as a training sequence.
+
+    haystack ... | The secret number of amber is 48217. | ... haystack | The secret number of amber is | 48217
+                   needle, at its depth                                  question                        answer
+
+Haystacks are text of the validation split, from places spread evenly over it; one that is too short is read again from
+its beginning. A sample is one haystack, one key word and one number: it is asked with its needle at every depth, and
+once without it (the control), with as much more of the haystack in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from engine.config.errors import ConfigError, DataError
+from engine.config.settings import RunConfig
+from engine.data import PreparedData, TokenShards
+from engine.data.sampler import IGNORE_INDEX
+from engine.data.tokenizers import Ids, Tokenizer
+
+_END = "."
+_KEYS = (
+    *("amber", "anchor", "apple", "arrow", "autumn", "basket", "beacon", "birch", "bridge", "bronze", "candle"),
+    *("canyon", "carpet", "castle", "cedar", "clover", "copper", "coral", "cotton", "crystal", "desert", "eagle"),
+    *("ember", "falcon", "feather", "fern", "forest", "garden", "ginger", "glacier", "granite", "harbor", "hazel"),
+    *("island", "ivory", "jasmine", "jungle", "kettle", "ladder", "lantern", "lemon", "lily", "linen", "maple"),
+    *("marble", "meadow", "mirror", "mountain", "needle", "oak", "ocean", "olive", "orange", "pearl", "pepper"),
+    *("planet", "prairie", "raven", "ribbon", "river", "saddle", "silver", "sparrow", "spring", "summer", "temple"),
+    *("thunder", "timber", "tulip", "tunnel", "valley", "velvet", "violet", "walnut", "willow", "window", "winter"),
+)
+_FIRST_NUMBER, _NUMBERS = 10_000, 90_000
+_READ_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Token ids of a hidden sentence: what asks for the number, the number, and what ends the sentence."""
+
+    question: Ids
+    answer: Ids
+    end: Ids
+
+    @property
+    def sentence(self) -> Ids:
+        """All of it, as it is hidden."""
+        return np.concatenate([self.question, self.answer, self.end])
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """One sequence to ask: tokens and labels, int64 [seq_len]; labels are -100 but for those of the answer.
+
+    depth: which of the depths the needle lies at, None for the control. position: of the needle's first token.
+    """
+
+    tokens: Ids
+    labels: Ids
+    sample: int
+    depth: int | None
+    position: int | None
+
+
+@dataclass(frozen=True)
+class NeedleTasks:
+    """All tasks of an evaluation, made when asked for: number = sample * (depths + 1) + depth, controls last.
+
+    The same arguments give the same tasks on every rank and machine.
+    """
+
+    shards: TokenShards
+    tokenizer: Tokenizer
+    seq_len: int
+    depths: int
+    samples: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.samples * (self.depths + 1)
+
+    @cached_property
+    def needles(self) -> tuple[Needle, ...]:
+        """The sentence of every sample. Raises DataError for a tokenizer that cannot spell a number."""
+        return tuple(make_needle(self.tokenizer, *needle_text(self.seed, index)) for index in range(self.samples))
+
+    def task(self, number: int) -> NeedleTask:
+        """Task `number` of len(self)."""
+        sample, place = divmod(number, self.depths + 1)
+        depth = place if place < self.depths else None
+        needle = self.needles[sample]
+        position = None if depth is None else self.position(sample, depth)
+        hidden = needle.sentence[: None if depth is not None else 0]
+        count = self._haystack_tokens(needle) - hidden.size
+        text = haystack(self.shards, sample * self.shards.token_count // self.samples, count)
+        cut = 0 if position is None else position - len(self.shards.bos_ids)
+        first = np.array(self.shards.bos_ids, dtype=np.int64)
+        ids = np.concatenate([first, text[:cut], hidden, text[cut:], needle.question, needle.answer])
+        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
+        labels[-needle.answer.size :] = needle.answer
+        return NeedleTask(ids[:-1], labels, sample, depth, position)
+
+    def position(self, sample: int, depth: int) -> int:
+        """At which token the needle of a sample begins, from 0."""
+        needle = self.needles[sample]
+        room = self._haystack_tokens(needle) - needle.sentence.size
+        return len(self.shards.bos_ids) + round(self.share(depth) * room)
+
+    def share(self, depth: int) -> float:
+        """How far into the haystack a depth lies: 0 its beginning, which is farthest from the question, 1 its end."""
+        return depth / (self.depths - 1) if self.depths > 1 else 0.0
+
+    def _haystack_tokens(self, needle: Needle) -> int:
+        """Tokens of text before the question; the last one of the answer is a label alone."""
+        return self.seq_len + 1 - len(self.shards.bos_ids) - needle.question.size - needle.answer.size
+
+
+def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
+    """The tasks that `config` asks for, None without any; cheap, so that what is wrong shows before training.
+
+    Raises ConfigError when a sequence is too short for them, DataError when the tokens have no usable tokenizer.
+    """
+    train = config.train
+    if not train.eval_needle_depths:
+        return None
+    tasks = NeedleTasks(
+        data.validation,
+        data.load_tokenizer(),
+        train.seq_len,
+        train.eval_needle_depths,
+        train.eval_needle_samples,
+        config.seed,
+    )
+    least = max(needle.sentence.size + needle.question.size + needle.answer.size for needle in tasks.needles)
+    least += len(tasks.shards.bos_ids)
+    if train.seq_len < least:
+        raise ConfigError(
+            f"train.eval_needle_depths: sentence, question and answer take up to {least} tokens of this tokenizer, but "
+            f"train.seq_len={train.seq_len}; set train.seq_len={least} or more, or train.eval_needle_depths=0"
+        )
+    return tasks
+
+
+def needle_text(seed: int, sample: int) -> tuple[str, str]:
+    """(question, answer) of a sample: plain integers of a hash, the same on every machine."""
+    digest = hashlib.sha256(f"needle {seed} {sample}".encode()).digest()
+    key = _KEYS[int.from_bytes(digest[:8]) % len(_KEYS)]
+    number = _FIRST_NUMBER + int.from_bytes(digest[8:16]) % _NUMBERS
+    return f" The secret number of {key} is", f" {number}"
+
+
+def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
+    """The ids of a sentence, cut such that the question at the end of a text has the ids that it has inside a needle.
+
+    Raises DataError when the answer's ids do not spell it: then nobody could give it.
+    """
+    texts = [question, question + answer, question + answer + _END]
+    asked, told, whole = tokenizer.encode_many(texts)
+    if _begins(told, asked) and _begins(whole, told):
+        needle = Needle(asked, told[asked.size :], whole[told.size :])
+    else:  # its ids depend on what follows: cut the text instead
+        needle = Needle(*tokenizer.encode_many([question, answer, _END]))
+    spelled = "".join(tokenizer.decode(needle.answer).split())
+    if spelled != answer.strip():
+        raise DataError(
+            f"train.eval_needle_depths: tokenizer {tokenizer.name} spells the number {answer.strip()!r} as "
+            f"{spelled[:40]!r}, so no model could repeat it; set train.eval_needle_depths=0"
+        )
+    return needle
+
+
+def haystack(shards: TokenShards, start: int, count: int) -> Ids:
+    """`count` ids of text from `start` on, int64, over the end of the shards to their beginning, if need be.
+
+    Ids that begin or end documents are left out: to models that were trained on documents apart they hide what lies
+    before.
+    """
+    parts: list[Ids] = []
+    edges = [*shards.bos_ids, *([] if shards.eod_id is None else [shards.eod_id])]
+    missing, position, seen = count, start % shards.token_count, 0
+    while missing:
+        ids = shards.read(position, min(_READ_TOKENS, shards.token_count - position))
+        kept = ids[~np.isin(ids, edges)]
+        parts.append(kept[:missing])
+        missing -= parts[-1].size
+        position, seen = (position + ids.size) % shards.token_count, seen + ids.size
+        if seen >= shards.token_count and missing == count:
+            raise DataError(
+                f"{shards.folder}: the validation split holds no text to hide a sentence in. Give more text."
+            )
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def _begins(ids: Ids, start: Sequence[int] | Ids) -> bool:
+    return ids.size > len(start) and bool((ids[: len(start)] == start).all())

@@ -1,0 +1,142 @@
+"""Cross entropy of a chunk of logits, a program per row: one read for statistics, one read and write for the gradient.
+
+The vocabulary may be a slice, `first` .. `first + V`, of one that ranks share: then statistics are exchanged between
+the two halves. Maxima and sums are formed block by block in fp32 (float64 for float64): with m' = max(m, block),
+s' = s exp(m - m') + sum(exp(block - m')).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.launch import kernel, launch
+from engine.kernels.tiles import block_width
+from engine.loss.options import LossOptions
+from engine.row_blocks import accumulate_dtype
+
+
+def losses(logits: Tensor, labels: Tensor, options: LossOptions, *, overwrite: bool) -> Tensor:
+    """Loss of every row [C], fp32, 0 where its label does not count; `overwrite`: logits [C, V] become its gradient.
+
+    A label outside of the vocabulary gives nan.
+    """
+    found = torch.empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
+    constants = {"z_loss": options.z_loss, "ignore_index": options.ignore_index, "overwrite": overwrite}
+    _launch(losses_kernel, logits, labels, found, **constants)
+    return found
+
+
+def statistics(logits: Tensor, labels: Tensor, first: int, options: LossOptions) -> Tensor:
+    """[3, C] fp32: maximum, sum of exponentials less the maximum, logit of the label or 0 where it is not in here."""
+    found = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
+    _launch(statistics_kernel, logits, labels, found, first, ignore_index=options.ignore_index)
+    return found
+
+
+def overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, options: LossOptions) -> None:
+    """Turns logits [C, V] into the gradient of the loss sum with respect to them; lse [C] over the whole vocabulary."""
+    constants = {"z_loss": options.z_loss, "ignore_index": options.ignore_index}
+    _launch(gradient_kernel, logits, labels, lse.contiguous(), first, **constants)
+
+
+def _launch(function: Any, logits: Tensor, labels: Tensor, *others: Any, **constants: Any) -> None:
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    width = block_width(vocab)
+    sizes = {"vocab": vocab, "width": width, "blocks": -(-vocab // width)}
+    # Half as many threads as rows in registers have: more rows at once hide the waits of each other.
+    arguments = (logits, labels.contiguous(), *others, logits.stride(0))
+    launch(function, rows, *arguments, cells=width // 2, **sizes, **constants)
+
+
+@kernel
+def losses_kernel(
+    logits: tl.tensor, labels: tl.tensor, found: tl.tensor, logits_row: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, z_loss: tl.constexpr, ignore_index: tl.constexpr,
+    overwrite: tl.constexpr,
+) -> None:  # fmt: skip
+    wide: tl.constexpr = found.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * logits_row
+    label = tl.load(labels + row)
+    counts = label != ignore_index
+    is_here = counts & (label >= 0) & (label < vocab)
+    picked = tl.load(at + tl.where(is_here, label, 0)).to(wide)  # before the row is overwritten
+    top, total = _top_and_total(at, vocab, width, blocks, wide)
+    lse = top + tl.log(total)
+    loss = tl.where(is_here, lse - picked, float("nan"))
+    if z_loss != 0:
+        loss += z_loss * lse * lse
+    tl.store(found + row, tl.where(counts, loss, 0.0))
+    if overwrite:
+        tl.debug_barrier()  # all threads have read the row
+        _overwrite(at, tl.where(is_here, label, -1), lse, counts, vocab, width, blocks, wide, z_loss)
+
+
+@kernel
+def statistics_kernel(
+    logits: tl.tensor, labels: tl.tensor, found: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, ignore_index: tl.constexpr,
+) -> None:  # fmt: skip
+    wide: tl.constexpr = found.dtype.element_ty
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    at = logits + row * logits_row
+    label = tl.load(labels + row)
+    index = label - first
+    is_here = (label != ignore_index) & (index >= 0) & (index < vocab)
+    picked = tl.load(at + tl.where(is_here, index, 0)).to(wide)
+    top, total = _top_and_total(at, vocab, width, blocks, wide)
+    tl.store(found + row, top)
+    tl.store(found + rows + row, total)
+    tl.store(found + 2 * rows + row, tl.where(is_here, picked, 0.0))
+
+
+@kernel
+def gradient_kernel(
+    logits: tl.tensor, labels: tl.tensor, lse: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, z_loss: tl.constexpr, ignore_index: tl.constexpr,
+) -> None:  # fmt: skip
+    wide: tl.constexpr = lse.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    counts = label != ignore_index
+    index = tl.where(counts, label - first, -1)
+    at = logits + row * logits_row
+    _overwrite(at, index, tl.load(lse + row), counts, vocab, width, blocks, wide, z_loss)
+
+
+@kernel
+def _top_and_total(
+    at: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, wide: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(maximum, sum of exp(logit - maximum)) of the row that begins at `at`."""
+    top = tl.full([], float("-inf"), wide)
+    total = tl.full([], 0.0, wide)
+    for block in range(blocks):
+        column = block * width + tl.arange(0, width)
+        value = tl.load(at + column, mask=column < vocab, other=float("-inf")).to(wide)
+        higher = tl.maximum(top, tl.max(value, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf adds nothing
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(value - base), 0)
+        top = higher
+    return top, total
+
+
+@kernel
+def _overwrite(
+    at: tl.tensor, index: tl.tensor, lse: tl.tensor, counts: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, wide: tl.constexpr, z_loss: tl.constexpr,
+) -> None:  # fmt: skip
+    """d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax; 1 less at the label's `index`."""
+    factor = 1.0 + 2.0 * z_loss * lse
+    for block in range(blocks):
+        column = block * width + tl.arange(0, width)
+        value = tl.load(at + column, mask=column < vocab, other=0.0)
+        gradient = tl.exp(value.to(wide) - lse) * factor - tl.where(column == index, 1.0, 0.0)
+        gradient = tl.where(counts, gradient, 0.0)
+        tl.store(at + column, gradient.to(value.dtype), mask=column < vocab)

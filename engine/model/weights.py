@@ -1,0 +1,66 @@
+"""Weights of a Hugging Face folder into a model: every rank reads the slices that it holds, and nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from engine.config.errors import ConfigError
+from engine.model.init import canonical_name, local_block
+from engine.model.llama import LlamaModel
+from engine.pretrained.names import check_names, hugging_face_name, weight_files
+from engine.pretrained.shape import differences, read_pretrained
+
+
+@torch.no_grad()
+def load_weights(model: LlamaModel, folder: Path) -> None:
+    """Sets every parameter of `model` in place, as after `to_empty`; parameters may be sharded in any way.
+
+    Raises ConfigError, before anything is read, when the folder holds a model of another shape or other weights.
+    """
+    if found := differences(model.config, read_pretrained(folder).model):
+        raise ConfigError(f"model.init_from={folder} holds another model: {'; '.join(found)}")
+    model.tie_weights()
+    parameters = {hugging_face_name(canonical_name(name)): value for name, value in model.named_parameters()}
+    by_file = _files_of(folder, parameters)
+    for path, names in by_file.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    _read(file, name, parameters[name], path)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _files_of(folder: Path, parameters: dict[str, Any]) -> dict[Path, list[str]]:
+    """Names to read, by file."""
+    files = weight_files(folder)
+    if isinstance(files, Path):
+        try:
+            with safe_open(files, framework="pt") as file:
+                held = list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{files} cannot be read: {error}") from error
+        check_names(held, parameters, folder)
+        return {files: list(parameters)}
+    check_names(files, parameters, folder)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name in parameters:
+        by_file[files[name]].append(name)
+    return by_file
+
+
+def _read(file: Any, name: str, parameter: Tensor, path: Path) -> None:
+    """Copies this rank's block of a weight into its parameter."""
+    part = file.get_slice(name)
+    if tuple(part.get_shape()) != tuple(parameter.shape):
+        raise ConfigError(f"{path}: {name} has shape {part.get_shape()}, expected {list(parameter.shape)}")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    starts, lengths = local_block(parameter)
+    local.copy_(part[tuple(slice(at, at + length) for at, length in zip(starts, lengths, strict=True))])

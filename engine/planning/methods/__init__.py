@@ -1,0 +1,1 @@
+"""From settings to one attention method."""

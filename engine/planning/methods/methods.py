@@ -1,0 +1,83 @@
+"""From a method, a mask and a layout to the plans of both passes. No torch: previews and tests plan here too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from engine.planning.methods.grid import Blocks
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.schedule.allocate import PlanBuilder
+from engine.planning.schedule.blocks import plan_whole_blocks
+from engine.planning.schedule.chunks import plan_chunks
+from engine.planning.schedule.exchange import Exchange
+from engine.planning.schedule.plan import AttentionPlan, Channel, Direction
+from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class PlanPair:
+    """Forward and backward plans of the same method, mask and layout.
+
+    recompute   between the two, the forward pass again for queries whose results were not kept, if asked for. Pins as
+                in forward, but `acc` has the first `recomputed_rows` of a rank's ring block only, and `saved` (after a
+                head exchange, or in chunks) is given with what was kept in all other rows: the plan writes the first
+                rows, and after an exchange sends out of all rows home
+
+    Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see travel.
+    Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped layout, causal, c = 1/2).
+    """
+
+    forward: AttentionPlan
+    backward: AttentionPlan
+    recompute: AttentionPlan | None = None
+
+
+def channels_of(method: AttentionMethod) -> tuple[Channel, ...]:
+    """Channels between ranks that some rank's plans may use, whatever the mask.
+
+    A channel is a communicator: on a GPU it costs memory, and under gloo a thread that wakes a hundred times a second.
+    """
+    channels = [Channel.HEADS] if method.head_parallel_size > 1 else []
+    if method.ring_inner_size > 1:
+        channels += [Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER]
+    if method.ring_outer_size > 1:
+        channels += [Channel.PAYLOAD_OUTER, Channel.GRADIENT_OUTER]
+    return tuple(channel for channel in Channel if channel in channels)
+
+
+def plan_method(
+    method: AttentionMethod,
+    mask: Mask,
+    blocks: Blocks,
+    rank: int | Collection[int] | None = None,
+    *,
+    recompute_before: int | None = None,
+) -> PlanPair:
+    """The plans of a method, for one rank, for some or (None) for all.
+
+    recompute_before   plan the recompute pass too, for queries at positions before this one: 0 none of them, the
+                       length of the layout (padding included) all; None: results are kept, nothing runs again
+
+    A recompute pass without a head exchange and without queries does nothing, but for a reversed ring: its backward
+    starts from the last keys that a rank held, which travel there again.
+    """
+    only = (rank,) if isinstance(rank, int) else rank
+    visibility = Visibility(mask, blocks.ring)
+    whole = Exchange(method, blocks)
+    forward, backward = (_plan(visibility, whole, direction, only) for direction in ("forward", "backward"))
+    again = None
+    if recompute_before is not None:
+        asking = tuple(blocks.ring.rows_before(member, recompute_before) for member in range(blocks.ring.size))
+        restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
+        some = asking != blocks.ring.row_counts
+        again = _plan(restricted, replace(whole, asking=asking), "forward", only) if some else forward
+    return PlanPair(forward, backward, again)
+
+
+def _plan(
+    visibility: Visibility, exchange: Exchange, direction: Direction, only: Collection[int] | None
+) -> AttentionPlan:
+    plan = plan_whole_blocks if exchange.method.chunk_tokens is None else plan_chunks
+    return plan(visibility, exchange, PlanBuilder(direction, exchange.grid.size, only))

@@ -1,0 +1,398 @@
+"""Presets: every published method as a named point on the axes of distributed attention.
+
+Standard library only, so that the command line checks legality without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from engine.config.errors import ConfigError
+from engine.config.settings import (
+    AttentionConfig,
+    BackwardOrder,
+    Dtype,
+    KvTransport,
+    LayoutName,
+    ModelConfig,
+    Placement,
+    PresetName,
+    RunConfig,
+    Store,
+)
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.lengths import checkpoint_kinds, padded_length, recompute_cut
+
+BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+# Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.
+DEFAULT_CHUNK_TOKENS = 65536
+
+Shape = Literal["alone", "ring", "double_ring", "heads", "heads_and_ring", "heads_and_double_ring"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named point; how many ranks divide heads, inner and outer ring follows from `shape` and the topology.
+
+    alone                   one rank holds the sequence
+    ring                    one ring over all ranks
+    double_ring             ring inside nodes, ring between nodes
+    heads                   all ranks divide the heads
+    heads_and_ring          heads inside a node as far as they go, one ring over the rest
+    heads_and_double_ring   the same with a double ring
+    """
+
+    layout: LayoutName
+    shape: Shape
+    description: str
+    backward_circulates: Literal["kv", "q", "auto"] = "kv"
+    backward_order: BackwardOrder = "same"
+    kv_transport: KvTransport = "p2p"
+    tail_steps: int = 0
+    chunked: bool = False
+
+
+PRESETS: dict[PresetName, Preset] = {
+    "single": Preset("contiguous", "alone", "one rank holds the whole sequence"),
+    "ring": Preset("zigzag", "ring", "RingAttention with zigzag balance: K,V and dK,dV circulate"),
+    "striped": Preset("striped", "ring", "Striped Attention: token i on rank i mod P, K,V circulate"),
+    "burst": Preset(
+        "zigzag",
+        "double_ring",
+        "BurstAttention: double ring along the nodes, Q/dQ/dO may circulate",
+        "auto",
+        tail_steps=2,
+    ),
+    "burst_ulysses": Preset(
+        "zigzag", "heads_and_ring", "BurstAttention between nodes, heads divided inside them", "auto", tail_steps=2
+    ),
+    "ulysses": Preset("contiguous", "heads", "DeepSpeed-Ulysses: an all-to-all turns rows into heads"),
+    "loongtrain": Preset("zigzag", "heads_and_double_ring", "LoongTrain 2D-Attention: heads x double ring"),
+    "usp": Preset("zigzag", "heads_and_ring", "USP: Ulysses inside a node, one ring over the rest"),
+    "megatron_cp": Preset(
+        "zigzag", "ring", "Megatron context parallel: the backward ring runs in reverse", backward_order="reversed"
+    ),
+    "megatron_allgather": Preset(
+        "zigzag", "ring", "Megatron context parallel by all-gather of K,V", kv_transport="all_gather"
+    ),
+    "megatron_hierarchical": Preset(
+        "zigzag", "heads_and_ring", "Megatron a2a + p2p: heads inside, reversed ring outside", backward_order="reversed"
+    ),
+    "megatron_tp": Preset("contiguous", "alone", "Megatron tensor and sequence parallel: every rank has some heads"),
+    "fpdt": Preset("chunk_cyclic", "heads", "FPDT: Ulysses in chunks whose keys wait in host memory", chunked=True),
+    "alst": Preset("contiguous", "heads", "ALST: Ulysses with tiled MLP and loss"),
+}
+
+
+class Degrees(NamedTuple):
+    """Ranks that divide the heads, ranks of an inner ring, inner rings."""
+
+    heads: int
+    inner: int
+    outer: int
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.heads * self.inner * self.outer
+
+    def __str__(self) -> str:
+        return f"{self.heads} x {self.inner} x {self.outer}"
+
+
+@dataclass(frozen=True)
+class AttentionMethod:
+    """A legal, fully resolved method: what the planners need besides mask and shapes."""
+
+    preset: PresetName = "single"
+    layout: LayoutName = "contiguous"
+    ring_inner_size: int = 1
+    ring_outer_size: int = 1
+    backward_circulates: Literal["kv", "q"] = "kv"
+    gradient_wire_dtype: Dtype = "float32"
+    reason: str = ""  # why this operand circulates in backward
+    head_parallel_size: int = 1
+    placement: Placement = "head_first"
+    kv_transport: KvTransport = "p2p"
+    backward_order: BackwardOrder = "same"
+    kv_replicated: bool = False  # more ranks divide the heads than there are kv heads
+    tail_steps: int = 0
+    chunk_tokens: int | None = None
+    chunk_store: Store = "device"
+    prefetch_chunks: int = 1
+    split_at: int = 0  # split_zigzag: where its second zigzag begins, which is where recomputation of attention ends
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.head_parallel_size * self.ring_inner_size * self.ring_outer_size
+
+
+def hop_bytes_per_token(model: ModelConfig, *, wire_bytes: int, gradient_bytes: int) -> dict[str, int]:
+    """Bytes that one token costs on one backward hop, for kv and for q circulation.
+
+    kv: K, V and dK, dV. q: Q, dO, dQ and the two fp32 numbers (lse, surrogate scale) per query head.
+    """
+    kv_width = model.num_kv_heads * model.head_dim
+    q_width = model.num_heads * model.head_dim
+    return {
+        "kv": 2 * kv_width * (wire_bytes + gradient_bytes),
+        "q": q_width * (2 * wire_bytes + gradient_bytes) + 8 * model.num_heads,
+    }
+
+
+def choose_circulation(
+    requested: Literal["kv", "q", "auto"], model: ModelConfig, payload_dtype: Dtype, gradient_dtype: Dtype
+) -> tuple[Literal["kv", "q"], str]:
+    """What circulates in backward and why: the operand that costs fewer bytes per hop when `auto` is asked for."""
+    cost = hop_bytes_per_token(model, wire_bytes=BYTES_OF[payload_dtype], gradient_bytes=BYTES_OF[gradient_dtype])
+    figures = f"per token and hop: kv {cost['kv']} B, q {cost['q']} B"
+    if requested != "auto":
+        return requested, f"{requested} as configured ({figures})"
+    group = model.num_heads // model.num_kv_heads
+    heads = "multi-head attention" if group == 1 else f"grouped-query attention with {group} query heads per kv head"
+    choice: Literal["kv", "q"] = "q" if cost["q"] < cost["kv"] else "kv"
+    return choice, f"auto: {choice} is cheaper for {heads} ({figures})"
+
+
+def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
+    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence.
+
+    Raises ConfigError with every violated rule and the nearest legal degrees.
+    """
+    attention, train = config.attention, config.train
+    model = local_heads(config.model, config.parallel.tp_size)
+    preset = PRESETS[attention.preset]
+    degrees = _degrees(attention, preset, topology, model)
+    problems = [*_degree_problems(attention, preset, degrees, topology.size, model), *_axis_problems(attention, preset)]
+    if train.seq_len < topology.size:
+        problems.append(
+            f"train.seq_len: got {train.seq_len} tokens for {topology.size} ranks; every rank needs at least one"
+        )
+    if problems:
+        raise ConfigError(problems)
+    gradient_dtype: Dtype = attention.gradient_wire_dtype or "float32"
+    chunked = preset.chunked or attention.chunk_tokens is not None
+    requested = "kv" if chunked else attention.backward_circulates or preset.backward_circulates
+    replicas = max(1, degrees.heads // model.num_kv_heads)
+    circulates, reason = choose_circulation(
+        requested, _with_replicas(model, replicas), train.compute_dtype, gradient_dtype
+    )
+    split_at = _recompute_border(config, degrees)
+    layout = attention.layout or _default_layout(config, preset, split_at)
+    return AttentionMethod(
+        preset=attention.preset,
+        layout=layout,
+        ring_inner_size=degrees.inner,
+        ring_outer_size=degrees.outer,
+        backward_circulates=circulates,
+        gradient_wire_dtype=gradient_dtype,
+        reason=reason,
+        head_parallel_size=degrees.heads,
+        placement=attention.placement or "head_first",
+        kv_transport=attention.kv_transport or preset.kv_transport,
+        backward_order=attention.backward_order or preset.backward_order,
+        kv_replicated=replicas > 1,
+        tail_steps=0 if chunked else _tail_steps(attention, preset, degrees),
+        chunk_tokens=(attention.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // degrees.heads)) if chunked else None,
+        chunk_store=attention.chunk_store or ("host" if chunked else "device"),
+        prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
+        split_at=split_at if layout == "split_zigzag" else 0,
+    )
+
+
+def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutName:
+    """The preset's; in place of zigzag contiguous where every layer has a window, since only neighbours then see each
+    other's keys, split_zigzag where attention of a first part of the sequence is computed again, and balanced where
+    documents are apart: their lengths, not positions, then say who has much to do. Its blocks may differ by a few
+    rows, which tensor parallel ranks cannot divide.
+    """
+    attention = config.attention
+    if preset.layout != "zigzag":
+        return preset.layout
+    if set(attention.mask_layers or (attention.mask,)) == {"window"}:
+        return "contiguous"
+    if split_at:
+        return "split_zigzag"
+    return "balanced" if attention.documents and config.parallel.tp_size == 1 else "zigzag"
+
+
+def _recompute_border(config: RunConfig, degrees: Degrees) -> int:
+    """Where the part of the sequence ends whose attention is computed again in backward; 0: there is no border."""
+    if "seq_fraction" not in checkpoint_kinds(config.memory):
+        return 0
+    cut = recompute_cut("seq_fraction", config, degrees.size)
+    tp_size = config.parallel.tp_size
+    assert cut is not None
+    return cut if cut < padded_length(config.train.seq_len, degrees.size, tp_size) else 0
+
+
+def _tail_steps(attention: AttentionConfig, preset: Preset, degrees: Degrees) -> int:
+    """Own-node tiles that wait for the end of the backward ring, to hide its last hop; one level needs only one."""
+    if degrees.inner * degrees.outer == 1:
+        return 0
+    if attention.tail_steps is not None:
+        return attention.tail_steps
+    return min(preset.tail_steps, 2 if min(degrees.inner, degrees.outer) > 1 else 1)
+
+
+def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
+    """What is legal and probably not meant."""
+    found = []
+    width = method.ring_inner_size * (method.head_parallel_size if method.placement != "context_first" else 1)
+    if topology.nodes > 1 and method.ring_outer_size > 1 and topology.local_ranks % width:
+        found.append(
+            f"attention: inner ring {method.ring_inner_size} with {method.head_parallel_size} ranks per head group "
+            f"does not divide the {topology.local_ranks} ranks of a node, so inner hops cross nodes"
+        )
+    return found
+
+
+def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
+    """The heads that one tensor-parallel rank has."""
+    if tp_size <= 1 or model.num_heads % tp_size or model.num_kv_heads % tp_size:
+        return model
+    return replace(model, num_heads=model.num_heads // tp_size, num_kv_heads=model.num_kv_heads // tp_size)
+
+
+def _with_replicas(model: ModelConfig, replicas: int) -> ModelConfig:
+    return replace(model, num_kv_heads=model.num_kv_heads * replicas)
+
+
+def legal_degrees(size: int, model: ModelConfig) -> Iterator[Degrees]:
+    """Every (h, w, W) whose product is `size` and whose h divides the heads."""
+    for heads in _divisors(size):
+        if heads_problem(heads, model) is None:
+            for inner in _divisors(size // heads):
+                yield Degrees(heads, inner, size // heads // inner)
+
+
+def heads_problem(heads: int, model: ModelConfig) -> str | None:
+    """Why the heads of the model cannot be divided so; None when they can."""
+    if model.num_heads % heads:
+        return f"{heads} ranks cannot divide {model.num_heads} query heads evenly"
+    if model.num_kv_heads % heads and heads % model.num_kv_heads:
+        return (
+            f"{heads} ranks neither divide the {model.num_kv_heads} kv heads evenly nor hold equally many copies of "
+            "each"
+        )
+    return None
+
+
+def _degrees(attention: AttentionConfig, preset: Preset, topology: Topology, model: ModelConfig) -> Degrees:
+    """What is configured; what is not follows the preset's shape, or fills up the ranks."""
+    size = topology.size
+    heads, inner, outer = attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size
+    if heads is None and inner is not None and outer is not None and "heads" in preset.shape:
+        heads = max(1, size // (inner * outer))
+    if heads is None:
+        heads = _default_heads(preset.shape, topology, model)
+    if preset.shape == "alone" and inner is None and outer is None:
+        return Degrees(heads, 1, 1)
+    ring_size = max(1, size // heads)
+    if inner is None and outer is None:
+        inner = _default_inner(preset.shape, topology, heads, ring_size)
+        return Degrees(heads, inner, max(1, ring_size // inner))
+    if inner is None:
+        assert outer is not None
+        return Degrees(heads, max(1, ring_size // outer), outer)
+    return Degrees(heads, inner, outer if outer is not None else max(1, ring_size // inner))
+
+
+def _default_heads(shape: Shape, topology: Topology, model: ModelConfig) -> int:
+    if shape == "heads":
+        return topology.size
+    if shape in ("heads_and_ring", "heads_and_double_ring"):
+        wanted = topology.local_ranks
+        fitting = [h for h in _divisors(wanted) if model.num_heads % h == 0 and model.num_kv_heads % h == 0]
+        return max(fitting)
+    return 1
+
+
+def _default_inner(shape: Shape, topology: Topology, heads: int, ring_size: int) -> int:
+    """Ring members inside a node, when head groups fill nodes evenly; else one flat ring."""
+    if shape not in ("double_ring", "heads_and_double_ring") or topology.local_ranks % heads:
+        return ring_size
+    return topology.local_ranks // heads
+
+
+def _degree_problems(
+    attention: AttentionConfig, preset: Preset, degrees: Degrees, size: int, model: ModelConfig
+) -> list[str]:
+    if preset.shape == "alone" and degrees == (1, 1, 1) and size > 1:
+        other = "tp_size" if attention.preset == "megatron_tp" else "dp_shard_size"
+        return [
+            f"attention={attention.preset} holds the whole sequence on one rank, but {size} ranks share it; "
+            f"set parallel.cp_size=1 parallel.{other}={size}, or choose attention=burst"
+        ]
+    problems = []
+    if degrees.size != size:
+        problems.append(
+            f"attention: head_parallel_size {degrees.heads} x ring_inner_size {degrees.inner} x ring_outer_size "
+            f"{degrees.outer} = {degrees.size} ranks, but {size} ranks share a sequence"
+        )
+    wrong_heads = heads_problem(degrees.heads, model)
+    if wrong_heads:
+        problems.append(f"attention.head_parallel_size: {wrong_heads}")
+    if problems:
+        problems[-1] += f"; nearest legal head x inner x outer: {_nearest(degrees, size, model)}"
+    return problems
+
+
+def _nearest(degrees: Degrees, size: int, model: ModelConfig) -> str:
+    """The legal degrees most like the given ones, at most four."""
+
+    def distance(other: Degrees) -> tuple[int, int]:
+        return sum(a != b for a, b in zip(degrees, other, strict=True)), sum(
+            abs(a - b) for a, b in zip(degrees, other, strict=True)
+        )
+
+    return ", ".join(str(found) for found in sorted(legal_degrees(size, model), key=distance)[:4])
+
+
+def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
+    """Rules between the axes that hold whatever the number of ranks."""
+    problems = []
+    chunked = preset.chunked or attention.chunk_tokens is not None
+    layout = attention.layout or preset.layout
+    transport = attention.kv_transport or preset.kv_transport
+    order = attention.backward_order or preset.backward_order
+    circulates = attention.backward_circulates or preset.backward_circulates
+    if layout == "chunk_cyclic" and not chunked:
+        problems.append("attention.layout=chunk_cyclic orders tokens by chunks; set attention.chunk_tokens")
+    for name, value in (("chunk_store", attention.chunk_store), ("prefetch_chunks", attention.prefetch_chunks)):
+        if value is not None and not chunked:
+            problems.append(f"attention.{name}={value} speaks of chunks; set attention.chunk_tokens, or leave it null")
+    if chunked:
+        problems += _chunk_problems(attention, transport, order)
+    if circulates == "q" and transport == "all_gather":
+        problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
+    if order == "reversed" and transport == "all_gather":
+        problems.append("attention.backward_order=reversed turns a ring around; kv_transport=all_gather has none")
+    if order == "reversed" and attention.tail_steps:
+        problems.append("attention.tail_steps hides a hop that backward_order=reversed does not have; leave it null")
+    if order == "reversed" and circulates in ("q", "auto"):
+        problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
+    return problems
+
+
+def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: BackwardOrder) -> list[str]:
+    """Of rings, chunks have the plain one only: chunks of keys travel one after another."""
+    refused = {
+        "kv_transport=all_gather": transport == "all_gather",
+        "backward_order=reversed": order == "reversed",
+        "tail_steps": bool(attention.tail_steps),
+        "backward_circulates=q": attention.backward_circulates == "q",
+    }
+    return [
+        f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it "
+        "null, or attention.chunk_tokens"
+        for name, given in refused.items()
+        if given
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,406 @@
+"""What the configured attention will do on every rank: work, traffic, buffers, predicted time. No torch.
+
+The plans that are counted here are those that would be run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from engine.config.settings import RunConfig
+from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.methods import plan_method
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads, resolve_attention, warnings_of
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
+from engine.planning.sequence.balance import member_pairs
+from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.sequence.mask import Mask
+from engine.planning.time.costs import query_heads, visible_pairs
+from engine.planning.time.machine import Machine
+from engine.planning.time.replay import Timeline, replay
+
+PassName = Literal["forward", "recompute", "backward"]
+MOST_RANKS_PLANNED = 32
+
+
+class Buffers(NamedTuple):
+    """Buffers of one rank for the same thing; `pinned` ones are inputs and outputs.
+
+    `head_parts`: each holds one of so many parts of the heads; 1: all heads.
+    """
+
+    kind: str
+    head_parts: int
+    where: Literal["device", "host"]
+    pinned: bool
+    slots: int
+    rows: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RankPreview:
+    """One pass of one layer on one rank; `pairs` are visible (query, key) pairs times the share of heads done here."""
+
+    rank: int
+    steps: int
+    tiles: int
+    pairs: float
+    sent: LinkBytes
+    buffers: tuple[Buffers, ...]
+
+    def buffer_bytes(self, where: Literal["device", "host"], *, pinned: bool | None = None) -> int:
+        """Bytes of the buffers in one memory; all of them, or only inputs and outputs, or only the others."""
+        return sum(b.size_bytes for b in self.buffers if b.where == where and pinned in (None, b.pinned))
+
+
+@dataclass(frozen=True)
+class PassPreview:
+    """One pass of one layer.
+
+    ranks          those that are planned: all, or of a large group those of `planned_ranks`
+    member_pairs   visible pairs of every ring member's queries, planned or not, all heads of it together counted once
+    timeline       of the planned ranks; None: no machine was given
+    """
+
+    direction: PassName
+    ranks: tuple[RankPreview, ...]
+    member_pairs: tuple[int, ...]
+    timeline: Timeline | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the rank with most of them."""
+        return max(rank.steps for rank in self.ranks)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the rank with most of them."""
+        return max(rank.tiles for rank in self.ranks)
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs of one sequence that the mask lets through, over all ranks."""
+        return sum(self.member_pairs)
+
+    @property
+    def balance(self) -> float:
+        """Pairs of the busiest rank over the mean of all ranks: 1 is perfect, 2 wastes half of the devices."""
+        total = sum(self.member_pairs)
+        return max(self.member_pairs) * len(self.member_pairs) / total if total else 1.0
+
+    @property
+    def busiest_links(self) -> LinkBytes:
+        """Largest bytes of any planned rank, for each kind of link."""
+        sent = [rank.sent for rank in self.ranks]
+        return LinkBytes(*(max(getattr(s, name) for s in sent) for name in _LINKS.values()))
+
+    @property
+    def all_links(self) -> LinkBytes:
+        """Bytes of all planned ranks together, for each kind of link."""
+        sent = [rank.sent for rank in self.ranks]
+        return LinkBytes(*(sum(getattr(s, name) for s in sent) for name in _LINKS.values()))
+
+    @property
+    def largest_buffers(self) -> RankPreview:
+        """The rank whose buffers take most device memory."""
+        return max(self.ranks, key=lambda rank: rank.buffer_bytes("device"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `buffers` are those of the rank that needs most device memory."""
+        largest = self.largest_buffers
+        memory = {
+            where: {"bytes": largest.buffer_bytes(where), "pinned_bytes": largest.buffer_bytes(where, pinned=True)}
+            for where in ("device", "host")
+        }
+        return {
+            "steps": self.steps,
+            "tiles": self.tiles,
+            "visible_pairs": self.visible_pairs,
+            "balance": self.balance,
+            "bytes_per_layer": links_to_dict(self.busiest_links),
+            "buffers": {**memory, "rank": largest.rank, "kinds": [b._asdict() for b in largest.buffers]},
+            "ranks": [_rank_to_dict(rank) for rank in self.ranks],
+        }
+
+
+@dataclass(frozen=True)
+class LayerPreview:
+    """Passes of layer `first` and of the others, `count` with it, that have the same mask, method and policy.
+
+    `recompute`: the forward pass as it runs again in backward, for queries whose results were not kept; None: the layer
+    keeps all that its backward needs.
+    """
+
+    attention: LayerAttention
+    first: int
+    count: int
+    forward: PassPreview
+    backward: PassPreview
+    recompute: PassPreview | None = None
+
+    @property
+    def passes(self) -> tuple[PassPreview, PassPreview]:
+        """Forward, backward."""
+        return self.forward, self.backward
+
+    @property
+    def every_pass(self) -> tuple[PassPreview, ...]:
+        """All that a step runs, in its order."""
+        return tuple(one for one in (self.forward, self.recompute, self.backward) if one is not None)
+
+    @property
+    def total_s(self) -> float | None:
+        """Predicted seconds of all passes of one of these layers; None without a machine."""
+        seconds = [one.timeline.total_s for one in self.every_pass if one.timeline is not None]
+        return sum(seconds) if len(seconds) == len(self.every_pass) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; steps and tiles of forward and backward together, the worse of their balances.
+
+        `recompute`, absent where nothing runs again: the same figures of that pass, and the position before which
+        queries take part in it.
+        """
+        document: dict[str, Any] = {
+            "layer": self.first,
+            "count": self.count,
+            "backward_circulates": self.attention.method.backward_circulates,
+            "steps": sum(one.steps for one in self.passes),
+            "tiles": sum(one.tiles for one in self.passes),
+            "balance": max(one.balance for one in self.passes),
+            "bytes_per_layer": {one.direction: links_to_dict(one.busiest_links) for one in self.every_pass},
+            "passes": {one.direction: one.to_dict() for one in self.every_pass},
+        }
+        again = self.recompute
+        if again is not None:
+            document["recompute"] = {
+                "queries_before": self.attention.recompute_before,
+                "steps": again.steps,
+                "tiles": again.tiles,
+                "visible_pairs": again.visible_pairs,
+                "balance": again.balance,
+            }
+        return document
+
+
+@dataclass(frozen=True)
+class AttentionPreview:
+    """What attention does in all layers of a model, for a group of ranks that share a sequence.
+
+    `layers`: one entry per distinct layer, that of layer 0 first.
+    """
+
+    method: AttentionMethod
+    topology: Topology
+    machine: Machine | None
+    layers: tuple[LayerPreview, ...]
+
+    @property
+    def passes(self) -> tuple[PassPreview, PassPreview]:
+        """Forward and backward pass of layer 0."""
+        return self.layers[0].passes
+
+    @property
+    def planned_ranks(self) -> tuple[int, ...]:
+        """Ranks whose plans were made: bytes, buffers, steps, tiles and seconds are the largest of theirs."""
+        return tuple(rank.rank for rank in self.passes[0].ranks)
+
+    @property
+    def every_pass(self) -> tuple[PassPreview, ...]:
+        """Passes of layer 0, the recompute pass too if it has one."""
+        return self.layers[0].every_pass
+
+    @property
+    def visible_pairs(self) -> float:
+        """Pairs of one sequence that the mask lets through in the mean layer."""
+        total = sum(layer.count * layer.forward.visible_pairs for layer in self.layers)
+        return total / sum(layer.count for layer in self.layers)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is legal and probably not meant."""
+        return warnings_of(self.method, self.topology)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; figures of layer 0 unless under `layers`, which all distinct layers have."""
+        method = self.method
+        first = self.layers[0].to_dict()
+        shown = ("backward_circulates", "steps", "tiles", "balance", "bytes_per_layer", "recompute")
+        return {
+            "layout": method.layout,
+            "head_parallel_size": method.head_parallel_size,
+            "ring_inner_size": method.ring_inner_size,
+            "ring_outer_size": method.ring_outer_size,
+            "placement": method.placement,
+            "kv_transport": method.kv_transport,
+            "backward_order": method.backward_order,
+            "gradient_wire_dtype": method.gradient_wire_dtype,
+            "reason": method.reason,
+            **{name: first[name] for name in shown if name in first},
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+    def time_to_dict(self) -> dict[str, Any] | None:
+        """Predicted seconds of layer 0 by pass and of all layers, each pass once; None without a machine."""
+        if self.machine is None:
+            return None
+        totals = {"seconds": 0.0, "exposed_s": 0.0}
+        for layer in self.layers:
+            for one in layer.every_pass:
+                assert one.timeline is not None
+                totals["seconds"] += layer.count * one.timeline.total_s
+                totals["exposed_s"] += layer.count * one.timeline.exposed_s
+        first: dict[str, dict[str, float]] = {
+            one.direction: _time_to_dict(one.timeline) for one in self.every_pass if one.timeline
+        }
+        layers = sum(layer.count for layer in self.layers)
+        return {"machine": self.machine.name, "per_layer": first, "layers": layers, **totals}
+
+
+_LINKS = {"intra": "intra_bytes", "inter": "inter_bytes", "host": "host_bytes"}
+
+
+def links_to_dict(links: LinkBytes) -> dict[str, int]:
+    """Bytes by kind of link: intra, inter, host."""
+    return {name: getattr(links, field) for name, field in _LINKS.items()}
+
+
+def preview_attention(
+    config: RunConfig, topology: Topology, machine: Machine | None = None, ranks: tuple[int, ...] | None = None
+) -> AttentionPreview:
+    """The configured attention on ranks that lie as in `topology` and share one sequence.
+
+    Plans `ranks`; None: all, of large groups those of `planned_ranks`, which takes a second or two for 256. Packed
+    documents, which only the data know, are planned as one sequence. Raises ConfigError with every rule that the method
+    violates.
+    """
+    method = resolve_attention(config, topology)
+    turn = attention_layers(config, method)
+    padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
+    blocks = divide_sequence(method, padded, [one.mask for one in turn])
+    counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
+    ranks = planned_ranks(topology, blocks, turn[0].mask) if ranks is None else ranks
+    place = _Place(token_bytes_of(config, method), topology, machine, ranks)
+    layers = [
+        LayerPreview(attention, turn.index(attention), count, **_preview_layer(attention, blocks, place))
+        for attention, count in counts.items()
+    ]
+    return AttentionPreview(method, topology, machine, tuple(layers))
+
+
+def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
+    """Bytes per token position; the sequences of a micro-batch are folded into the heads, as attention runs them."""
+    model, train = local_heads(config.model, config.parallel.tp_size), config.train
+    return TokenBytes(
+        num_heads=model.num_heads * train.micro_batch_size,
+        num_kv_heads=model.num_kv_heads * train.micro_batch_size,
+        head_dim=model.head_dim,
+        element_bytes=BYTES_OF[train.compute_dtype],
+        wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
+    )
+
+
+def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, ...]:
+    """All ranks; of more than MOST_RANKS_PLANNED the ends of the first two nodes, of the last and of the busiest one.
+
+    Rings differ at their ends only, and by what a rank's queries see: the tests find the largest figures of all ranks
+    among these.
+    """
+    if topology.size <= MOST_RANKS_PLANNED:
+        return tuple(range(topology.size))
+    pairs = member_pairs(mask, blocks.ring)
+    busiest = topology.node_of(blocks.grid.rank(pairs.index(max(pairs)), 0))
+    nodes = sorted({0, min(1, topology.nodes - 1), topology.nodes - 1, busiest})
+    last = topology.local_ranks - 1
+    ends = sorted({0, min(blocks.grid.heads, last), last})  # of a node: the first two ring members, the last one
+    return tuple(node * topology.local_ranks + rank for node in nodes for rank in ends)
+
+
+class _Place(NamedTuple):
+    """What a plan is counted with."""
+
+    token_bytes: TokenBytes
+    topology: Topology
+    machine: Machine | None
+    ranks: tuple[int, ...]
+
+
+def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> dict[PassName, PassPreview]:
+    """Every pass of a layer by its name."""
+    cut = attention.recompute_before
+    plans = plan_method(attention.method, attention.mask, blocks, place.ranks, recompute_before=cut)
+    pairs = member_pairs(attention.mask, blocks.ring)
+    passes: dict[PassName, PassPreview] = {"forward": _preview_pass(plans.forward, "forward", place, pairs)}
+    again = plans.recompute
+    if again is not None and again.ranks is plans.forward.ranks:  # all of it: counted and replayed already
+        passes["recompute"] = replace(passes["forward"], direction="recompute")
+    elif again is not None:
+        fewer = member_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
+        passes["recompute"] = _preview_pass(again, "recompute", place, fewer)
+    return {**passes, "backward": _preview_pass(plans.backward, "backward", place, pairs)}
+
+
+def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tuple[int, ...]) -> PassPreview:
+    token_bytes, topology, machine, _ = place
+    sent = plan.bytes_by_link(token_bytes, topology)
+    ranks = tuple(_preview_rank(rank_plan, token_bytes, sent[rank]) for rank, rank_plan in sorted(plan.ranks.items()))
+    timeline = replay(plan, machine, token_bytes, topology) if machine else None
+    return PassPreview(name, ranks, pairs, timeline)
+
+
+def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:
+    tiles = list(plan.tiles())
+    pairs = sum(visible_pairs(tile) * query_heads(plan.slots[tile.q.slot], token_bytes) for tile in tiles)
+    return RankPreview(
+        rank=plan.rank,
+        steps=len(plan.steps),
+        tiles=len(tiles),
+        pairs=pairs / token_bytes.num_heads,
+        sent=sent,
+        buffers=_buffers(plan, token_bytes),
+    )
+
+
+def _buffers(plan: RankPlan, token_bytes: TokenBytes) -> tuple[Buffers, ...]:
+    """Slots of one kind, share of heads, memory and use together, in order of appearance."""
+    groups: defaultdict[tuple[Kind, int, Literal["device", "host"], bool], list[Slot]] = defaultdict(list)
+    for slot in plan.slots:
+        head_parts = slot.heads.count if slot.heads else 1
+        groups[slot.kind, head_parts, slot.where, slot.pin is not None].append(slot)
+    return tuple(
+        Buffers(
+            kind=kind.value,
+            head_parts=head_parts,
+            where=where,
+            pinned=pinned,
+            slots=len(slots),
+            rows=sum(slot.rows for slot in slots),
+            size_bytes=sum(slot.rows * token_bytes.of(slot.kind, slot.heads) for slot in slots),
+        )
+        for (kind, head_parts, where, pinned), slots in groups.items()
+    )
+
+
+def _rank_to_dict(rank: RankPreview) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "steps": rank.steps,
+        "tiles": rank.tiles,
+        "pairs": rank.pairs,
+        "bytes_per_layer": links_to_dict(rank.sent),
+        "device_buffer_bytes": rank.buffer_bytes("device"),
+        "host_buffer_bytes": rank.buffer_bytes("host"),
+    }
+
+
+def _time_to_dict(timeline: Timeline) -> dict[str, float]:
+    return {
+        "seconds": timeline.total_s,
+        "compute_s": timeline.busiest_s,
+        "exposed_s": timeline.exposed_s,
+        "longest_wait_s": max(timeline.waited_s.values()),
+    }

@@ -1,0 +1,1 @@
+"""Plans: tiles and messages of every rank, step by step."""

@@ -1,0 +1,274 @@
+"""The attention plan: tiles and transfers, step by step, for every rank. Plain values, no torch.
+
+Every step runs in the same order on every rank:
+
+    pre (local ops) -> post (transfers start) -> tiles (compute) -> wait (transfers end) -> after (local ops)
+
+A message is one object with two ends: both ends post it at one step and wait for it at one later-or-equal step, so no
+schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one
+communicator, one stream). A slot is reused only strictly after its last use; see `engine.planning.schedule.allocate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from engine.planning.methods.topology import Topology
+
+Direction = Literal["forward", "backward"]
+OpName = Literal["init", "add", "copy", "stats"]
+
+
+class Kind(StrEnum):
+    """What one row (token) of a slot holds."""
+
+    Q = "q"  # query
+    KV = "kv"  # key and value
+    ACC = "acc"  # running out and lse, fp32
+    QX = "qx"  # query, dout and (lse, surrogate scale): of queries that travel
+    QO = "qo"  # query, dout, out and lse: of queries that stay, and take `out` itself
+    DQ = "dq"  # gradient of q, fp32
+    DKV = "dkv"  # gradients of k and v, fp32
+    DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
+    DKV_WIRE = "dkv_wire"  # gradients of k and v in the wire's dtype
+    SAVED = "saved"  # out in the compute dtype and lse: what forward leaves for backward
+    OUT = "out"  # out in the compute dtype
+    DOUT = "dout"  # gradient of out, compute dtype
+    DQ_CAST = "dq_cast"  # complete gradient of q in the compute dtype
+    DKV_CAST = "dkv_cast"  # complete gradients of k and v in the compute dtype
+
+
+class Channel(StrEnum):
+    """Independent FIFOs: payload and gradients, inside a ring and between rings; head exchange; host memory."""
+
+    PAYLOAD_INNER = "x.in"
+    PAYLOAD_OUTER = "x.out"
+    GRADIENT_INNER = "g.in"
+    GRADIENT_OUTER = "g.out"
+    HEADS = "h"
+    TO_DEVICE = "h2d"
+    TO_HOST = "d2h"
+
+
+# Channels whose transfers stay on one rank.
+HOST_CHANNELS = frozenset({Channel.TO_DEVICE, Channel.TO_HOST})
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """Part `index` of `count` nearly equal parts of the query heads, with the kv heads that these use."""
+
+    index: int
+    count: int
+
+    def queries(self, num_heads: int) -> tuple[int, int]:
+        """[first, last) query heads."""
+        return self.index * num_heads // self.count, (self.index + 1) * num_heads // self.count
+
+    def keys(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """[first, last) kv heads; parts overlap when there are more parts than kv heads (replication)."""
+        first, last = self.queries(num_heads)
+        group = num_heads // num_kv_heads
+        return first // group, -(-last // group)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs.
+
+    `heads` None: all heads. `where`: device memory, or host memory (pinned pages, for a GPU).
+    """
+
+    kind: Kind
+    rows: int
+    pin: str | None = None
+    heads: HeadPart | None = None
+    where: Literal["device", "host"] = "device"
+
+
+class View(NamedTuple):
+    """Rows [start, stop) of a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: View) -> bool:
+        """Whether the two views share a row."""
+        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high.
+
+    Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
+    first to do so it `stores` instead: these rows hold nothing yet.
+    """
+
+    q: View
+    kv: View
+    acc: View
+    acc_kv: View | None = None
+    low: int | None = None
+    high: int | None = None
+    stores: bool = False  # to acc
+    stores_kv: bool = False  # to acc_kv
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One end of a message; `message` is the same number at both ends.
+
+    load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
+    the rank itself.
+    """
+
+    message: int
+    op: Literal["send", "recv", "load", "store"]
+    channel: Channel
+    peer: int
+    view: View
+    source: View | None = None
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """Work on one rank's buffers.
+
+    init   dst = 0, lse = -inf
+    add    dst += src
+    copy   dst = src, cast; fields that only one side has are left out
+    stats  dst (kind QX) gets lse and the surrogate scale from its own dout and src (kind SAVED)
+
+    add and copy between slots of different heads work on the heads of the narrower one.
+    """
+
+    op: OpName
+    dst: View
+    src: View | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank does between two points at which all ranks could stand still."""
+
+    index: int
+    pre: tuple[LocalOp, ...] = ()
+    post: tuple[Transfer, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    wait: tuple[int, ...] = ()  # message numbers
+    after: tuple[LocalOp, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Buffers and steps of one rank."""
+
+    rank: int
+    slots: tuple[Slot, ...]
+    steps: tuple[Step, ...]
+
+    def transfers(self) -> Iterator[Transfer]:
+        """All transfers in posting order."""
+        for step in self.steps:
+            yield from step.post
+
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles in order."""
+        for step in self.steps:
+            yield from step.tiles
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Names of the inputs and outputs."""
+        return frozenset(slot.pin for slot in self.slots if slot.pin is not None)
+
+    def pinned(self, name: str) -> int:
+        """Index of the slot pinned under `name`."""
+        return next(index for index, slot in enumerate(self.slots) if slot.pin == name)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
+    that forward left).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
+    wire_gradient_bytes: int = 4
+
+    def of(self, kind: Kind, heads: HeadPart | None = None) -> int:
+        """Bytes of one token of `kind`, of some heads (None: of all)."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        if heads is not None:
+            (q_first, q_last), (k_first, k_last) = heads.queries(num_heads), heads.keys(num_heads, num_kv_heads)
+            num_heads, num_kv_heads = q_last - q_first, k_last - k_first
+        q_width = num_heads * self.head_dim
+        kv_width = 2 * num_kv_heads * self.head_dim
+        widths = {
+            Kind.Q: q_width * self.element_bytes,
+            Kind.KV: kv_width * self.element_bytes,
+            Kind.ACC: (q_width + num_heads) * self.gradient_bytes,
+            Kind.QX: 2 * q_width * self.element_bytes + 2 * num_heads * self.gradient_bytes,
+            Kind.QO: 2 * q_width * self.element_bytes,
+            Kind.DQ: q_width * self.gradient_bytes,
+            Kind.DKV: kv_width * self.gradient_bytes,
+            Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,
+            Kind.DKV_WIRE: kv_width * self.wire_gradient_bytes,
+            Kind.SAVED: q_width * self.element_bytes + num_heads * self.gradient_bytes,
+            Kind.OUT: q_width * self.element_bytes,
+            Kind.DOUT: q_width * self.element_bytes,
+            Kind.DQ_CAST: q_width * self.element_bytes,
+            Kind.DKV_CAST: kv_width * self.element_bytes,
+        }
+        return widths[kind]
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes sent by one rank inside its node and to other nodes, and bytes it moves between host and device."""
+
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes sent to other ranks."""
+        return self.intra_bytes + self.inter_bytes
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Plans of some or all ranks of a group of `size` ranks, for one direction.
+
+    `ranks` maps rank -> plan; a training rank builds only its own, tests and previews build all of them.
+    """
+
+    direction: Direction
+    size: int
+    ranks: Mapping[int, RankPlan] = field(default_factory=dict)
+
+    def bytes_by_link(self, token_bytes: TokenBytes, topology: Topology) -> dict[int, LinkBytes]:
+        """Bytes that each planned rank sends in one run of the plan, by kind of link."""
+        result = {}
+        for rank, plan in self.ranks.items():
+            intra = inter = host = 0
+            for transfer in plan.transfers():
+                view, slot = transfer.view, plan.slots[transfer.view.slot]
+                size = (view.stop - view.start) * token_bytes.of(slot.kind, slot.heads)
+                if transfer.op in ("load", "store"):
+                    host += size
+                elif transfer.op == "send":
+                    same = topology.same_node(rank, transfer.peer)
+                    intra, inter = intra + size * same, inter + size * (not same)
+            result[rank] = LinkBytes(intra, inter, host)
+        return result

@@ -1,0 +1,461 @@
+"""Attention over a ring in one or two levels: blocks hop from rank to rank, or go from their home to every reader.
+
+`outer` rings of `inner` ranks: rank = n * inner + l. With direction d = -1 (towards lower ranks; causal zigzag then
+moves up to a quarter fewer bytes than with +1) block (m, k) is visited at cycle o and inner step i by rank (m + d*o,
+k + d*i), at step o * inner + i:
+
+    inner=3, outer=2, block of rank (0,0), d=+1     step 0     1     2     3     4     5
+    backward_order="same"                           (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
+    "same", tail_steps=2 (5': half of the own tile) (0,0) (0,1) (1,0) (1,1) (1,2) (0,2) 6: (0,0)'
+    "reversed" (d=-1 in backward)                   (1,2) (1,1) (1,0) (0,2) (0,1) (0,0)
+
+Payload (K,V, or Q,dO,lse,scale): inner hops one step before their reader, hidden behind a tile; the block with which a
+cycle starts goes to the next ring at the cycle's first step and has the whole cycle to arrive.
+Gradients (dK,dV or dQ) of visited blocks are summed along each cycle, one step behind the payload, on channels of
+their own. The home node's sum returns inside the ring; every other cycle's sum makes one outer hop to the home node's
+rank of the same index (the relay), where sums gather before one last inner hop. The home tile's own gradient never
+travels. Hops per block: payload outer*(inner-1) + outer-1; gradients the same + 1 inner (2 levels), or inner-1 (one
+level).
+
+Tail: the last gradients' way home has no tile to hide behind, one outer and one inner hop long. `tail_steps` keeps work
+of the own node for it. Reversed: forward leaves the last block it held (kv_last), which backward starts from instead of
+the own one; blocks come home with their gradients: one inner hop fewer, nothing without a tile to hide behind. Forward
+then carries all rows that anybody needs to the end, and backward carries them home, where "same" sends on less and
+less. A forward pass that runs again for some queries carries what these need, and the last block comes in one message.
+
+Gathered (kv_transport="all_gather"): the same visits with the hops taken out. Every rank sends its rows straight to
+each reader, `inner` steps before they are needed (so that where what was posted together is complete only together,
+under NCCL, blocks arrive one by one), and dK,dV go straight home during the next tile. At every step each rank is read
+by one rank: nobody receives two gradients at once. inner + 2 blocks of memory, and no rank waits for another's tiles.
+
+Only rows that somebody needs are sent, and only visits with something to compute are made.
+Sources: Liu et al. 2023 (Ring Attention), Brandon et al. 2023 (striped), Gu et al. 2024 (LoongTrain's double ring),
+Sun et al. 2024 (BurstAttention: circulating Q in backward); reversed and gathered are schedules of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Value
+from engine.planning.schedule.plan import Channel, Direction, Kind, LocalOp, Tile
+from engine.planning.sequence.mask import Band, normalise
+from engine.planning.sequence.visibility import Flags, Integers, RowTable, Visibility
+
+Number = TypeVar("Number", int, Integers)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of blocks around `outer` rings of `inner` ranks: +1 towards higher ranks, -1 towards lower ones."""
+
+    inner: int
+    outer: int
+    direction: Literal[-1, 1] = -1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, and of steps that have tiles."""
+        return self.inner * self.outer
+
+    def visitor(self, home: Number, cycle: Number, index: Number) -> Number:
+        """Rank that works on the block of `home` at inner step `index` of `cycle`; numbers or arrays of them."""
+        node, local = divmod(home, self.inner)
+        node = (node + self.direction * cycle) % self.outer
+        return node * self.inner + (local + self.direction * index) % self.inner
+
+
+def route_of(method: AttentionMethod, direction: Direction) -> Route:
+    """The direction that moves fewer bytes under causal zigzag (any other layout: equal).
+
+    Downwards the payload shrinks early; upwards the gradients of a flat kv ring stay half as long for longer. A
+    reversed backward pass turns the forward ring around by itself.
+    """
+    inner, outer = method.ring_inner_size, method.ring_outer_size
+    upwards = direction == "backward" and method.backward_circulates == "kv" and outer == 1
+    return Route(inner, outer, 1 if upwards and method.backward_order == "same" else -1)
+
+
+def keeps_last(method: AttentionMethod) -> bool:
+    """Whether forward leaves its last block for backward; a ring of one rank holds its own only."""
+    return method.backward_order == "reversed" and method.ring_inner_size * method.ring_outer_size > 1
+
+
+def last_home(method: AttentionMethod, member: int) -> int:
+    """Home of the block that a member of the ring holds last in forward."""
+    return route_of(method, "forward").visitor(member, 1, 1)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a circulation works on, one value per ring rank: query (Q; backward QX or QO), kv, sums (ACC; backward DQ)
+    and in backward kv_sums (DKV). It initialises the sums.
+
+    Where the method `keeps_last`, forward writes kv_last, and backward is given the same as its `kv`: that of rank r
+    has the rows of the block of `last_home(r)`. Backward then never touches a rank's own K and V.
+    """
+
+    query: list[Value]
+    kv: list[Value]
+    sums: list[Value]
+    kv_sums: list[Value] = field(default_factory=list)
+    kv_last: list[Value] = field(default_factory=list)
+
+
+def circulate(visibility: Visibility, method: AttentionMethod, builder: PlanBuilder | Lane, operands: Operands) -> None:
+    """Emit one pass of attention over a ring into the builder; its `direction` says which pass."""
+    _Circulation(visibility, method, builder, operands).emit()
+
+
+class _Place(NamedTuple):
+    """Where a block is at one step of its way around the ring; each rank is visited once."""
+
+    cycle: int
+    inner_step: int
+
+
+_START = _Place(0, 0)
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """One block's way around the ring, and the values it makes on planned ranks."""
+
+    home: int
+    held: dict[_Place, Value] = field(default_factory=dict)  # the block
+    sums: dict[_Place, Value] = field(default_factory=dict)
+
+
+class _Circulation:
+    """Emits one pass; all methods write into the builder. What touches no planned rank is skipped: arrays over all
+    visits [home, cycle, inner step] say what does, and only that is emitted one by one.
+    """
+
+    def __init__(
+        self, visibility: Visibility, method: AttentionMethod, builder: PlanBuilder | Lane, operands: Operands
+    ) -> None:
+        self.visibility = visibility
+        self.builder = builder
+        self.route = route_of(method, builder.direction)
+        self.kept = frozenset(builder.ranks)
+        self.backward = builder.direction == "backward"
+        self.gathers = method.kv_transport == "all_gather"
+        self.circulates = method.backward_circulates if self.backward and not self.gathers else "kv"
+        self.leaves_last = keeps_last(method) and not self.backward
+        self.reversed = keeps_last(method) and self.backward
+        # Behind a window no step waits for the last hop, and a tail would add one.
+        tails = self.backward and not self.reversed and not self.gathers and visibility.mask.window is None
+        self.tail = min(method.tail_steps, self.route.inner) if tails else 0
+        self.operands = operands
+        self.payload = operands.kv if self.circulates == "kv" else operands.query
+        self.gradient_kind = Kind.DKV if self.circulates == "kv" else Kind.DQ
+        narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}[self.gradient_kind]
+        self.wire_kind = self.gradient_kind if method.gradient_wire_dtype == "float32" else narrow
+        # If only some ask, few rows travel the whole way, and the last block better comes by itself.
+        self.shortcut = self.leaves_last and visibility.mask.query_stop is not None
+        self.step = self._steps()
+        self.rank = self._ranks()
+        self.planned = np.isin(self.rank, builder.ranks)
+        nodes = np.isin(range(self.route.size), builder.ranks).reshape(self.route.outer, -1).any(axis=1)
+        self.at_planned_node = np.repeat(nodes, self.route.inner)
+        self.needed = self._needed()
+        self._find_messages()
+        if self.backward:
+            self._find_gradients()
+
+    def emit(self) -> None:
+        """Emit every block's journey, after all accumulators were set to zero."""
+        for value in (*self.operands.sums, *self.operands.kv_sums):
+            if value.rows.stop:
+                self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+        messages, tiles = _by_home(self.received), _by_home(self.needed.exists & self.planned)
+        if self.backward:
+            sums, ends = _by_home(self.chained), _by_home(self.ends)
+        for home in range(self.route.size):
+            journey = _Journey(home)
+            self._send_payload(journey, messages[home])
+            for place in tiles[home]:
+                self._compute(journey, place)
+            if self.backward:
+                for place in sums[home]:
+                    self._pass_sum_on(journey, place)
+                self._return_gradients(journey, ends[home])
+        if isinstance(self.builder, Lane):  # the same for all members, whatever they have to do
+            self.builder.reach(self.route.size - 1 + 2 * self.backward)
+
+    def _steps(self) -> dict[_Place, int]:
+        """The step of every (cycle, inner step): the own node first, but for what is kept for the tail."""
+        inner, late = self.route.inner, max(0, self.tail - 1)
+        remote = [_Place(cycle, index) for cycle in range(1, self.route.outer) for index in range(inner)]
+        own = [_Place(0, index) for index in range(inner)]
+        return {place: step for step, place in enumerate([*own[: inner - late], *remote, *own[inner - late :]])}
+
+    def _ranks(self) -> Integers:
+        """Rank at which each block is: backward may go back from where forward ended."""
+        homes, cycles, indices = np.ogrid[: self.route.size, : self.route.outer, : self.route.inner]
+        if self.reversed:
+            cycles, indices = -1 - cycles, -1 - indices
+        return self.route.visitor(homes, cycles, indices)
+
+    def _needed(self) -> RowTable:
+        """Rows of the block that are sent to each visit, as far as planned ranks take part: visits at their nodes, and
+        all visits of the blocks that they start, take between nodes, hold last or gather the gradients of.
+        """
+        homes = np.arange(self.route.size)
+        if self.gathers:
+            blocks = readers = list(self.kept)
+        else:
+            whole_way = self.at_planned_node | self.planned[:, :, 0].any(axis=1) | self.planned[:, -1].any(axis=1)
+            blocks, readers = np.flatnonzero(whole_way).tolist(), np.flatnonzero(self.at_planned_node).tolist()
+        by_rank = self.visibility.needed(self.circulates, blocks=blocks, readers=readers)
+        index = homes[:, None, None], self.rank
+        needed = RowTable(by_rank.start[index], by_rank.stop[index])
+        if self.leaves_last:
+            # All queries take part in the backward pass that starts from the last block, even if only some do now.
+            everybody = Visibility(self.visibility.mask.all_queries(), self.visibility.layout)
+            whole = everybody.needed("kv", blocks=blocks, readers=readers) if self.shortcut else by_rank
+            needed.start[:, -1, -1], needed.stop[:, -1, -1] = whole.hull(axis=1)
+        return needed
+
+    # ---- payload ------------------------------------------------------------------------------------------------
+
+    def _find_messages(self) -> None:
+        """Which visits receive the block, with which rows and from which visit of the same cycle (the first visit of a
+        cycle: from that of which cycle).
+        """
+        passed_on = np.ones(self.rank.shape, dtype=np.bool_)
+        passed_on[:, 0, 0] = False
+        passed_on[:, -1, -1] &= not self.shortcut
+        readers = self.needed.where(passed_on)
+        if self.gathers:
+            self.carried = readers
+            self.received = readers.exists & (self.planned | self.planned[:, :1, :1])
+            return
+        self.carried = readers.from_here_on(axis=2)
+        cycles = RowTable(self.carried.start[:, :, 0], self.carried.stop[:, :, 0])
+        receives = readers.exists
+        receives[:, 1:, 0] = cycles.exists[:, 1:]
+        self.source = _before(receives, axis=2, otherwise=0)
+        source_is_planned = np.take_along_axis(self.planned, self.source, axis=2)
+        self.source[:, :, 0] = _before(cycles.exists, axis=1, otherwise=0)
+        source_is_planned[:, :, 0] = np.take_along_axis(self.planned[:, :, 0], self.source[:, :, 0], axis=1)
+        self.carried.start[:, :, 0], self.carried.stop[:, :, 0] = cycles.from_here_on(axis=1)
+        self.received = receives & (self.planned | source_is_planned)
+
+    def _send_payload(self, journey: _Journey, received: list[_Place]) -> None:
+        """Messages that bring the block to all who need it."""
+        journey.held[_START] = self.payload[int(self.rank[journey.home, 0, 0])]
+        if self.shortcut:
+            self._send_last(journey)
+        for place in received:
+            step, inside = self.step[place], self._inside(place)
+            if self.gathers:
+                before, when = _START, (max(0, step - 1 - self.route.inner), step - 1, inside)
+            elif place.inner_step:
+                before = _Place(place.cycle, int(self.source[journey.home, *place]))
+                when = (step - 1, step - 1, Channel.PAYLOAD_INNER)
+            else:
+                before = _Place(int(self.source[journey.home, *place]), 0)
+                when = (self.step[_Place(place.cycle - 1, 0)], step - 1, Channel.PAYLOAD_OUTER)
+            self._pass_on(journey, when, before, place, _rows(self.carried, journey.home, place))
+
+    def _send_last(self, journey: _Journey) -> None:
+        """The message that brings the block straight to who keeps it, hidden behind the tiles of the last cycle."""
+        place = _Place(self.route.outer - 1, self.route.inner - 1)
+        rows = _rows(self.needed, journey.home, place)
+        if rows.start < rows.stop:
+            wait = self.step[place] - 1
+            post = min(self.step[_Place(place.cycle, 0)], wait) if place.cycle else wait
+            self._pass_on(journey, (post, wait, self._inside(place)), _START, place, rows)
+
+    @staticmethod
+    def _inside(place: _Place) -> Channel:
+        """Of a message between home and a visit."""
+        return Channel.PAYLOAD_OUTER if place.cycle else Channel.PAYLOAD_INNER
+
+    def _pass_on(
+        self, journey: _Journey, when: tuple[int, int, Channel], before: _Place, after: _Place, rows: Rows
+    ) -> None:
+        """Send rows of the block from one visit to another."""
+        sender, receiver = (int(self.rank[journey.home, *place]) for place in (before, after))
+        kind = self.payload[sender].kind
+        if before not in journey.held:  # on a rank that is not planned
+            whole = Rows(0, self.visibility.layout.rows(journey.home))
+            journey.held[before] = self.builder.value(sender, kind, whole)
+        stays = self.leaves_last and self.step[after] == self.route.size - 1
+        arrived = self.operands.kv_last[receiver] if stays else self.builder.value(receiver, kind, rows)
+        self.builder.message(*when, journey.held[before], arrived, rows)
+        journey.held[after] = arrived
+
+    # ---- tiles --------------------------------------------------------------------------------------------------
+
+    def _compute(self, journey: _Journey, place: _Place) -> None:
+        """Tiles of a visit, and in backward the gradient sum that they add to."""
+        step, rank = self.step[place], int(self.rank[journey.home, *place])
+        travelling = None
+        if self.backward and self.adds[journey.home, *place]:
+            travelling = self._sum(journey, place)
+            self.builder.op(step, "pre", rank, LocalOp("init", travelling.view()))
+        pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
+        now: Sequence[Band] = self.visibility.bands(*pair, of="q" if pair[0] in self.kept else "kv")
+        if rank == journey.home and self.tail:
+            now, last = halves(now)
+            for band in last:
+                self._tile(self.route.size, rank, band, journey.held[place], None)
+        for band in now:
+            self._tile(step, rank, band, journey.held[place], travelling)
+
+    def _sum(self, journey: _Journey, place: _Place) -> Value:
+        """The gradient sum that a visit adds to."""
+        if place not in journey.sums:
+            rank, rows = int(self.rank[journey.home, *place]), _rows(self.summed, journey.home, place)
+            journey.sums[place] = self.builder.value(rank, self.gradient_kind, rows)
+        return journey.sums[place]
+
+    def _tile(self, step: int, rank: int, band: Band, payload: Value, travelling: Value | None) -> None:
+        operands = self.operands
+        kv_sums = operands.kv_sums[rank] if self.backward else None
+        q, kv, sums = operands.query[rank], payload, operands.sums[rank]
+        if self.circulates == "kv":
+            kv_sums = travelling or kv_sums
+        else:
+            q, kv, sums = payload, operands.kv[rank], travelling or sums
+        self.builder.tile(step, rank, tile_of(band, q, kv, sums, kv_sums))
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def _find_gradients(self) -> None:
+        """Which visits add to a gradient sum that travels, which rows it then has, and where each cycle's ends."""
+        at_home = self.rank == np.arange(self.route.size)[:, None, None]
+        self.adds = self.needed.exists & ~at_home
+        self.summed = self.needed.where(self.adds)
+        if self.gathers:
+            self.chained = np.zeros_like(self.adds)
+            self.ends = self.adds & (self.planned | self.planned[:, :1, :1])
+            return
+        self.summed = self.summed.up_to_here(axis=2)
+        self.added_before = _before(self.adds, axis=2, otherwise=-1)
+        passes = np.take_along_axis(self.planned, self.added_before, axis=2)
+        self.chained = self.adds & (self.added_before >= 0) & (self.planned | passes)
+        is_last = self.adds & (np.cumsum(self.adds, axis=2) == self.adds.sum(axis=2, keepdims=True))
+        self.ends = is_last & (self.planned | self.at_planned_node[:, None, None])
+
+    def _return_gradients(self, journey: _Journey, ends: list[_Place]) -> None:
+        """The sums of all cycles come home: straight inside the node, over a relay from others."""
+        target = (self.operands.kv_sums if self.circulates == "kv" else self.operands.sums)[journey.home]
+        home_cycle = self.route.outer - 1 if self.reversed else 0
+        deadline = self.route.size - (self.tail > 1)
+        arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
+        for place in ends:
+            post, tail = self.step[place] + 1, self._sum(journey, place)
+            if self.gathers or place.cycle == home_cycle:
+                channel = Channel.GRADIENT_INNER if place.cycle == home_cycle else Channel.GRADIENT_OUTER
+                self._add(post, target, self._hop(post, post, channel, tail, target.rank))
+            else:
+                wait = max(post, min(post + self.route.inner - 1, deadline))
+                arrivals[int(self.rank[journey.home, home_cycle, place.inner_step])].append((post, wait, tail))
+        for relay, tails in arrivals.items():
+            self._collect(relay, tails, target)
+
+    def _pass_sum_on(self, journey: _Journey, place: _Place) -> None:
+        """Add the sum of the visit before to this one's, one step late so that the hop hides behind the tile."""
+        before = _Place(place.cycle, int(self.added_before[journey.home, *place]))
+        source, target, step = self._sum(journey, before), self._sum(journey, place), self.step[place]
+        self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, source, target.rank))
+
+    def _collect(self, relay: int, tails: list[tuple[int, int, Value]], target: Value) -> None:
+        """Bring the sums of far cycles to the home node's rank `relay`, then home."""
+        if relay == target.rank:
+            for post, wait, tail in tails:
+                self._add(wait, target, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
+            return
+        if len(tails) == 1:
+            post, done, tail = tails[0]
+            total = self._hop(post, done, Channel.GRADIENT_OUTER, tail, relay)
+        else:
+            rows = Rows(min(tail.rows.start for *_, tail in tails), max(tail.rows.stop for *_, tail in tails))
+            total = self.builder.value(relay, self.gradient_kind, rows)
+            self.builder.op(tails[0][1], "after", relay, LocalOp("init", total.view()))
+            for post, wait, tail in tails:
+                self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
+            done = max(wait for _, wait, _ in tails)
+        self._add(done + 1, target, self._hop(done + 1, done + 1, Channel.GRADIENT_INNER, total, target.rank))
+
+    def _hop(self, post: int, wait: int, channel: Channel, src: Value, to: int) -> Value:
+        """Value that arrives on rank `to`; cast to the wire's dtype first where that is narrower."""
+        if src.kind != self.wire_kind:
+            narrow = self.builder.value(src.rank, self.wire_kind, src.rows)
+            self.builder.op(post, "pre", src.rank, LocalOp("copy", narrow.view(), src.view()))
+            src = narrow
+        arrived = self.builder.value(to, self.wire_kind, src.rows)
+        self.builder.message(post, wait, channel, src, arrived, src.rows)
+        return arrived
+
+    def _add(self, step: int, dst: Value, src: Value) -> None:
+        self.builder.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
+
+
+def tile_of(band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None) -> Tile:
+    """The kernel call for a band between a block's queries and keys."""
+    q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
+    acc_kv = kv_sums.view(k_rows) if kv_sums else None
+    return Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), acc_kv, band.low, band.high)
+
+
+def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
+    """What a band leaves of some rows and keys, normalised."""
+    q_start, q_stop = max(band.q_start, q.start), min(band.q_stop, q.stop)
+    k_start, k_stop = max(band.k_start, keys.start), min(band.k_stop, keys.stop)
+    if q_start >= q_stop or k_start >= k_stop:
+        return []
+    shift = (k_start - band.k_start) - (q_start - band.q_start)
+    low, high = (None if end is None else end + shift for end in (band.low, band.high))
+    return normalise(Band(q_start, q_stop, k_start, k_stop, low, high))
+
+
+def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
+    """The same visibility as two lists with half of the pairs each, the first rows of the queries in the first."""
+    if not bands:
+        return [], []
+    last_row, last_key = max(band.q_stop for band in bands), max(band.k_stop for band in bands)
+    per_row = np.zeros(last_row, dtype=np.int64)
+    for band in bands:
+        row = np.arange(band.num_queries)
+        stop = row + 1 - band.low if band.low is not None else band.num_keys
+        start = row - band.high if band.high is not None else 0
+        per_row[band.q_start : band.q_stop] += np.minimum(band.num_keys, stop) - np.maximum(0, start)
+    pairs = np.cumsum(per_row)
+    cut = int(np.searchsorted(pairs, pairs[-1] / 2)) + 1
+    first, rest = (
+        [part for band in bands for part in clip(band, rows, Rows(0, last_key))]
+        for rows in (Rows(0, cut), Rows(cut, last_row))
+    )
+    return first, rest
+
+
+def _rows(table: RowTable, home: int, place: _Place) -> Rows:
+    return Rows(int(table.start[home, *place]), int(table.stop[home, *place]))
+
+
+def _before(chosen: Flags, axis: int, otherwise: int) -> Integers:
+    """For every entry the index of the last chosen one before it along an axis."""
+    shape = [1] * chosen.ndim
+    shape[axis] = -1
+    index = np.where(chosen, np.arange(chosen.shape[axis]).reshape(shape), otherwise)
+    before = np.roll(np.maximum.accumulate(index, axis), 1, axis)
+    before.swapaxes(0, axis)[0] = otherwise
+    return before
+
+
+def _by_home(chosen: Flags) -> list[list[_Place]]:
+    """The chosen visits of every block, in order."""
+    places: list[list[_Place]] = [[] for _ in chosen]
+    for home, cycle, index in np.argwhere(chosen).tolist():
+        places[home].append(_Place(cycle, index))
+    return places

@@ -1,0 +1,1 @@
+"""Which positions a rank holds, and which see which."""

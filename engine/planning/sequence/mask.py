@@ -1,0 +1,235 @@
+"""Masks: which query may see which key, as bands over blocks of rows.
+
+One band (low, high) covers full, causal, windowed and offset causal visibility between two progressions of equal
+stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents, sinks and block lists
+are more tiles, never another kind of tile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config.errors import ConfigError
+from engine.planning.sequence.rectangles import (
+    BandRule,
+    BlockList,
+    build_rectangles,
+    pairs_before,
+    with_queries_before,
+)
+
+__all__ = ["Band", "BlockList", "Mask", "normalise", "row_strips"]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Rows [q_start, q_stop) against keys [k_start, k_stop); low <= i - j <= high in rows counted from the two starts.
+
+    None means unbounded. Three kinds leave `normalise`: full (None, None), causal (0, None) which is square, and a
+    general band.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def num_queries(self) -> int:
+        """Query rows."""
+        return self.q_stop - self.q_start
+
+    @property
+    def num_keys(self) -> int:
+        """Key rows."""
+        return self.k_stop - self.k_start
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.low is None and self.high is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether row i sees exactly keys 0..i."""
+        return self.low == 0 and self.high is None
+
+    def area(self) -> int:
+        """Number of visible pairs."""
+        above_low = self.num_queries * self.num_keys if self.low is None else self._pairs_from(self.low)
+        return above_low - (0 if self.high is None else self._pairs_from(self.high + 1))
+
+    def _pairs_from(self, difference: int) -> int:
+        """Pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
+        return self._clamped_sum(self.num_queries - difference) - self._clamped_sum(-difference)
+
+    def _clamped_sum(self, last: int) -> int:
+        """Sum of clamp(v, 0, num_keys) over all integers v <= last."""
+        inside = max(0, min(last, self.num_keys))
+        return inside * (inside + 1) // 2 + max(0, last - self.num_keys) * self.num_keys
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Visibility between global positions; every condition given must hold.
+
+    seq_len     real tokens; later positions are padding, seen by nobody and seeing nothing
+    causal      a query sees keys at its own and earlier positions
+    window      a query sees keys less than `window` positions away (backwards only if causal)
+    documents   ascending start positions of packed documents, the first 0; no attention across them
+    blocks      block-sparse list
+    sink        the first `sink` keys of every document are exempt from the window (Xiao et al. 2023, StreamingLLM)
+    query_stop  queries from this position on see nothing; None: all see. Made by `queries_before`
+    """
+
+    seq_len: int
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    blocks: BlockList | None = None
+    sink: int = 0
+    query_stop: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.seq_len < 1:
+            problems.append(f"mask: seq_len is {self.seq_len}; at least 1 token is needed")
+        if self.window is not None and self.window < 1:
+            problems.append(f"mask: window is {self.window}; at least 1 (a token sees itself) is needed")
+        if self.sink < 0 or (self.sink and self.window is None):
+            problems.append(f"mask: sink is {self.sink}; it must be 0, or positive together with a window")
+        if self.query_stop is not None and self.query_stop < 0:
+            problems.append(f"mask: query_stop is {self.query_stop}; a position, 0 or later, is needed")
+        starts = self.documents
+        if starts and (starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts))):
+            problems.append("mask: document starts must begin with 0 and ascend strictly; drop empty documents")
+        elif starts and starts[-1] >= max(1, self.seq_len):
+            problems.append(f"mask: a document starts at {starts[-1]}, past the last of {self.seq_len} tokens; drop it")
+        if problems:
+            raise ConfigError(problems)
+
+    def visible(self, query: int, key: int) -> bool:
+        """Whether the query at one position sees the key at another: the definition all else is tested against."""
+        if max(query, key) >= self.seq_len or (self.causal and key > query):
+            return False
+        if self.query_stop is not None and query >= self.query_stop:
+            return False
+        starts = self.documents or (0,)
+        document = bisect_right(starts, key)
+        if document != bisect_right(starts, query):
+            return False
+        if self.window is not None and abs(query - key) >= self.window and key - starts[document - 1] >= self.sink:
+            return False
+        size = self.blocks.block_size if self.blocks else 1
+        return self.blocks is None or (query // size, key // size) in self.blocks.pairs
+
+    @cached_property
+    def rectangles(self) -> npt.NDArray[np.int64]:
+        """Every rectangle of the mask, [n, 6]; see `engine.planning.sequence.rectangles`."""
+        starts = np.array(self.documents or (0,), dtype=np.int64)
+        rule = BandRule(self.causal, self.window, self.sink)
+        table = build_rectangles(starts, self.seq_len, rule, self.blocks)
+        return table if self.query_stop is None else with_queries_before(table, self.query_stop)
+
+    def queries_before(self, position: int) -> Mask:
+        """The same mask for queries at positions before this one only; the others see nothing, their keys stay.
+
+        What attention that runs again for the first part of a sequence sees.
+        """
+        return replace(self, query_stop=position if self.query_stop is None else min(position, self.query_stop))
+
+    def all_queries(self) -> Mask:
+        """The mask that `queries_before` restricted."""
+        return self if self.query_stop is None else replace(self, query_stop=None)
+
+    def pairs_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
+        return pairs_before(self.rectangles, positions)
+
+    def num_pairs(self) -> int:
+        """Visible pairs of the whole mask."""
+        return int(self.pairs_before(np.array([self.seq_len], dtype=np.int64))[0])
+
+
+def normalise(band: Band) -> list[Band]:
+    """The same visibility as bands without empty rows or columns; causal ones square and aligned at (0, 0).
+
+    Rows that see nothing never reach a kernel (kernels disagree about their lse), and both the top-left and the
+    bottom-right causal convention give the same result on a square.
+    """
+    trimmed = _trim(band)
+    if trimmed is None:
+        return []
+    low, high = trimmed.low, trimmed.high
+    low = None if low is not None and low <= 1 - trimmed.num_keys else low
+    high = None if high is not None and high >= trimmed.num_queries - 1 else high
+    if (low, high) != (trimmed.low, trimmed.high):
+        trimmed = replace(trimmed, low=low, high=high)
+    if low is None or high is not None:
+        return [trimmed]
+    return _split_causal(trimmed, -low)
+
+
+def _trim(band: Band) -> Band | None:
+    """The band cut to rows and columns that see something; None when nothing does."""
+    rows, keys, low, high = band.num_queries, band.num_keys, band.low, band.high
+    first_row = max(0, low) if low is not None else 0
+    last_row = min(rows, high + keys) if high is not None else rows
+    first_key = max(0, first_row - high) if high is not None else 0
+    last_key = min(keys, last_row - low) if low is not None else keys
+    if first_row >= last_row or first_key >= last_key or (low is not None and high is not None and low > high):
+        return None
+    if (first_row, last_row, first_key, last_key) == (0, rows, 0, keys):
+        return band
+    shift = first_key - first_row
+    return Band(
+        band.q_start + first_row,
+        band.q_start + last_row,
+        band.k_start + first_key,
+        band.k_start + last_key,
+        None if low is None else low + shift,
+        None if high is None else high + shift,
+    )
+
+
+def row_strips(band: Band, rows: int) -> list[Band]:
+    """The band in strips of at most `rows` queries, each with all keys that these see and no others.
+
+    For kernels that compute a band as a rectangle with a bias: a window of w keys then costs rows + w - 1 keys per
+    query instead of all, and every query's result is complete after its strip.
+    """
+    strips = []
+    for start in range(0, band.num_queries, rows):
+        strip = _trim(
+            Band(
+                band.q_start + start,
+                min(band.q_start + start + rows, band.q_stop),
+                band.k_start,
+                band.k_stop,
+                None if band.low is None else band.low - start,
+                None if band.high is None else band.high - start,
+            )
+        )
+        strips += [strip] if strip else []
+    return strips
+
+
+def _split_causal(band: Band, prefix: int) -> list[Band]:
+    """Row i sees keys 0 .. i + prefix: a full prefix, a causal square, and full rows below the square."""
+    bands = []
+    if prefix:
+        bands.append(Band(band.q_start, band.q_stop, band.k_start, band.k_start + prefix))
+    size = band.num_keys - prefix
+    corner = band.k_start + prefix
+    bands.append(Band(band.q_start, band.q_start + size, corner, band.k_stop, low=0))
+    if band.num_queries > size:
+        bands.append(Band(band.q_start + size, band.q_stop, corner, band.k_stop))
+    return bands

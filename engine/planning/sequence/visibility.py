@@ -1,0 +1,273 @@
+"""What the blocks of a layout see of each other under a mask, in rank-local rows: bands, and the rows that are needed.
+
+Blocks are segments (arithmetic progressions of positions), a mask is a table of rectangles with bands. All segments
+that meet in a rectangle are found at once, for one block against all or for all against all: a rank that plans for
+itself alone must know how far every block travels, hence what every pair of ranks shares.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config.errors import PlanError
+from engine.planning.sequence.layout import Layout
+from engine.planning.sequence.mask import Band, Mask, normalise
+from engine.planning.sequence.rectangles import UNBOUNDED
+
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Operand = Literal["kv", "q"]
+
+NOWHERE = 1 << 40  # a row that no block has
+LARGEST_BATCH = 1 << 20  # pairs of segments that are looked at together: some hundred MB
+
+
+class RowTable(NamedTuple):
+    """Ranges [start, stop) of rows, one per entry of two arrays of any shape; an empty one starts at NOWHERE and stops
+    at 0, so that minimum and maximum are the hull.
+    """
+
+    start: Integers
+    stop: Integers
+
+    @property
+    def exists(self) -> Flags:
+        """Which ranges have rows."""
+        return self.start < self.stop
+
+    def where(self, chosen: Flags) -> RowTable:
+        """The chosen ranges; the others are empty."""
+        return RowTable(np.where(chosen, self.start, NOWHERE), np.where(chosen, self.stop, 0))
+
+    def hull(self, axis: int) -> RowTable:
+        """Hull of all ranges along an axis."""
+        return RowTable(self.start.min(axis), self.stop.max(axis))
+
+    def up_to_here(self, axis: int) -> RowTable:
+        """For every range the hull of it and all before it along an axis."""
+        return RowTable(np.minimum.accumulate(self.start, axis), np.maximum.accumulate(self.stop, axis))
+
+    def from_here_on(self, axis: int) -> RowTable:
+        """For every range the hull of it and all behind it along an axis."""
+        turned = RowTable(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
+        return RowTable(np.flip(turned.start, axis), np.flip(turned.stop, axis))
+
+
+class Visibility:
+    """Bands between the blocks of any two ranks under one mask and layout, in rank-local rows."""
+
+    def __init__(self, mask: Mask, layout: Layout) -> None:
+        self.mask = mask
+        self.layout = layout
+        self._segments = _Segments.of(layout)
+        self._bands: dict[tuple[Operand, int], dict[int, tuple[Band, ...]]] = {}
+        self._needed: dict[tuple[object, ...], RowTable] = {}
+
+    def bands(self, q_rank: int, kv_rank: int, *, of: Operand = "q") -> tuple[Band, ...]:
+        """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once.
+
+        of   all that the queries see ("q"), or all that see the keys ("kv"), is worked out at once and remembered
+        """
+        one, other = (q_rank, kv_rank) if of == "q" else (kv_rank, q_rank)
+        if (of, one) not in self._bands:
+            found = self._bands_of(of, one)
+            self._bands[of, one] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
+        return self._bands[of, one].get(other, ())
+
+    def query_rows(self, rank: int) -> int:
+        """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
+        stop = self.mask.query_stop
+        return self.layout.rows(rank) if stop is None else self.layout.rows_before(rank, stop)
+
+    def needed(self, operand: Operand, *, blocks: Collection[int], readers: Collection[int]) -> RowTable:
+        """Rows [block, rank] that every rank needs of `blocks` and that `readers` need of every block, as keys ("kv")
+        or as queries ("q"): the hull of the bands between them. All else is empty.
+        """
+        asked = operand, frozenset(blocks), frozenset(readers)
+        if asked not in self._needed:
+            self._needed[asked] = self._rows_needed(operand, blocks, readers)
+        return self._needed[asked]
+
+    def _rows_needed(self, operand: Operand, blocks: Collection[int], readers: Collection[int]) -> RowTable:
+        size = self.layout.size
+        table = RowTable(np.full((size, size), NOWHERE), np.zeros((size, size), dtype=np.int64))
+        for own, others in ((blocks, range(size)), (set(range(size)) - set(blocks), readers)):
+            for bands in self._shared(operand, own, others):
+                start, stop = (bands.k_start, bands.k_stop) if operand == "kv" else (bands.q_start, bands.q_stop)
+                pair = (bands.k_rank, bands.q_rank) if operand == "kv" else (bands.q_rank, bands.k_rank)
+                np.minimum.at(table.start, pair, start)
+                np.maximum.at(table.stop, pair, stop)
+        return table
+
+    def _bands_of(self, of: Operand, rank: int) -> dict[int, list[Band]]:
+        batches = zip(*self._shared(of, (rank,), range(self.layout.size)), strict=True)
+        columns = [np.concatenate(column) for column in batches]
+        if not columns:
+            return {}
+        bands, squares = self._own_squares(rank, _Bands(*columns))
+        found = defaultdict(list, {rank: squares})
+        others = bands.k_rank if of == "q" else bands.q_rank
+        for other, *rows in zip(others.tolist(), *(column.tolist() for column in bands[3:]), strict=True):
+            found[other] += normalise(Band(*rows))
+        return found
+
+    def _own_squares(self, rank: int, bands: _Bands) -> tuple[_Bands, list[Band]]:
+        """The bands without those between a rank's own rows of a wholly causal document, and one causal band for each
+        such document: a rank's rows ascend in position, whatever its segments.
+        """
+        mask, own = self.mask, self._segments.of_ranks((rank,))
+        if not mask.causal or mask.blocks is not None or not own.ascend():
+            return bands, []
+        starts = np.array(mask.documents or (0,), dtype=np.int64)
+        stops = np.append(starts[1:], mask.seq_len)
+        rules = mask.rectangles[bands.rectangle]
+        document = np.searchsorted(starts, rules[:, 0], "right") - 1
+        whole = (bands.q_rank == bands.k_rank) & (rules[:, 5] == UNBOUNDED)
+        if mask.window is not None:
+            whole &= stops[document] - starts[document] <= mask.window
+        which = np.unique(document[whole])
+        # Rows behind the mask's query_stop ask nothing, and no earlier one sees them.
+        ends = stops[which] if mask.query_stop is None else np.minimum(stops[which], mask.query_stop)
+        pairs = zip(own.rows_before(starts[which]).tolist(), own.rows_before(ends).tolist(), strict=True)
+        squares = [Band(a, b, a, b, low=0 if b - a > 1 else None) for a, b in pairs if a < b]
+        return bands.taken(np.flatnonzero(~whole)), squares
+
+    def _shared(self, of: Operand, own: Collection[int], others: Collection[int]) -> Iterator[_Bands]:
+        """Bands between the queries (of="q") or keys of some ranks and the other operand of others, in batches."""
+        ours, theirs = self._segments.of_ranks(own), self._segments.of_ranks(others)
+        rules, (keys, queries) = self.mask.rectangles, ((2, 3), (0, 1))
+        bounds, (low, high) = (queries, keys) if of == "q" else (keys, queries)
+        rule, met = _listed(*ours.meeting(*rules[:, bounds].T))
+        ours, cut = ours.taken(met), rules[rule]
+        # A segment sees, or is seen from, no further than the band reaches from its ends.
+        before, behind = (-cut[:, 5], -cut[:, 4]) if of == "q" else (cut[:, 4], cut[:, 5])
+        cut[:, low] = np.maximum(cut[:, low], ours.start + before)
+        cut[:, high] = np.minimum(cut[:, high], ours.start + ours.stride * (ours.length - 1) + behind + 1)
+        first, count = theirs.meeting(cut[:, low], cut[:, high])
+        batch = np.where(count > 0, np.cumsum(count) // LARGEST_BATCH, -1)
+        for number in range(int(batch.max(initial=-1)) + 1):
+            part = np.flatnonzero(batch == number)
+            which, met = _listed(first[part], count[part])
+            pair = ours.taken(part[which]), theirs.taken(met)
+            yield _bands_between(*(pair if of == "q" else pair[::-1]), rule[part[which]], cut[part[which]])
+
+
+class _Bands(NamedTuple):
+    """Bands as columns: ranks, the rectangle of the mask, rows of both blocks, and low <= i - j <= high."""
+
+    q_rank: Integers
+    k_rank: Integers
+    rectangle: Integers
+    q_start: Integers
+    q_stop: Integers
+    k_start: Integers
+    k_stop: Integers
+    low: Integers
+    high: Integers
+
+    def taken(self, index: Integers) -> _Bands:
+        """Some of them."""
+        return _Bands(*(column[index] for column in self))
+
+
+class _Segments(NamedTuple):
+    """Segments in ascending order of their first position, one array entry each."""
+
+    start: Integers
+    stride: Integers
+    length: Integers
+    owner: Integers  # rank
+    offset: Integers  # row of the rank's block at which it begins
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Segments:
+        entries = [(s.start, s.stride, s.count) for own in layout.segments for s in own]
+        start, stride, length = np.array(entries, dtype=np.int64).reshape(-1, 3).T
+        owner = np.repeat(np.arange(layout.size), [len(own) for own in layout.segments])
+        rows = np.array(layout.row_counts, dtype=np.int64)
+        offset = np.cumsum(length) - length - (np.cumsum(rows) - rows)[owner]
+        return cls(start, stride, length, owner, offset).taken(np.argsort(start, kind="stable"))
+
+    def of_ranks(self, ranks: Collection[int]) -> _Segments:
+        """Those of some ranks."""
+        return self.taken(np.flatnonzero(np.isin(self.owner, list(ranks))))
+
+    def taken(self, index: Integers) -> _Segments:
+        """Some of the segments."""
+        return _Segments(*(column[index] for column in self))
+
+    def ascend(self) -> bool:
+        """Whether rows of the one rank whose segments these are ascend in position."""
+        last = self.start + self.stride * (self.length - 1)
+        return bool((last[:-1] < self.start[1:]).all() and (np.diff(self.offset) > 0).all())
+
+    def rows_before(self, positions: Integers) -> Integers:
+        """How many rows of that rank lie before each position."""
+        which = np.maximum(0, np.searchsorted(self.start, positions) - 1)
+        inside = -((self.start[which] - positions) // self.stride[which])
+        before: Integers = self.offset[which] + np.clip(inside, 0, self.length[which])
+        return before
+
+    def rows_between(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
+        """Rows [first, last) of each segment whose positions lie in [low, high)."""
+        first = np.maximum(0, -((self.start - low) // self.stride))
+        return first, np.maximum(0, np.minimum(self.length, -((self.start - high) // self.stride)))
+
+    def meeting(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
+        """Of the segments that may share a position with each range: the first, and how many."""
+        if bool((self.stride != 1).any()):
+            return np.zeros(len(low), dtype=np.int64), np.full(len(low), len(self.start))
+        first = np.maximum(0, np.searchsorted(self.start, low, side="right") - 1)
+        return first, np.maximum(0, np.searchsorted(self.start, high, side="left") - first)
+
+
+def _bands_between(q: _Segments, k: _Segments, rule: Integers, cut: Integers) -> _Bands:
+    """What each pair of segments sees in its rectangle, cut to rows that see something; pairs without any dropped.
+
+    Between progressions of one stride a rectangle's band is a band over rows.
+    """
+    q_first, q_last = q.rows_between(cut[:, 0], cut[:, 1])
+    k_first, k_last = k.rows_between(cut[:, 2], cut[:, 3])
+    queries, keys = q_last - q_first, k_last - k_first
+    if bool(((queries > 1) & (keys > 1) & (q.stride != k.stride)).any()):
+        raise PlanError("mask: segments of different strides have no common band; use one layout for both")
+    stride = np.where(queries > 1, q.stride, k.stride)
+    base = (q.start + q.stride * q_first) - (k.start + k.stride * k_first)
+    low, high = -((base - cut[:, 4]) // stride), (cut[:, 5] - base) // stride
+    first_row, last_row = np.maximum(0, low), np.minimum(queries, high + keys)
+    first_key, last_key = np.maximum(0, first_row - high), np.minimum(keys, last_row - low)
+    sees = (queries > 0) & (keys > 0) & (first_row < last_row) & (first_key < last_key) & (low <= high)
+    shift = first_key - first_row
+    q_row, k_row = q.offset + q_first, k.offset + k_first
+    rows = (q_row + first_row, q_row + last_row, k_row + first_key, k_row + last_key)
+    return _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift).taken(np.flatnonzero(sees))
+
+
+def _listed(first: Integers, count: Integers) -> tuple[Integers, Integers]:
+    """(i, n) for every n of first[i], first[i] + 1, ... (count[i] of them)."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - (np.cumsum(count) - count - first)[which]
+
+
+def _joined(bands: list[Band]) -> list[Band]:
+    """The same visibility in fewer bands: full ones that share an edge become one."""
+    full = _merged((b.q_start, b.q_stop, b.k_start, b.k_stop) for b in bands if b.is_full)  # side by side
+    full = _merged((k, k_stop, q, q_stop) for q, q_stop, k, k_stop in full)  # one above the other
+    whole = [Band(q, q_stop, k, k_stop) for k, k_stop, q, q_stop in full]
+    return sorted([*whole, *(b for b in bands if not b.is_full)], key=lambda band: (band.q_start, band.k_start))
+
+
+def _merged(boxes: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Boxes (a, a_stop, b, b_stop); those of one (a, a_stop) that follow each other in b become one."""
+    merged: list[tuple[int, int, int, int]] = []
+    for box in sorted(boxes):
+        if merged and merged[-1][:2] == box[:2] and merged[-1][3] == box[2]:
+            merged[-1] = (*merged[-1][:3], box[3])
+        else:
+            merged.append(box)
+    return merged

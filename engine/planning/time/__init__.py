@@ -1,0 +1,1 @@
+"""FLOPs, devices, and the time that a plan takes."""

@@ -1,0 +1,92 @@
+"""What the parts of a plan cost: FLOPs of tiles, bytes of transfers and of local operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.planning.schedule.plan import Direction, HeadPart, LocalOp, Slot, Tile, TokenBytes, View
+
+# FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
+# Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
+# products, of which the recomputed one is not in the model FLOPs of `engine.planning.time.flops`.
+FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
+
+
+def visible_pairs(tile: Tile) -> int:
+    """Number of (query, key) pairs that the tile lets through, per head."""
+    rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+    low = -keys if tile.low is None else tile.low
+    high = rows if tile.high is None else tile.high
+    return max(0, _pairs_from(rows, keys, low) - _pairs_from(rows, keys, high + 1))
+
+
+def _pairs_from(rows: int, keys: int, low: int) -> int:
+    """Pairs with i - j >= low: row i sees its first clamp(i - low + 1, 0, keys) keys."""
+    return _ramp(rows - low, keys) - _ramp(-low, keys)
+
+
+def _ramp(last: int, top: int) -> int:
+    """Sum of min(t, top) over t = 1 .. last; 0 for last < 1."""
+    if last <= 0:
+        return 0
+    low = min(last, top)
+    return low * (low + 1) // 2 + (last - low) * top
+
+
+def query_heads(slot: Slot, token_bytes: TokenBytes) -> int:
+    """Query heads that the rows of a slot hold."""
+    if slot.heads is None:
+        return token_bytes.num_heads
+    first, last = slot.heads.queries(token_bytes.num_heads)
+    return last - first
+
+
+def computed_pairs(tile: Tile, block_rows: float) -> float:
+    """Pairs that a kernel computes which works on square blocks: along the edge of a band half of a block is wasted."""
+    rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+    edges = (tile.low is not None) + (tile.high is not None)
+    return min(rows * keys, visible_pairs(tile) + edges * min(rows, keys) * block_rows / 2)
+
+
+def tile_flops(
+    tile: Tile, slots: Sequence[Slot], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
+) -> float:
+    """FLOPs of one kernel call over all heads of its query slot, wasted parts of blocks included."""
+    heads = query_heads(slots[tile.q.slot], token_bytes)
+    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile, block_rows)
+
+
+class ViewBytes:
+    """Bytes of views of one rank's slots."""
+
+    def __init__(self, slots: Sequence[Slot], token_bytes: TokenBytes) -> None:
+        self._slots = slots
+        self._token_bytes = token_bytes
+        widths = {(slot.kind, slot.heads): token_bytes.of(slot.kind, slot.heads) for slot in slots}
+        self._widths = [widths[slot.kind, slot.heads] for slot in slots]
+
+    def of(self, view: View) -> int:
+        """Bytes of the rows of a view."""
+        return (view.stop - view.start) * self._widths[view.slot]
+
+    def moved_by_tile(self, tile: Tile) -> int:
+        """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
+        moved = self.of(tile.acc) * (2 - tile.stores)
+        return moved + (self.of(tile.acc_kv) * (2 - tile.stores_kv) if tile.acc_kv else 0)
+
+    def moved_by_op(self, op: LocalOp) -> int:
+        """Bytes read and written by a local operation, on the heads of the narrower side."""
+        if op.src is None:
+            return self.of(op.dst)
+        heads = _narrower(self._slots[op.dst.slot].heads, self._slots[op.src.slot].heads)
+        dst, src = (
+            (view.stop - view.start) * self._token_bytes.of(self._slots[view.slot].kind, heads)
+            for view in (op.dst, op.src)
+        )
+        return (2 * dst if op.op == "add" else dst) + src
+
+
+def _narrower(first: HeadPart | None, second: HeadPart | None) -> HeadPart | None:
+    if first is None or second is None:
+        return first or second
+    return first if first.count >= second.count else second

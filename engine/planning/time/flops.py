@@ -1,0 +1,128 @@
+"""FLOPs of a training step, the parameters behind them, and MFU: the one place that counts. Standard library only.
+
+Per sequence of N tokens, with N_mat parameters that take part in matmuls (head included, embedding lookup not), and
+P visible (query, key) pairs of the mask:
+
+    forward    2 * N_mat * N           a multiplication and an addition per parameter and token
+             + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head (P: of the mean layer)
+    backward   twice the forward       gradients of both operands of every matmul
+
+Conventions differ by more than 2x between publications, so each figure carries the name of its own:
+
+    model                  forward + backward, pairs counted exactly by the mask: basis of `mfu`
+    model_full_attention   the same with P = N**2, as if nothing were masked: basis of `mfu_full_attention`
+    hardware               model + what activation checkpointing computes again: basis of `hfu`
+
+Not counted anywhere: norms, RoPE, softmax, the optimizer, and what a flash kernel recomputes inside its own backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.settings import ModelConfig
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What backward computes again: parameters of matmuls per token, pairs; both summed over layers, pairs over
+    sequences too.
+    """
+
+    matmul_parameters: int = 0
+    attention_pairs: int = 0
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by what they do; a tied head counts under `head`, and its embedding is 0."""
+
+    embedding: int
+    layer_matmuls: int
+    vectors: int  # norm gains and biases
+    head: int
+
+    @property
+    def total(self) -> int:
+        """Numbers that are stored and trained."""
+        return self.embedding + self.layer_matmuls + self.vectors + self.head
+
+    @property
+    def matmul(self) -> int:
+        """N_mat: parameters that every token is multiplied with."""
+        return self.layer_matmuls + self.head
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one optimizer step over all ranks, in the three conventions of this module."""
+
+    model: int
+    model_full_attention: int
+    hardware: int
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Parameters of `engine.model.llama.LlamaModel(model)`, without building it."""
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * query_size + 2 * kv_size)
+    mlp = 3 * model.hidden_size * model.ffn_hidden_size
+    vocabulary = model.vocab_size * model.hidden_size
+    return ParameterCount(
+        embedding=0 if model.tie_embeddings else vocabulary,
+        layer_matmuls=model.num_layers * (attention + mlp),
+        vectors=model.num_layers * layer_vectors(model) + model.hidden_size,
+        head=vocabulary,
+    )
+
+
+def layer_vectors(model: ModelConfig, tp_size: int = 1) -> int:
+    """Norm gains and biases of one layer on one of `tp_size` ranks, which divide the biases only."""
+    widths = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    gains = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    return gains + (widths // tp_size if model.qkv_bias else 0)
+
+
+def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
+    """Visible (query, key) pairs of one sequence, exactly; the causal diagonal is visible."""
+    return seq_len * (seq_len + 1) // 2 if mask == "causal" else seq_len * seq_len
+
+
+def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
+    """FLOPs of one forward pass over `tokens` tokens with `pairs` visible pairs per head, summed over layers."""
+    return 2 * count_parameters(model).matmul * tokens + _attention_forward(model, pairs)
+
+
+def step_flops(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    visible_pairs: int,
+    sequences: int = 1,
+    recomputed: Recomputed = Recomputed(),
+) -> Flops:
+    """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
+
+    `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What is
+    `recomputed` depends on the checkpoint policies (`engine.memory.recompute`); of the head nothing: the loss computes
+    its logits once.
+    """
+    tokens = seq_len * sequences
+    forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
+    every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
+    again = 2 * recomputed.matmul_parameters * tokens + _attention_forward(model, recomputed.attention_pairs)
+    return Flops(
+        model=3 * forward,
+        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
+        hardware=3 * forward + again,
+    )
+
+
+def mfu(flops: float, *, step_time_s: float, devices: int, peak_flops_per_s: float) -> float:
+    """`flops` in `step_time_s` as a share of the peak of `devices` devices; the FLOPs given say which MFU it is."""
+    return flops / (step_time_s * devices * peak_flops_per_s)
+
+
+def _attention_forward(model: ModelConfig, pairs: int) -> int:
+    return 4 * model.num_heads * model.head_dim * pairs

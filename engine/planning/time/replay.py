@@ -1,0 +1,262 @@
+"""Replay of an attention plan against a machine: who computes, sends and waits when. No torch, no randomness.
+
+Every rank runs its steps in order as `engine.planning.schedule.plan` says: local ops, posts, tiles, waits, local ops. A
+message starts when both ends have posted it, when their channel has finished its messages of earlier steps (a channel
+is a FIFO) and when the link is free. All channels of a rank that use one kind of link share it: messages are served in
+order of step, then channel, then distance, so that an exchange among all ranks meets no queue. A link carries both
+directions at once; a message occupies the sender's side and the receiver's side for bytes / rate and ends one latency
+later. Computing costs the link nothing and the link costs the kernels nothing.
+
+The order of service is the plan's and never the clock's, so times are sums and maxima of costs: a slower machine can
+never make a plan faster, as it can where queues are served by arrival.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.config.errors import PlanError
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import (
+    AttentionPlan,
+    Channel,
+    Direction,
+    LocalOp,
+    RankPlan,
+    Step,
+    Tile,
+    TokenBytes,
+    Transfer,
+)
+from engine.planning.time.costs import ViewBytes, tile_flops
+from engine.planning.time.machine import LinkKind, Machine
+
+COMPUTE_LANE = "compute"
+_CHANNEL_ORDER = {channel: index for index, channel in enumerate(Channel)}
+
+
+class Interval(NamedTuple):
+    """Something that one rank does from `start_s` to `stop_s`.
+
+    lane   "compute" or the name of a channel
+    kind   on the compute lane: full, causal, band (tiles), op (local operation), wait; on channels: send, recv, load,
+           store
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    start_s: float
+    stop_s: float
+    label: str
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a replay found: intervals in order of start per rank and lane, and sums per rank."""
+
+    direction: Direction
+    intervals: tuple[Interval, ...]
+    finish_s: Mapping[int, float]
+    compute_s: Mapping[int, float]  # tiles and local operations
+    waited_s: Mapping[int, float]  # standing at a wait: transfers that nothing hides, and ranks that are late
+
+    @property
+    def total_s(self) -> float:
+        """When the last rank is done."""
+        return max(self.finish_s.values())
+
+    @property
+    def busiest_s(self) -> float:
+        """Compute of the rank that has most of it."""
+        return max(self.compute_s.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds: the total minus what the same plan takes when transfers are free."""
+        return self.total_s - self.busiest_s
+
+
+class _Message(NamedTuple):
+    """A transfer with both of its ends; `src` is `dst` for one between a device and its host memory."""
+
+    order: tuple[int, int, int]  # channel, distance, source
+    number: int
+    channel: Channel
+    op: str
+    src: int
+    dst: int
+    size: int
+
+
+def replay(plan: AttentionPlan, machine: Machine, token_bytes: TokenBytes, topology: Topology) -> Timeline:
+    """When everything in a plan happens on `machine`, its ranks lying as in `topology`.
+
+    Of a plan that holds some of the ranks, the others are taken to be as far as the planned rank that they exchange a
+    message with, on links of their own. Takes about 10 microseconds per tile and message. Raises PlanError when the
+    topology is of another size.
+    """
+    if topology.size != plan.size:
+        raise PlanError(f"replay: the plan is of {plan.size} ranks and the topology of {topology.size}; give theirs")
+    return _Replay(plan, machine, token_bytes, topology).run()
+
+
+class _Replay:
+    """The clocks of all ranks and links; `run` advances them step by step."""
+
+    def __init__(self, plan: AttentionPlan, machine: Machine, token_bytes: TokenBytes, topology: Topology) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.token_bytes = token_bytes
+        self.bytes = {rank: ViewBytes(rank_plan.slots, token_bytes) for rank, rank_plan in plan.ranks.items()}
+        self.network = _Network(machine, topology)
+        self.clock = dict.fromkeys(plan.ranks, 0.0)
+        self.compute = dict.fromkeys(plan.ranks, 0.0)
+        self.waited = dict.fromkeys(plan.ranks, 0.0)
+        self.intervals: list[Interval] = []
+
+    def run(self) -> Timeline:
+        """Every step of every rank."""
+        for index, group in sorted(_steps_by_index(self.plan.ranks.values()).items()):
+            for rank, step in group:
+                self._ops(rank, step.pre, index)
+            posted = [(rank, transfer) for rank, step in group for transfer in step.post]
+            self.intervals += self.network.serve(self._messages(posted), self.clock, index)
+            for rank, step in group:
+                self._tiles(rank, step.tiles, index)
+                self._wait(rank, step)
+                self._ops(rank, step.after, index)
+        intervals = tuple(sorted(self.intervals, key=lambda i: (i.rank, i.lane, i.start_s, i.stop_s)))
+        return Timeline(self.plan.direction, intervals, self.clock, self.compute, self.waited)
+
+    def _messages(self, posted: Sequence[tuple[int, Transfer]]) -> list[_Message]:
+        sent = {transfer.message for _, transfer in posted if transfer.op == "send"}
+        received = {transfer.message for _, transfer in posted if transfer.op == "recv"}
+        messages = []
+        for rank, transfer in posted:
+            number, peer, is_planned = transfer.message, transfer.peer, transfer.peer in self.plan.ranks
+            if transfer.op == "recv" and is_planned and number not in sent:
+                raise PlanError(f"replay: message {number} is received at a step where rank {peer} does not send it")
+            if transfer.op == "send" and is_planned and number not in received:
+                raise PlanError(f"replay: message {number} of rank {rank} is not received at the same step")
+            if transfer.op == "recv" and is_planned:
+                continue  # told by its sender
+            src, dst, op = (peer, rank, "send") if transfer.op == "recv" else (rank, peer, transfer.op)
+            order = (_CHANNEL_ORDER[transfer.channel], (dst - src) % self.plan.size, src)
+            size = self.bytes[rank].of(transfer.view)
+            messages.append(_Message(order, number, transfer.channel, op, src, dst, size))
+        return sorted(messages)
+
+    def _busy(self, rank: int, kind: str, seconds: float, label: str, step: int) -> None:
+        start = self.clock[rank]
+        self.clock[rank] = start + seconds
+        self.compute[rank] += seconds
+        self.intervals.append(Interval(rank, COMPUTE_LANE, kind, start, self.clock[rank], label, step))
+
+    def _ops(self, rank: int, ops: Iterable[LocalOp], step: int) -> None:
+        for op in ops:
+            seconds = self.bytes[rank].moved_by_op(op) / self.machine.elementwise_bytes_per_s
+            self._busy(rank, "op", seconds, op.op, step)
+
+    def _tiles(self, rank: int, tiles: Iterable[Tile], step: int) -> None:
+        machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
+        rate = machine.forward_flops_per_s if direction == "forward" else machine.backward_flops_per_s
+        for tile in tiles:
+            flops = tile_flops(tile, slots, self.token_bytes, direction, machine.kernel_block_rows)
+            seconds = flops / rate + machine.tile_overhead_s
+            seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
+            label = f"{tile.q.stop - tile.q.start} x {tile.kv.stop - tile.kv.start}"
+            self._busy(rank, _tile_kind(tile), seconds, label, step)
+
+    def _wait(self, rank: int, step: Step) -> None:
+        if not step.wait:
+            return
+        start = self.clock[rank]
+        stop = max(start, *(self.network.finish[message] for message in step.wait))
+        if stop > start:
+            self.clock[rank] = stop
+            self.waited[rank] += stop - start
+            self.intervals.append(Interval(rank, COMPUTE_LANE, "wait", start, stop, "wait", step.index))
+
+
+class _Network:
+    """Links and channels, each free from some time on."""
+
+    def __init__(self, machine: Machine, topology: Topology) -> None:
+        self.machine = machine
+        self.topology = topology
+        self.finish: dict[int, float] = {}  # by message
+        self._link_free: defaultdict[tuple[LinkKind, str, int], float] = defaultdict(float)
+        self._channel_free: defaultdict[tuple[Channel, int], float] = defaultdict(float)
+
+    def serve(self, messages: Iterable[_Message], posted: Mapping[int, float], step: int) -> list[Interval]:
+        """Both ends of all messages of one step as intervals; `posted` is when each rank posts."""
+        intervals: list[Interval] = []
+        done: dict[tuple[Channel, int], float] = {}
+        for message in messages:
+            channel, src, dst = message.channel, message.src, message.dst
+            free = max(self._channel_free[channel, src], self._channel_free[channel, dst])
+            ready = max(posted[rank] for rank in (src, dst) if rank in posted)
+            start, stop = self._send(message, max(free, ready))
+            self.finish[message.number] = stop
+            for rank, kind in self._ends(message):
+                if rank not in posted:
+                    continue
+                done[channel, rank] = max(stop, done.get((channel, rank), 0.0))
+                intervals.append(Interval(rank, channel.value, kind, start, stop, _label(message, kind), step))
+        # Only now: messages of one channel and step are one group and start together.
+        self._channel_free.update(done)
+        return intervals
+
+    def _ends(self, message: _Message) -> tuple[tuple[int, str], ...]:
+        if message.op == "send":
+            return (message.src, "send"), (message.dst, "recv")
+        return ((message.src, message.op),)
+
+    def _send(self, message: _Message, ready: float) -> tuple[float, float]:
+        """(start, end) of a message that may start at `ready`; occupies the two sides of its link."""
+        link, near, far = self._sides(message)
+        seconds = message.size / self.machine.bytes_per_s(link)
+        start = max(ready, self._link_free[near])
+        self._link_free[near] = start + seconds
+        stop = max(start, self._link_free[far]) + seconds if far else start + seconds
+        if far:
+            self._link_free[far] = stop
+        return start, stop + self.machine.latency_s(link)
+
+    def _sides(self, message: _Message) -> tuple[LinkKind, tuple[LinkKind, str, int], tuple[LinkKind, str, int] | None]:
+        if message.op != "send":
+            return "host", ("host", message.op, message.src), None
+        src, dst = message.src, message.dst
+        link: LinkKind = "intra" if self.topology.same_node(src, dst) else "inter"
+        if link == "inter" and self.machine.shared_nic:
+            src, dst = self.topology.node_of(src), self.topology.node_of(dst)
+        return link, (link, "out", src), (link, "in", dst)
+
+
+def _label(message: _Message, kind: str) -> str:
+    peer = {"send": f"to {message.dst}", "recv": f"from {message.src}"}.get(kind, kind)
+    return f"{peer}, {message.size} B"
+
+
+def _tile_kind(tile: Tile) -> str:
+    if tile.low is None and tile.high is None:
+        return "full"
+    return "causal" if tile.low == 0 and tile.high is None else "band"
+
+
+def _steps_by_index(plans: Iterable[RankPlan]) -> dict[int, list[tuple[int, Step]]]:
+    steps: defaultdict[int, list[tuple[int, Step]]] = defaultdict(list)
+    for plan in plans:
+        for step in plan.steps:
+            steps[step.index].append((plan.rank, step))
+    return steps

@@ -1,1 +1,0 @@
-"""What surrounds training: processes, states and errors of ranks, events, records on disk, provenance, summaries."""

@@ -1,0 +1,214 @@
+"""Folders of checkpoints: written under another name, committed by one rename, verified before they are trusted.
+
+checkpoints/
+    step-00001200/             committed: files and MANIFEST.json
+    step-00001300.tmp-<id>/    being written, or left by a save that died; never read
+    step-00001100.old-<id>/    replaced by a new save of the same step, until that is committed
+    step-00001000.bad-<id>/    found damaged and put aside, with the reason in WHY
+    fetched-<id>/              files of another node's disk, while they are read
+    storage                    id of this disk, so that nodes can tell whether they share it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config.errors import ConfigError
+from engine.config.settings import CheckpointConfig, load_config
+from engine.runs.files import hash_file, sync
+from engine.runs.manifest import MANIFEST_FILE, CheckpointError, FileFacts, Manifest, read_manifest
+from engine.runs.records import replace_json
+
+STORAGE_FILE = "storage"
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"(step-\d{8,})\.old-[0-9a-f]+")
+_LEFTOVER = re.compile(r"(step-\d{8,}\.(tmp|old|gone)|fetched)-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, not verified."""
+
+    step: int
+    path: Path
+
+
+def new_folder(root: Path, step: int, save_id: str) -> Path:
+    """A fresh folder to write the checkpoint of `step` into; save_id: hex digits that no other save has."""
+    path = root / f"step-{step:08d}.tmp-{save_id}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write a checkpoint under {root}: {error.strerror}") from error
+    return path
+
+
+def commit(temporary: Path, manifest: Manifest) -> Path:
+    """Make what lies in `temporary` the checkpoint of its step: the rename is the commit. Raises OSError.
+
+    An older checkpoint of the same step stays until then, under a name by which `recover` finds it.
+    """
+    replace_json(temporary / MANIFEST_FILE, manifest.to_dict())
+    sync(temporary)
+    target = temporary.with_name(f"step-{manifest.step:08d}")
+    replaced: Path | None = None
+    if target.exists():
+        replaced = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+        target.rename(replaced)
+    temporary.rename(target)
+    sync(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return target
+
+
+def recover(root: Path) -> None:
+    """Put right what a save or a removal that was killed left under `root`; nobody may be saving there."""
+    for path in _children(root):
+        if found := _REPLACED.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                if not (root / found[1]).exists():
+                    path.rename(root / found[1])
+    for path in _children(root):
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def list_checkpoints(root: Path) -> list[Checkpoint]:
+    """The committed checkpoints under `root`, newest first; none has been verified."""
+    found = [(match, path) for path in _children(root) if (match := _COMMITTED.fullmatch(path.name))]
+    return sorted((Checkpoint(int(match[1]), path) for match, path in found), key=lambda one: -one.step)
+
+
+def open_checkpoint(checkpoint: Checkpoint) -> Manifest:
+    """Its manifest. Raises CheckpointError when that is damaged or of another step."""
+    manifest = read_manifest(checkpoint.path)
+    if manifest.step != checkpoint.step:
+        raise CheckpointError(f"{checkpoint.path} holds step {manifest.step}")
+    return manifest
+
+
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read these files, or all, whole and compare them with the manifest; `advance` hears their bytes.
+
+    Raises CheckpointError for the first that differs.
+    """
+    for name in sorted(manifest.files) if names is None else names:
+        path, facts = folder / name, manifest.files[name]
+        try:
+            found = file_facts(path, facts.storage)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if found.bytes != facts.bytes:
+            raise CheckpointError(f"{path} has {found.bytes:,} bytes, {facts.bytes:,} were written")
+        if found != facts:
+            raise CheckpointError(f"{path} does not hold what was written: its SHA-256 is another")
+        advance(facts.bytes)
+
+
+def file_facts(path: Path, storage: str) -> FileFacts:
+    """What a manifest says of the file at `path`. Raises OSError."""
+    return FileFacts(path.stat().st_size, hash_file(path), storage)
+
+
+def put_aside(checkpoint: Checkpoint, why: str) -> Path:
+    """Rename a damaged checkpoint so that nobody takes it again; the reason lies in it. Gives the new path.
+
+    Raises CheckpointError when it cannot be renamed, as on a read-only disk.
+    """
+    target = checkpoint.path.with_name(f"{checkpoint.path.name}.bad-{secrets.token_hex(4)}")
+    try:
+        checkpoint.path.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.path} is damaged and cannot be put aside: {error.strerror}") from error
+    with contextlib.suppress(OSError):
+        (target / "WHY").write_text(why + "\n", encoding="utf-8")
+    return target
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; killed half-way, what is left is no checkpoint any more. Raises OSError."""
+    gone = path.with_name(f"{path.name}.gone-{secrets.token_hex(4)}")
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def superfluous(
+    steps: Sequence[int], *, keep_last: int, keep_every: int | None = None, protected: Iterable[int] = ()
+) -> list[int]:
+    """Which of the committed `steps` to delete: all but the newest `keep_last`, every multiple of `keep_every` steps
+    and `protected` ones.
+    """
+    newest = sorted(steps)[-keep_last:] if keep_last else []
+    kept = {*newest, *protected}
+    return [step for step in sorted(steps) if step not in kept and (keep_every is None or step % keep_every)]
+
+
+def checkpoints_folder(settings: CheckpointConfig, run_path: Path) -> Path:
+    """Where the checkpoints of the run in `run_path` lie."""
+    folder = settings.folder
+    return run_path / "checkpoints" if folder is None else Path(folder).expanduser() / run_path.name
+
+
+def checkpoints_of(run_path: Path) -> Path:
+    """Where this machine has the checkpoints of a run: where its config.yaml says, or in the run folder if there are
+    only those that `burst checkpoint fetch` brought. Raises ConfigError when config.yaml cannot be read.
+    """
+    config = run_path / "config.yaml"
+    settings = load_config(config).train.checkpoint if config.exists() else CheckpointConfig()
+    chosen, own = checkpoints_folder(settings, run_path), run_path / "checkpoints"
+    return own if list_checkpoints(own) and not list_checkpoints(chosen) else chosen
+
+
+def read_storage_id(root: Path) -> str:
+    """What tells the disk under `root` from others, as `storage_id` left it; empty where it did not."""
+    try:
+        return (root / STORAGE_FILE).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def storage_id(root: Path) -> str:
+    """What tells the disk under `root` from others: who sees the same folder gets the same answer. Raises OSError."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = root / STORAGE_FILE
+    fresh = path.with_name(f"{STORAGE_FILE}.tmp-{secrets.token_hex(8)}")
+    if not path.exists():
+        fresh.write_text(secrets.token_hex(16), encoding="ascii")
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, path)  # appears whole, and only if there is none
+        fresh.unlink()
+    return path.read_text(encoding="ascii")
+
+
+def _children(root: Path) -> list[Path]:
+    try:
+        return sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def find_source(source: Path) -> tuple[Path, int | None]:
+    """(folder of checkpoints, step or None for the newest) that a path names. Raises CheckpointError."""
+    for checkpoint in list_checkpoints(source.parent):
+        if checkpoint.path == source:
+            return source.parent, checkpoint.step
+    roots = [source / "checkpoints", source]
+    with contextlib.suppress(ConfigError):  # of a run whose settings are of another version
+        roots.insert(0, checkpoints_of(source))
+    for root in roots:
+        if list_checkpoints(root):
+            return root, None
+    raise CheckpointError(f"{source} holds no checkpoint: expected a run folder or one of its checkpoints")

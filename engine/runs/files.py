@@ -1,0 +1,86 @@
+"""Files that survive being killed: replaced whole, seen on the disk, known by their hash. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config.errors import BurstError
+
+CACHE_VARIABLE = "BURST_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """$BURST_CACHE_DIR, or ~/.cache/burst."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser().absolute()
+    try:
+        return Path.home() / ".cache" / "burst"
+    except RuntimeError:
+        raise BurstError(f"this user has no home folder to keep a cache in. Set {CACHE_VARIABLE}.") from None
+
+
+def hash_json(value: object) -> str:
+    """SHA-256 in hex of `value` as JSON, however its keys are ordered."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 in hex of the bytes of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(*paths: Path) -> None:
+    """Returns when the contents of these files, and the names in these folders, are on the disk. Raises OSError."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -> None:
+    """Replace `path`; a reader, whatever happens here, sees the old content or the new one. Raises OSError.
+
+    The file is its owner's alone, or `is_shared` as if it had been opened under its own name.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_shared:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, work: Path) -> Iterator[None]:
+    """Make `work`, to be filled in the body, and rename it to `path` after it: that exists whole or not at all.
+
+    Whatever fails, `work` is gone. Raises OSError, also where a folder with anything in it has appeared at `path`.
+    """
+    work.mkdir(parents=True)
+    try:
+        yield
+        sync(*work.rglob("*"), work)
+        work.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,432 @@
+"""The run folder: what a run is on disk, and the only code that writes it.
+
+    runs/<exp>/<UTC yyyymmdd-hhmmss>-<id6>/          mode 0700, appears complete or not at all
+        config.yaml overrides.txt provenance.json plan.sh env/<node>.env
+        run.json           the state machine below, replaced atomically under a lock on the folder
+        events.jsonl       one object per event;  metrics.jsonl: one object per optimizer step
+        summary.json       figures of the whole run
+        logs/<node>/rank<NNNN>.log, .status.json, .stacks and, when that rank failed, .error.json
+        checkpoints/
+        attempts/<N>/      metrics, events, summary and errors of an earlier attempt of the same run
+
+    planned  -> starting, failed, cancelled, oom
+    starting -> running, failed, cancelled, oom
+    running  -> completed, failed, cancelled, oom
+    completed, failed, cancelled, oom -> starting (another attempt)
+
+Standard library only: every rank, the command line and tests import this module without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.config.errors import BurstError, ConfigError
+from engine.runs.oom import is_out_of_memory, measure_out_of_memory
+from engine.runs.process import process_start
+from engine.runs.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
+
+OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
+RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
+RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run
+NODE_VARIABLE = "BURST_NODE"  # likewise: the node's name in the launch plan, which need not be its host name
+RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
+STATES = ("planned", "starting", "running", "completed", "failed", "cancelled", "oom")
+FINAL_STATES = frozenset({"completed", "failed", "cancelled", "oom"})
+LEGAL_TRANSITIONS: Mapping[str, frozenset[str]] = {
+    "planned": frozenset({"starting", "failed", "cancelled", "oom"}),
+    "starting": frozenset({"running", "failed", "cancelled", "oom"}),
+    "running": frozenset({"completed", "failed", "cancelled", "oom"}),
+    **{state: frozenset({"starting"}) for state in sorted(FINAL_STATES)},
+}
+MESSAGE_CHARACTERS = 4_000
+TRACEBACK_CHARACTERS = 20_000
+# What a rank says when it only noticed that another one had gone.
+_ECHO_TYPES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
+_ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_EXP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ATTEMPT_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
+
+
+class RunFolderError(BurstError):
+    """A run folder cannot be created, read or moved to the wanted state."""
+
+
+def node_name() -> str:
+    """The name of this machine in files of a run: as the launch plan has it, else its host name."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
+
+
+def default_runs_dir() -> Path:
+    """The root of all runs: BURST_RUNS_DIR, else ./runs."""
+    return Path(os.environ.get(RUNS_DIR_VARIABLE) or "runs")
+
+
+def new_run_path(runs_dir: Path, exp: str, now: datetime | None = None) -> Path:
+    """Absolute path of a new run of `exp`, not created; the name holds the UTC time and six random hex digits."""
+    if not _EXP.fullmatch(exp):
+        raise ConfigError(f"exp={exp!r} cannot name a folder: use letters, digits, '.', '_' and '-', at most 100.")
+    stamp = (now or datetime.now(UTC)).astimezone(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path(runs_dir).absolute() / exp / f"{stamp}-{secrets.token_hex(3)}"
+
+
+def check_writable(path: Path) -> None:
+    """Raise RunFolderError when the run folder `path` could not be created; creates nothing.
+
+    For callers with long work to do before `create_run`; a folder that passes may still refuse later.
+    """
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise _cannot_create(path, f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _cannot_create(path, f"{nearest} is not writable")
+
+
+def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
+    """The run folder `path` in state planned, holding `files` (relative name -> text); `facts` go to run.json.
+
+    It is built under a temporary name beside its place and renamed, so that a failure leaves nothing half made; folders
+    above it that this call created are removed again as well. Raises RunFolderError with the cause.
+    """
+    created = _missing_parents(path)
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # mkdtemp gives mode 0700
+        _fill(temporary, path, files, facts)
+        temporary.rename(path)
+    except OSError as error:
+        _remove(temporary, created)
+        raise _cannot_create(path, error.strerror or str(error)) from error
+    except BaseException:
+        _remove(temporary, created)
+        raise
+    return RunFolder(path)
+
+
+def open_run(path: Path | str) -> RunFolder:
+    """The run in folder `path` (or the folder of its config.yaml); a folder without run.json counts as planned."""
+    folder = Path(path).absolute()
+    if folder.name == "config.yaml":
+        folder = folder.parent
+    if not (folder / "run.json").is_file() and not (folder / "config.yaml").is_file():
+        raise RunFolderError(f"{folder} is no run folder: it holds neither run.json nor config.yaml.")
+    return RunFolder(folder)
+
+
+def typed_overrides(path: Path) -> list[str]:
+    """What was typed for the run in folder `path`; nothing where that cannot be read."""
+    try:
+        return (path / OVERRIDES_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def list_runs(runs_dir: Path) -> list[RunFolder]:
+    """All runs below `runs_dir`, oldest first by name; damaged ones are included and raise when they are read."""
+    folders = [folder for folder in Path(runs_dir).absolute().glob("*/*") if _RUN_ID.fullmatch(folder.name)]
+    return [RunFolder(folder) for folder in sorted(folders, key=lambda folder: (folder.name, str(folder)))]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on disk. Every process of the run may hold one; run.json is only changed by `transition`."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def exp(self) -> str:
+        return self.path.parent.name
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def read_state(self) -> dict[str, Any]:
+        """The content of run.json; a missing file means planned. Raises RunFolderError when it is damaged."""
+        try:
+            document = read_json_object(self.path / "run.json")
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{self.path / 'run.json'} is damaged: {error}") from error
+        if document is None:
+            return initial_state(self.path)
+        if document.get("state") not in STATES:
+            raise RunFolderError(f"{self.path / 'run.json'} names the unknown state {document.get('state')!r}.")
+        return document
+
+    def transition(self, state: str, **facts: Any) -> dict[str, Any]:
+        """The new content of run.json after a move to `state`, with `facts` merged in (last writer wins per fact).
+
+        Entering starting records host, pid and start; entering a final state records the end. Starting again after
+        the end (or after the recorded process died) moves the old metrics, events, summary and errors to attempts/<N>.
+        Raises RunFolderError for a move that the diagram above does not have, and for an unwritable folder.
+        """
+        try:
+            with self._locked():
+                document = self.read_state()
+                self._check_move(document, state)
+                document = self._moved(document, state, facts)
+                replace_json(self.path / "run.json", document)
+        except OSError as error:
+            raise RunFolderError(f"Run {self.run_id} cannot be moved to state {state}: {error}.") from error
+        return document
+
+    def record(self, **facts: Any) -> None:
+        """Merge `facts` into run.json without a change of state."""
+        try:
+            with self._locked():
+                replace_json(self.path / "run.json", {**self.read_state(), **facts})
+        except OSError as error:
+            raise RunFolderError(f"{self.path / 'run.json'} cannot be written: {error}.") from error
+
+    def is_alive(self) -> bool | None:
+        """Whether the process recorded in run.json still lives; None when it lies on another host or is not known."""
+        document = self.read_state()
+        pid, started = document.get("pid"), document.get("pid_start")
+        if document.get("host") != socket.gethostname() or not isinstance(pid, int):
+            return None
+        now = process_start(pid)
+        return now is not None and (started is None or now == started)
+
+    # --- records ---------------------------------------------------------------------------------------------------
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add one line to metrics.jsonl; figures that are not finite become null and are named under `not_finite`."""
+        append_json_line(self.path / "metrics.jsonl", row)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All complete rows of metrics.jsonl in order; a torn line is left out."""
+        return read_json_lines(self.path / "metrics.jsonl")
+
+    def append_event(self, kind: str, **facts: Any) -> None:
+        """Add {at, kind, **facts} to events.jsonl; kind "phase" with phase="..." is what live progress shows."""
+        append_json_line(self.path / "events.jsonl", {"at": utc_now(), "kind": kind, **facts})
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All complete events in order."""
+        return read_json_lines(self.path / "events.jsonl")
+
+    def attempts(self) -> list[RunFolder]:
+        """The folders in which attempts of this run left their records, the oldest first; the last one is this."""
+        earlier = (path for path in (self.path / "attempts").glob("*") if path.name.isdecimal())
+        return [*(RunFolder(path) for path in sorted(earlier, key=lambda path: int(path.name))), self]
+
+    def saved_steps(self) -> list[int]:
+        """The steps of which checkpoints were committed, in all attempts, in the order in which they were."""
+        events = (event for attempt in self.attempts() for event in attempt.read_events())
+        return [event["step"] for event in events if event.get("kind") == "checkpoint"]
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json atomically."""
+        replace_json(self.path / "summary.json", summary)
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The content of summary.json, or None when the run has none. Raises RunFolderError when it is damaged."""
+        return self._read("summary.json")
+
+    def read_provenance(self) -> dict[str, Any] | None:
+        """The content of provenance.json, or None."""
+        return self._read("provenance.json")
+
+    def read_memory_plan(self) -> dict[str, Any] | None:
+        """The content of memory_plan.json, or None."""
+        return self._read("memory_plan.json")
+
+    # --- logs and errors of ranks ----------------------------------------------------------------------------------
+
+    def log_dir(self, host: str) -> Path:
+        """logs/<host>; characters that do not belong in a file name become '_'."""
+        return self.path / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "_")
+
+    def log_path(self, host: str, rank: int) -> Path:
+        """logs/<host>/rank<NNNN>.log, where standard output and error of that rank go."""
+        return self.log_dir(host) / f"rank{rank:04d}.log"
+
+    def write_rank_error(
+        self, rank: int, error: BaseException, *, step: int | None = None, phase: str | None = None
+    ) -> None:
+        """Leave what ended this rank beside its log; never raises, because the rank is already dying of `error`."""
+        host = node_name()
+        path = self.log_path(host, rank).with_suffix(".error.json")
+        record = {"rank": rank, "host": host, "pid": os.getpid(), "step": step, "phase": phase, **describe_error(error)}
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_json(path, record)
+
+    def rank_errors(self) -> list[dict[str, Any]]:
+        """The errors that ranks of this attempt left, earliest first."""
+        records = []
+        for path in self.path.glob("logs/*/rank*.error.json"):
+            with contextlib.suppress(OSError, ValueError):
+                records.append(read_json_object(path))
+        return sorted((record for record in records if record), key=lambda record: record.get("time_ns", 0))
+
+    def first_rank_error(self) -> dict[str, Any] | None:
+        """The earliest error of this attempt, or None."""
+        return next(iter(self.rank_errors()), None)
+
+    # --- internals -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder's lock: the launcher and rank 0 both change run.json."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return read_json_object(self.path / name)
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{self.path / name} is damaged: {error}") from error
+
+    def _check_move(self, document: Mapping[str, Any], state: str) -> None:
+        old = document["state"]
+        if state in LEGAL_TRANSITIONS[old]:
+            return
+        if state == "starting" and old in ("starting", "running") and self.is_alive() is False:
+            return  # its launcher died without a word
+        allowed = ", ".join(sorted(LEGAL_TRANSITIONS[old]))
+        raise RunFolderError(
+            f"Run {self.run_id} is {old} (pid {document.get('pid')} on {document.get('host')}) "
+            f"and cannot become {state}; allowed: {allowed}."
+        )
+
+    def _moved(self, document: dict[str, Any], state: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        now = utc_now()
+        if state == "starting":
+            if document["state"] != "planned":
+                self._put_attempt_aside(document["attempt"])
+                document["attempt"] += 1
+            document.update(_process_facts(), started_at=now, ended_at=None, exit_code=None, failure=None)
+        if state in FINAL_STATES:
+            document["ended_at"] = now
+            document["exit_code"] = 0 if state == "completed" else 1
+        document["history"] = [*document["history"], {"state": state, "at": now}]
+        return {**document, "state": state, **facts}
+
+    def _put_attempt_aside(self, attempt: int) -> None:
+        """Move what the ended attempt recorded to attempts/<N>, so that figures of two attempts are never mixed."""
+        target = self.path / "attempts" / str(attempt)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in _ATTEMPT_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).rename(target / name)
+        for path in self.path.glob("logs/*/rank*.json"):  # errors, and where ranks said that they were
+            path.rename(target / path.name)
+
+
+def _process_facts() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
+
+
+def initial_state(path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What run.json holds of a planned run in folder `path`, with `facts` beside it."""
+    now = utc_now()
+    return {
+        "format": 1,
+        "run_id": path.name,
+        "exp": path.parent.name,
+        "state": "planned",
+        "attempt": 1,
+        "host": None,
+        "pid": None,
+        "pid_start": None,
+        "created_at": now,
+        "started_at": None,
+        "ended_at": None,
+        "exit_code": None,
+        "failure": None,
+        "history": [{"state": "planned", "at": now}],
+        **(facts or {}),
+    }
+
+
+def _fill(temporary: Path, path: Path, files: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    for name, text in files.items():
+        target = temporary / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        target.chmod(0o700 if name.endswith(".sh") else 0o600)
+    for name in ("logs", "checkpoints"):
+        (temporary / name).mkdir(exist_ok=True)
+    replace_json(temporary / "run.json", initial_state(path, facts))
+
+
+def _cannot_create(path: Path, cause: str) -> RunFolderError:
+    return RunFolderError(
+        f"The run folder {path} cannot be created: {cause}. "
+        f"Give a writable folder with --runs-dir or {RUNS_DIR_VARIABLE}."
+    )
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    """The folders above `path` that do not exist, deepest first."""
+    return [parent for parent in path.parents if not parent.exists()]
+
+
+def _remove(temporary: Path | None, created: list[Path]) -> None:
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for folder in created:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """{kind, type, message, traceback, exit_code, time_ns, at, memory}; kind: config, user, oom, peer_lost, exception.
+
+    `memory` is what `OutOfMemory` says under kind oom, else None.
+    """
+    measured = measure_out_of_memory(error)
+    text = str(error)[:MESSAGE_CHARACTERS]
+    lines = "".join(traceback.format_exception(error))
+    return {
+        "kind": _kind(error, text),
+        "type": _type_name(error),
+        "message": text,
+        "traceback": lines[-TRACEBACK_CHARACTERS:],
+        "exit_code": error.exit_code if isinstance(error, BurstError) else 1,
+        "time_ns": time.time_ns(),
+        "at": utc_now(),
+        "memory": None if measured is None else measured.to_dict(),
+    }
+
+
+def _kind(error: BaseException, text: str) -> str:
+    name = type(error).__name__
+    if is_out_of_memory(error):  # first: an error of ours may have been raised from it
+        return "oom"
+    if isinstance(error, BurstError):
+        return "config" if error.exit_code == 2 else "user"
+    if name in _ECHO_TYPES or any(s in text for s in _ECHO_TEXTS):
+        return "peer_lost"
+    return "exception"
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )

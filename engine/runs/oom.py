@@ -1,0 +1,206 @@
+"""Running out of memory: which errors mean it, how much there was, and what to change. No torch, few allocations.
+
+The functions here run while a rank is dying for lack of memory, so they look at counters and at the error's own text
+and build nothing of any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.config.settings import RunConfig
+
+Where = Literal["device", "host"]
+
+RESERVE_BYTES = 4 * 2**20  # ample for an error record of at most 24,000 characters
+_TYPES = frozenset({"MemoryError", "OutOfMemoryError"})
+_DEVICE_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "HIP out of memory",
+)
+_HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+# "Tried to allocate 20.00 GiB" (CUDA), "you tried to allocate 400000000000 bytes" (CPU).
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What a process that ran out of memory can say about it; what is not known is None.
+
+    where           device: GPU memory; host: what the CPU allocator and Python use, on a CPU run everything
+    device          as torch names it: cuda:0, cpu
+    peak_bytes      most that was in use so far, as `peak_source` counts it
+    asked_bytes     the allocation that failed
+    capacity_bytes  memory of the device
+    """
+
+    where: Where
+    device: str
+    peak_bytes: int | None
+    peak_source: str
+    asked_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as they stand under `memory` in an error record."""
+        return dict(vars(self))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that memory ran out on the device or on the host."""
+    return _origin(error) is not None
+
+
+def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
+    """What this process knows about the lack of memory that ended in `error`; None for any other error.
+
+    Reads counters only: those of the CUDA allocator where this process uses CUDA, else the resident set.
+    """
+    origin = _origin(error)
+    if origin is None:
+        return None
+    asked = _asked_bytes(origin)
+    if _place(origin) == "device":
+        return _on_cuda(asked) or OutOfMemory("device", "cuda", None, "unknown", asked)
+    return OutOfMemory("host", "cpu", peak_resident_bytes(), "resident set of the process since its start", asked)
+
+
+def peak_resident_bytes() -> int | None:
+    """Largest resident set of this process so far, or None where the system does not say.
+
+    VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
+    """Settings that make a rank of `config` need less memory, cheapest first; `where` it ran out.
+
+    On the CPU device and host memory are one: stores on the host only help a GPU. Never empty.
+    """
+    on_gpu = config.cluster.backend != "gloo"
+    changes = _cheaper_storage(config, on_gpu=on_gpu) if where == "device" else _less_on_host(config, on_gpu=on_gpu)
+    if where == "device" or not on_gpu:
+        changes += _cheaper_policy(config)
+    if config.train.micro_batch_size > 1:
+        changes.append("train.micro_batch_size=1 (and more train.grad_accum_steps)")
+    if on_gpu:  # ranks on the CPU only share the memory of their machine in another way
+        changes.append("more ranks (cluster.ranks_per_node), which share one sequence")
+    return *changes, "a smaller train.seq_len"
+
+
+def less_memory_text(config: RunConfig, where: Where) -> str:
+    """`less_memory` as one sentence."""
+    changes = "; ".join(less_memory(config, where))
+    return f"Use less memory per rank, with the first of these that you can afford: {changes}."
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """The first error in the chain of causes, or of what was being handled, that means lack of memory."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if type(current).__name__ in _TYPES or isinstance(current, MemoryError):
+            return current
+        if isinstance(current, OSError) and current.errno == errno.ENOMEM:
+            return current
+        if isinstance(current, RuntimeError) and any(text in str(current) for text in (*_DEVICE_TEXTS, *_HOST_TEXTS)):
+            return current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return None
+
+
+def _place(origin: BaseException) -> Where:
+    if isinstance(origin, (MemoryError, OSError)):
+        return "host"
+    text = str(origin)
+    is_host = any(words in text for words in _HOST_TEXTS) and not any(words in text for words in _DEVICE_TEXTS)
+    return "host" if is_host else "device"
+
+
+def _asked_bytes(origin: BaseException) -> int | None:
+    """The size of the allocation that failed: attribute `asked_bytes` of the error, else what its text says."""
+    asked = getattr(origin, "asked_bytes", None)
+    if isinstance(asked, int):
+        return asked
+    found = _ASKED.search(str(origin))
+    return round(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def _on_cuda(asked: int | None) -> OutOfMemory | None:
+    """What the caching allocator of this process counts; None when it does not use CUDA."""
+    torch = sys.modules.get("torch")  # never imported here: a rank that ran out of memory before that has no allocator
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        index = torch.cuda.current_device()
+        peak = int(torch.cuda.max_memory_allocated(index))
+        capacity = int(torch.cuda.get_device_properties(index).total_memory)
+    except RuntimeError:  # the device is gone
+        return None
+    return OutOfMemory("device", f"cuda:{index}", peak, "CUDA caching allocator, peak of this step", asked, capacity)
+
+
+def _cheaper_storage(config: RunConfig, *, on_gpu: bool) -> list[str]:
+    """What costs little: a tile, then moves to host memory."""
+    memory, changes = config.memory, []
+    if config.loss.kind == "plain":
+        changes.append("loss.kind=fused")
+    if memory.tile_tokens is None and config.attention.chunk_tokens is None:
+        changes.append(f"memory.tile_tokens={config.model.hidden_size}")
+    if on_gpu and memory.activation_store != "host":
+        changes.append("memory.activation_store=host")
+    if on_gpu and memory.optimizer_store != "host":
+        changes.append("memory.optimizer_store=host")
+    return changes
+
+
+def _less_on_host(config: RunConfig, *, on_gpu: bool) -> list[str]:
+    """What takes less host memory: on a CPU run all that takes less on a device, on a GPU run less offloading."""
+    memory, changes = config.memory, list[str]()
+    if not on_gpu:
+        # The store has a bound of its own there, memory.host_bytes, inside the same memory.
+        changes += ["memory.activation_store=device"] if memory.activation_store == "host" else []
+        return changes + _cheaper_storage(config, on_gpu=False)
+    if memory.activation_store == "host":
+        changes += [*_cheaper_policy(config), "memory.activation_store=device"]
+    if memory.optimizer_store == "host":
+        changes.append("memory.optimizer_store=device")
+    return changes
+
+
+def _cheaper_policy(config: RunConfig) -> list[str]:
+    """The next policies that keep less, in the order of what they compute again."""
+    memory = config.memory
+    kinds = set(memory.checkpoint_layers or (memory.activation_checkpoint,))
+    if kinds == {"full"}:
+        return []
+    full = "memory.activation_checkpoint=full"
+    setting = f"{full} memory.checkpoint_layers=[]" if memory.checkpoint_layers else full
+    if kinds == {"none"} and not memory.checkpoint_layers:
+        return ["memory.activation_checkpoint=attn_out", setting]
+    if kinds <= {"attn_out", "attn_out_every"} and not memory.checkpoint_layers:
+        return [f"memory.activation_checkpoint=seq_fraction memory.kept_fraction={memory.kept_fraction}", setting]
+    return [setting]

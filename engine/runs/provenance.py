@@ -1,0 +1,105 @@
+"""Where a run comes from: code, versions, hardware. Standard library only; torch is not loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.runs.records import utc_now
+
+PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
+IMAGE_VARIABLE = "BURST_IMAGE"
+MAX_DIFF_CHARACTERS = 1_000_000
+CODE_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 10.0
+
+
+def collect_provenance(code_root: Path = CODE_ROOT) -> dict[str, Any]:
+    """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
+
+    code_root: the folder that holds the packages; its git commit and uncommitted changes are recorded when it is the
+    top of a checkout (not when it merely lies in one, as site-packages of a virtual environment may).
+    """
+    return {
+        "collected_at": utc_now(),
+        "command": list(sys.argv),
+        "cwd": str(Path.cwd()),
+        "git": git_facts(code_root),
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}},
+        "hardware": _hardware(),
+        "image": os.environ.get(IMAGE_VARIABLE),
+    }
+
+
+def git_facts(root: Path) -> dict[str, Any] | None:
+    """{sha, branch, dirty, status, diff, diff_truncated} of the checkout whose top is `root`, or None."""
+    top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top.strip()).resolve() != root.resolve():
+        return None
+    status = output_of("git", "-C", str(root), "status", "--porcelain") or ""
+    diff = output_of("git", "-C", str(root), "diff", "HEAD") or ""
+    return {
+        "sha": _line("git", "-C", str(root), "rev-parse", "HEAD"),
+        "branch": _line("git", "-C", str(root), "rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": bool(status.strip()),
+        "status": status.splitlines(),
+        "diff": diff[:MAX_DIFF_CHARACTERS],
+        "diff_truncated": len(diff) > MAX_DIFF_CHARACTERS,
+    }
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus.splitlines() if gpus else [],
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str | None:
+    """The processor's name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _line(*command: str) -> str | None:
+    text = output_of(*command)
+    return text.strip() if text else None
+
+
+def output_of(*command: str) -> str | None:
+    """Standard output of `command`, or None when it is missing, fails or hangs."""
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

@@ -1,0 +1,124 @@
+"""Figures of a whole run from the rows of metrics.jsonl. Pure, no torch: trainer and report share it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.config.settings import RunConfig, config_fingerprint
+from engine.memory.policy import policy_name
+
+# A median with its quartiles and the number of steps behind it.
+MEDIANS = (
+    "step_time_s",
+    "batch_wait_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "model_tflops_per_device",
+    "mfu",
+    "mfu_full_attention",
+    "hfu",
+    "comm_intra_bytes",
+    "comm_inter_bytes",
+    "comm_exposed_s",
+    "comm_exposed_share",
+    "offload_bytes",
+    "offload_copy_s",
+    "offload_exposed_s",
+)
+# Largest value over all steps; each row already holds the largest over ranks.
+MAXIMA = ("peak_memory_bytes", "peak_memory_reserved_bytes", "peak_tensor_bytes", "peak_host_bytes")
+# The last value that was measured -> its name in the summary.
+FINALS = {
+    "loss": "final_train_loss",
+    "validation_loss": "final_validation_loss",
+    "validation_bits_per_byte": "final_validation_bits_per_byte",
+    "needle_accuracy": "final_needle_accuracy",
+    "needle_gain": "final_needle_gain",
+}
+# The same for tables, which only runs that measured them have.
+FINAL_TABLES = {
+    "validation_loss_by_position": "final_validation_loss_by_position",
+    "needle_by_depth": "final_needle_by_depth",
+}
+
+
+def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
+    """{steps, tokens_total, dropped_steps, X, X_p25, X_p75, X_n for each of MEDIANS, maxima, final figures}.
+
+    What is unknown is None.
+
+    X is the median over the optimizer steps after the first `warmup_steps` rows. When a step appears twice (a run that
+    was taken up again), the later row counts. A run shorter than its warm-up has no medians: n is 0, X is None.
+    """
+    ordered = _by_step(rows)
+    measured = ordered[max(warmup_steps, 0) :]
+    summary: dict[str, Any] = {
+        "steps": ordered[-1]["step"] if ordered else 0,
+        "tokens_total": _total(ordered, "tokens"),
+        "dropped_steps": sum(row.get("dropped") is not None for row in ordered),
+        "warmup_metric_steps": warmup_steps,
+    }
+    for name in MEDIANS:
+        summary.update(spread(name, _numbers(measured, name)))
+    for name in MAXIMA:
+        summary[name] = max(_numbers(ordered, name), default=None)
+    for name, title in FINALS.items():
+        summary[title] = next(iter(reversed(_numbers(ordered, name))), None)
+    for name, title in FINAL_TABLES.items():
+        tables = [table for row in ordered if isinstance(table := row.get(name), list)]
+        summary |= {title: tables[-1]} if tables else {}
+    return summary
+
+
+def config_facts(config: RunConfig) -> dict[str, Any]:
+    """What the configuration alone says about a run: {config_fingerprint, attention_preset, memory_policy, ...}."""
+    return {
+        "config_fingerprint": config_fingerprint(config),
+        "model": config.model.name,
+        "attention_preset": config.attention.preset,
+        "memory_policy": policy_name(config.memory),
+        "seq_len": config.train.seq_len,
+        "compute_dtype": config.train.compute_dtype,
+        "world_size": config.cluster.world_size,
+    }
+
+
+def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    """{predicted_peak_bytes, predicted_peak_source} from the run's memory_plan.json; empty when it has none.
+
+    What one rank's device was predicted to hold at most, to be read beside peak_memory_bytes on CUDA and beside
+    peak_tensor_bytes on a CPU.
+    """
+    if memory_plan is None or memory_plan.get("device_peak_bytes") is None:
+        return {}
+    return {
+        "predicted_peak_bytes": memory_plan["device_peak_bytes"],
+        "predicted_peak_source": memory_plan.get("source"),
+    }
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """{name: median, name_p25, name_p75, name_n}; quartiles by linear interpolation over the measured values."""
+    if not values:
+        return {name: None, f"{name}_p25": None, f"{name}_p75": None, f"{name}_n": 0}
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [float(values[0])] * 3
+    )
+    return {name: middle, f"{name}_p25": low, f"{name}_p75": high, f"{name}_n": len(values)}
+
+
+def _by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    latest = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    return [latest[step] for step in sorted(latest)]
+
+
+def _numbers(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    values = (row.get(name) for row in rows)
+    return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _numbers(rows, name)
+    return sum(values) if values else None

@@ -1,1 +1,0 @@
-"""Replay of attention plans against a model of a machine: predicted times without running anything."""

@@ -1,0 +1,119 @@
+"""Judges optimizer steps before they touch the weights. Standard library only; all ranks judge the same numbers alike.
+
+A spike is a loss above median + spike_deviations * deviation of the last window_steps losses that were taken, where
+deviation = 1.4826 * median(|loss - median|), which for normal noise is its standard deviation and which a few outliers
+do not move (Rousseeuw and Croux 1993), but at least one percent of the median.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from engine.config.errors import RunError
+from engine.config.settings import GuardConfig, Reaction
+
+ENOUGH_LOSSES = 8  # fewer tell nothing about a spike
+_NORMAL = 1.4826
+_LEAST_DEVIATION = 0.01  # of the median
+
+Action = Literal["take", "skip", "rewind"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with a step, and why if it is dropped."""
+
+    action: Action = "take"
+    reason: str = ""
+
+    @property
+    def taken(self) -> bool:
+        """Whether the weights are updated."""
+        return self.action == "take"
+
+
+TAKEN = Verdict()
+
+
+@dataclass(frozen=True)
+class _Problem:
+    figure: str
+    value: str
+    reaction: Reaction
+
+
+class Guard:
+    """Remembers the losses of steps that were taken; its state belongs to a checkpoint."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self._losses: deque[float] = deque(maxlen=config.window_steps)
+        self._in_a_row = 0
+        self._last_dropped = -1
+
+    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
+        """The verdict on step `step` (from 0). Raises RunError when the run is to stop."""
+        problem = self._problem(loss, grad_norm)
+        if problem is None:
+            self._losses.append(loss)
+            if step > self._last_dropped:
+                self._in_a_row = 0
+            return TAKEN
+        if problem.reaction == "stop":
+            raise RunError(
+                f"{problem.figure} of step {step + 1} is {problem.value}: training has diverged. "
+                "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.max_grad_norm, "
+                "and check the data; nothing after this step would be of use, so the run stops here"
+            )
+        self._in_a_row += 1
+        self._last_dropped = max(step, self._last_dropped)
+        if self._in_a_row > self.config.most_in_a_row:
+            raise RunError(
+                f"{problem.figure} of step {step + 1} is {problem.value}, and {self.config.most_in_a_row} steps before "
+                "it were dropped without progress (train.guard.most_in_a_row). Lower optimizer.learning_rate, and look "
+                "at the samples that events.jsonl names"
+            )
+        return Verdict(problem.reaction, f"{problem.figure} is {problem.value}")
+
+    def _problem(self, loss: float, grad_norm: float) -> _Problem | None:
+        for figure, value in (("the loss", loss), ("the gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                return _Problem(figure, str(value), self.config.on_nonfinite)
+        limit = self.limit()
+        if limit is not None and loss > limit:
+            return _Problem("the loss", f"{loss:.4g}, above {limit:.4g}", self.config.on_spike)
+        return None
+
+    def limit(self) -> float | None:
+        """Loss above which a step is a spike; None while too few are known, or where none is."""
+        if self.config.spike_deviations is None or len(self._losses) < ENOUGH_LOSSES:
+            return None
+        middle = median(self._losses)
+        deviation = max(_NORMAL * median(abs(loss - middle) for loss in self._losses), _LEAST_DEVIATION * abs(middle))
+        return middle + self.config.spike_deviations * deviation
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which `load` makes the same guard."""
+        return {"losses": list(self._losses), "in_a_row": self._in_a_row, "last_dropped": self._last_dropped}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state; one that is none leaves the guard as new."""
+        losses, in_a_row, last = (state.get(name) for name in ("losses", "in_a_row", "last_dropped"))
+        if isinstance(losses, list) and isinstance(in_a_row, int) and isinstance(last, int):
+            self._losses = deque(_numbers(losses), maxlen=self.config.window_steps)
+            self._in_a_row, self._last_dropped = in_a_row, last
+
+    def rewound(self, state: Mapping[str, Any]) -> None:
+        """Takes up the losses of the checkpoint that training is back at; what was dropped stays counted."""
+        in_a_row, last = self._in_a_row, self._last_dropped
+        self.load(state)
+        self._in_a_row, self._last_dropped = in_a_row, last
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    return [float(value) for value in values if isinstance(value, int | float)]

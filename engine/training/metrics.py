@@ -1,0 +1,304 @@
+"""What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
+
+    step_time_s        slowest rank, device synchronised at step edges only; data loading included, validation not
+    batch_wait_s       seconds of it that the slowest rank waited for its batches, made beside the step before
+    tokens             text tokens of the step over all ranks, padding not counted
+    *_pairs            (query, key) pairs per head that attention computed, over all sequences and layers: masks and the
+                       documents of the batch as they were; those of the forward pass, those attended again in backward
+    *_tflops, mfu, hfu of the mean device, against summary.json's peak_flops_per_device; engine.planning.time.flops
+    peak_memory_*      largest over ranks; what is counted is named by `peak_memory_source` in summary.json
+    peak_tensor_bytes  most bytes of live tensors of a rank, host memory apart, over forward, loss, backward and
+                       optimizer; on a CPU, in the warm-up steps that medians leave out: counting takes time
+    peak_host_bytes    most host memory for activations of a rank; CPU: counted in the same steps; CUDA: pinned memory
+    comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
+    comm_exposed_s     CUDA: seconds that compute waited for attention's messages, peers that come late included
+    comm_exposed_share those over the seconds that the messages would take on an idle wire, at the rates of
+                       cluster.machine: 0 is hidden, 1 adds all of the wire's time to the step; above: peers come late
+    offload_*          copies of activations between device and host memory: bytes, seconds of them on their streams,
+                       seconds that compute waited for them (CUDA)
+    rank_wait_s_*      least and most that a rank was blocked on others in the step, and in the exchange of these
+                       figures before it; straggler_rank: the one that waited least, if the difference counts
+
+A figure that cannot be had is None, never 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.api import ParallelAttention
+from engine.attention.stream_times import total
+from engine.config.settings import ModelConfig
+from engine.memory.store import HostStore
+from engine.memory.tracker import LiveTensorTracker
+from engine.parallel.collectives import max_over_ranks
+from engine.parallel.mesh import Mesh
+from engine.parallel.waits import WaitClock, find_straggler
+from engine.planning.sequence.layers import AttendedPairs
+from engine.planning.time.devices import Peak
+from engine.planning.time.flops import Flops, Recomputed, mfu, step_flops
+from engine.runs.oom import peak_resident_bytes
+from engine.training.peak import above_peak_warning
+from engine.training.train_step import StepResult
+
+
+class PeakMemory:
+    """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def source(self) -> str:
+        """What the figure counts, for people."""
+        if self._device.type == "cuda":
+            return "CUDA caching allocator, peak of a step"
+        return "resident set of the process, peak since its start"
+
+    def reset(self) -> None:
+        """Begins a new peak, where that can be done."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> tuple[int | None, int | None]:
+        """(allocated, reserved) peak in bytes; reserved exists on CUDA only."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        return peak_resident_bytes(), None
+
+
+def peak_pinned_bytes() -> int | None:
+    """Most pinned host memory of this process so far, or None where torch does not say (before 2.7) or has no GPU."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    if stats is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    peak = stats().get("allocated_bytes.peak")
+    return None if peak is None else int(peak)
+
+
+class TensorMemory:
+    """Peaks of live tensors in the first `steps` steps of a CPU run, and of host memory.
+
+    Optimizer state is known from the end of the first step on, so one step alone shows less than the next ones.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._tracker = LiveTensorTracker() if device.type == "cpu" and steps else None
+        self._steps_left = steps
+        self._tracked = False
+
+    @contextlib.contextmanager
+    def count(self) -> Iterator[None]:
+        """Around one step; counts in its body, if it is one of the first."""
+        self._tracked = self._tracker is not None and self._steps_left > 0
+        if not self._tracked or self._tracker is None:
+            yield
+            return
+        self._steps_left -= 1
+        self._tracker.reset_peak()
+        with self._tracker:
+            yield
+
+    def read(self) -> tuple[int | None, int | None]:
+        """(device, host) peak of the last step in bytes."""
+        if self._tracked and self._tracker is not None:
+            return self._tracker.peak_bytes, self._tracker.peak_host_bytes
+        return None, peak_pinned_bytes()
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one optimizer step holds, over all ranks, but for the pairs of its batch; and the peak of one device.
+
+    recomputed_matrices   parameters that backward multiplies every token with again
+    """
+
+    model: ModelConfig
+    seq_len: int
+    sequences: int
+    recomputed_matrices: int
+    peak: Peak
+
+    @property
+    def tokens(self) -> int:
+        """Text tokens."""
+        return self.sequences * self.seq_len
+
+    def flops(self, pairs: AttendedPairs) -> Flops:
+        """Of a step whose sequences have these pairs, all layers together."""
+        return step_flops(
+            self.model,
+            seq_len=self.seq_len,
+            visible_pairs=pairs.visible,
+            sequences=self.sequences,
+            recomputed=Recomputed(self.recomputed_matrices, pairs.again),
+        )
+
+    def rates(self, flops: Flops, seconds: float, devices: int) -> dict[str, float | None]:
+        """Speed of a step that took `seconds` on `devices` devices; the keys of metrics.jsonl."""
+        peak = self.peak.flops_per_s
+
+        def utilisation(flops: float) -> float | None:
+            if peak is None:
+                return None
+            return mfu(flops, step_time_s=seconds, devices=devices, peak_flops_per_s=peak)
+
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "tokens_per_s_per_device": self.tokens / seconds / devices,
+            "model_tflops_per_device": flops.model / seconds / devices / 1e12,
+            "mfu": utilisation(flops.model),
+            "mfu_full_attention": utilisation(flops.model_full_attention),
+            "hfu": utilisation(flops.hardware),
+        }
+
+    def warning(self, flops: Flops, seconds: float, devices: int) -> str | None:
+        """A sentence when a step of `seconds` is faster than the device can be: then no figure of it can be trusted."""
+        return above_peak_warning("hardware FLOPs", flops.hardware / seconds / devices, self.peak)
+
+
+class StepMeter:
+    """Measures one optimizer step between `start` and `finish`; all ranks must call both.
+
+    tracked_steps   so many first steps of a CPU run count their tensors (see `TensorMemory`)
+    waits           knows what this rank waits for; None where that is not measured, alike on all ranks
+    store           of the layers' activations; measured if it is a HostStore
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        attention: ParallelAttention,
+        cost: StepCost,
+        *,
+        tracked_steps: int = 0,
+        waits: WaitClock | None = None,
+        store: object = None,
+    ) -> None:
+        self._mesh = mesh
+        self._attention = attention
+        self._offload = [attention.copy_times, *([store.times] if isinstance(store, HostStore) else [])]
+        self._messages = attention.message_times
+        self._cost = cost
+        self._memory = PeakMemory(mesh.device)
+        self._tensors = TensorMemory(mesh.device, tracked_steps)
+        self._started = 0.0
+        self._batch_wait_s: float | None = None
+        self._waits = waits
+        self._waited_before = 0.0
+        self._steps = 0
+        self._pairs = AttendedPairs(0, 0)  # of all steps so far
+
+    @property
+    def peak_memory_source(self) -> str:
+        """What peak_memory_bytes counts."""
+        return self._memory.source
+
+    def warning(self, row: dict[str, Any]) -> str | None:
+        """What is suspicious about a row that `finish` gave."""
+        flops = self._cost.flops(AttendedPairs(row["visible_pairs"], row["recomputed_pairs"]))
+        return self._cost.warning(flops, row["step_time_s"], self._mesh.world_size)
+
+    def mean_flops(self) -> Flops | None:
+        """FLOPs of the mean step so far, over all ranks; None before the first."""
+        return self._cost.flops(AttendedPairs(*(round(n / self._steps) for n in self._pairs))) if self._steps else None
+
+    def start(self) -> None:
+        """The edge before a step."""
+        self._attention.reset_traffic()
+        self._memory.reset()
+        self._synchronize()
+        if self._waits is not None:
+            self._waits.take()  # what validation waited is no part of a step
+        for times in (*self._offload, self._messages):
+            times.start()
+        self._started, self._batch_wait_s = time.perf_counter(), None
+
+    def have_batches(self) -> None:
+        """The batches of the step are there."""
+        self._batch_wait_s = time.perf_counter() - self._started
+
+    def count_tensors(self) -> contextlib.AbstractContextManager[None]:
+        """Between `start` and `finish`, around forward, loss, backward and optimizer."""
+        return self._tensors.count()
+
+    def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
+        """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
+        self._synchronize()
+        seconds = time.perf_counter() - self._started
+        traffic = self._attention.traffic()
+        own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
+        found, waits = self._reduce([*own, *self._transfers()])
+        slowest, allocated, reserved, tensors, host, intra, inter, stopping, *transfers = found
+        loading, exposed, exposed_share, moved, copying, standing = transfers
+        assert slowest is not None
+        self._steps += 1
+        self._pairs = AttendedPairs(*map(sum, zip(self._pairs, result.pairs, strict=True)))
+        row = {
+            "step": step,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
+            "lr": result.learning_rate,
+            "tokens": self._cost.tokens,
+            "step_time_s": slowest,
+            "batch_wait_s": loading,
+            "visible_pairs": result.pairs.visible,
+            "recomputed_pairs": result.pairs.again,
+            **self._cost.rates(self._cost.flops(result.pairs), slowest, self._mesh.world_size),
+            "peak_memory_bytes": _whole(allocated),
+            "peak_memory_reserved_bytes": _whole(reserved),
+            "peak_tensor_bytes": _whole(tensors),
+            "peak_host_bytes": _whole(host),
+            "comm_intra_bytes": _whole(intra),
+            "comm_inter_bytes": _whole(inter),
+            "comm_exposed_s": exposed,
+            "comm_exposed_share": exposed_share,
+            "offload_bytes": _whole(moved),
+            "offload_copy_s": copying,
+            "offload_exposed_s": standing,
+            "straggler_rank": find_straggler(waits, slowest),
+            "rank_wait_s_min": min(waits, default=None),
+            "rank_wait_s_max": max(waits, default=None),
+        }
+        return row, bool(stopping)
+
+    def _transfers(self) -> list[float | None]:
+        """Of this rank's step: seconds that batches and messages were waited for, these as a share of an idle wire's
+        too; bytes, seconds and waits of the offload.
+        """
+        messages, offload = self._messages.read(), total(times.read() for times in self._offload)
+        waited = messages.exposed_s if messages.transferred_bytes else None
+        share = messages.exposed_share(self._attention.idle_wire_s(self._mesh.device))
+        moved = offload.transferred_bytes or None
+        return [self._batch_wait_s, waited, share, moved, offload.transfer_s, offload.exposed_s]
+
+    def _reduce(self, own: list[float | None]) -> tuple[list[float | None], list[float]]:
+        """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""
+        if self._waits is None:
+            return max_over_ranks(own, self._mesh.device), []
+        waited = self._waited_before + self._waits.take()
+        places = [waited if rank == self._mesh.rank else None for rank in range(self._mesh.world_size)]
+        with self._waits.waiting("all_reduce"):
+            found = max_over_ranks([*own, *places], self._mesh.device)
+        self._waited_before = self._waits.take()
+        return found[: len(own)], [wait or 0.0 for wait in found[len(own) :]]
+
+    def _synchronize(self) -> None:
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,127 @@
+"""AdamW, learning rate schedules as pure functions, clipping by the global gradient norm."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine.config.errors import ConfigError
+from engine.config.settings import MomentsDtype, OptimizerConfig
+
+
+def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0 .. total_steps-1).
+
+    Warm-up rises linearly and reaches the top at step warmup_steps-1; cosine and wsd reach
+    min_learning_rate_ratio * learning_rate exactly at the last step.
+    """
+    if step < optimizer.warmup_steps:
+        return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
+    share = _share_after_warmup(optimizer, step, total_steps)
+    floor = optimizer.min_learning_rate_ratio
+    return optimizer.learning_rate * (floor + (1.0 - floor) * share)
+
+
+def _share_after_warmup(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """How far above the floor the learning rate lies: 1 at the top, 0 at the last step."""
+    if optimizer.schedule == "constant":
+        return 1.0
+    if optimizer.schedule == "cosine":
+        span = max(1, total_steps - optimizer.warmup_steps)
+        progress = min(1.0, (step - optimizer.warmup_steps + 1) / span)
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay_steps = optimizer.decay_steps or max(1, total_steps // 10)
+    return min(1.0, max(0.0, (total_steps - 1 - step) / decay_steps))
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, moments_dtype: MomentsDtype = "float32"
+) -> torch.optim.Optimizer:
+    """AdamW over the fp32 master weights of `model`; weight decay acts on matrices only, never on norms.
+
+    int8 moments (Dettmers et al. 2022: blocks of 256 numbers share a scale) take 2 bytes per parameter instead of 8. A
+    rank's part of a parameter that has fewer than 4096 elements, or no multiple of 256, keeps fp32 moments. Raises
+    ConfigError when torchao is missing.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decays = [
+        (config.weight_decay, [p for p in parameters if p.ndim >= 2]),
+        (0.0, [p for p in parameters if p.ndim < 2]),
+    ]
+    groups = [{"params": members, "weight_decay": decay} for decay, members in decays if members]
+    shared: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
+    if moments_dtype == "float32":
+        return torch.optim.AdamW(groups, fused=True, **shared)
+    is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    return load_adamw_8bit(is_on_host=is_on_host)(groups, **shared)
+
+
+def load_adamw_8bit(
+    import_module: Callable[[str], Any] = importlib.import_module, *, is_on_host: bool
+) -> Callable[..., torch.optim.Optimizer]:
+    """The class torchao.optim.AdamW8bit, or what stands for it on the host. Raises ConfigError when torchao is missing
+    or too old.
+
+    torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards that
+    lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
+    """
+    module, name = ("engine.training.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
+    try:
+        # Importing all of torchao logs which of its GPU kernels do not load here; none of them is used.
+        with _errors_only("torchao", "torch.utils._pytree"):
+            optimizer: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"memory.moments_dtype: int8 needs torchao.optim.AdamW8bit, which could not be imported ({error}); "
+            "install it with `pip install 'burst-train[int8]'`, or set memory.moments_dtype=float32"
+        ) from error
+    return optimizer
+
+
+@contextmanager
+def _errors_only(*loggers: str) -> Iterator[None]:
+    """Loggers of these names drop warnings meanwhile."""
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Gives every parameter group the learning rate `value`."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)  # torchao's: a new number would be compiled anew
+        else:
+            group["lr"] = value
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Global 2-norm of all gradients before clipping (fp32 scalar, equal on all ranks); scales them to `max_norm`.
+
+    Gradients may be FSDP2 shards: the norm then spans all shards (all ranks must call). `max_norm` null never scales.
+    """
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in owners if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(owners, max_norm, norm, foreach=True)
+    return norm

@@ -1,0 +1,101 @@
+"""Peak FLOP/s of this rank's device: what the config says, the published figure, for a CPU the best measured rate.
+
+A CPU's peak is measured once per machine, number of threads, dtype and version of torch, by one process at a time, and
+kept with the conditions in CACHE/peaks: figures of two runs then differ by the runs, not by what else ran at their
+start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from engine.config.settings import Dtype, TrainConfig
+from engine.planning.time.devices import Peak, published_peak
+from engine.runs.files import cache_folder
+from engine.runs.records import utc_now
+
+_MEASURE_SIZES = (512, 1024, 2048)
+_MEASURE_S = 0.1  # per size
+_GAIN = 1.03  # a larger product that is no faster than this has shown the peak
+
+
+def measure_cpu_peak(dtype: Dtype) -> Peak:
+    """The best matmul rate of this process with its threads, labelled with its conditions; takes up to a second.
+
+    For bfloat16 the float32 rate where it is higher: a CPU without bfloat16 units is faster with widened numbers.
+    """
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if dtype == "bfloat16" else ("float32",)
+    best, measured = max((_best_rate(torch.bfloat16 if one == "bfloat16" else torch.float32), one) for one in dtypes)
+    conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
+    return Peak(best, f"measured: best {measured} matmul of {platform.node()}, {conditions}")
+
+
+def _best_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of the largest product that is worth its time."""
+    best = 0.0
+    for size in _MEASURE_SIZES:
+        seconds = _fastest_matmul_s(size, dtype)
+        before, rate = best, 2 * size**3 / seconds
+        best = max(before, rate)
+        if seconds > _MEASURE_S or (before and rate < _GAIN * before):
+            break  # a larger product would only take longer
+    return best
+
+
+def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
+    """The peak that `folder` keeps for this machine; measured and kept if there is none. Ranks wait for each other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{platform.node()}-{torch.get_num_threads()}-{dtype}-{torch.__version__}.json"
+    with (folder / name).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        try:
+            kept = json.load(file)
+            return Peak(float(kept["flops_per_s"]), str(kept["source"]))
+        except (ValueError, KeyError, TypeError):  # new, or cut off while it was written
+            peak = measure_cpu_peak(dtype)
+            file.seek(0)
+            file.truncate()
+            json.dump({"flops_per_s": peak.flops_per_s, "source": peak.source}, file)
+            return peak
+
+
+def find_peak(train: TrainConfig, device: torch.device) -> Peak:
+    """The peak of `device` for a run: what the config says, else the table, else for a CPU what is measured."""
+    if train.peak_flops_per_device is not None:
+        return Peak(train.peak_flops_per_device, "config: train.peak_flops_per_device")
+    if device.type != "cuda":
+        return machine_cpu_peak(train.compute_dtype, cache_folder() / "peaks")
+    name = torch.cuda.get_device_name(device)
+    known = published_peak(name, train.compute_dtype)
+    return known or Peak(None, f"unknown device {name!r}: set train.peak_flops_per_device to its dense FLOP/s")
+
+
+def above_peak_warning(figure: str, flops_per_s: float, peak: Peak) -> str | None:
+    """A sentence for people when a rate per device exceeds the peak: then a count, a clock or the peak is wrong."""
+    if peak.flops_per_s is None or flops_per_s <= peak.flops_per_s:
+        return None
+    return (
+        f"{figure} is {flops_per_s / 1e12:.3g} TFLOP/s per device, above the peak of {peak.flops_per_s / 1e12:.3g} "
+        f"({peak.source}): do not trust it; check the timing, or set train.peak_flops_per_device"
+    )
+
+
+def _fastest_matmul_s(size: int, dtype: torch.dtype) -> float:
+    """Seconds of the fastest product of two [size, size] matrices within _MEASURE_S, at least two tried."""
+    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype)
+    torch.mm(left, right, out=out)
+    times: list[float] = []
+    while sum(times) < _MEASURE_S or len(times) < 2:
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,1 @@
+"""What a rank is to the outside: its log, its state, its faults, its end."""

@@ -1,0 +1,215 @@
+"""Faults on demand, for tests and rehearsals: BURST_FAULT="kind;rank;step", several separated by commas.
+
+    kill segv abort stop    the rank sends itself SIGKILL, SIGSEGV, SIGABRT, SIGSTOP
+    exit0 exit7             it leaves without a word, with this exit code
+    raise config            it raises an exception, a configuration error
+    oom_host oom_device     it raises what a lack of memory raises
+    hang_sleep hang_gil     it hangs: asleep; in C code that holds the interpreter
+    nan                     its loss becomes NaN
+    slow:SECONDS            it takes so much longer in this and every later step
+    flood garbage           it prints 1,000,000 lines; bytes, terminal escapes and a line of 100 MB
+    disk                    its metrics meet a full disk (rank 0: no other writes any)
+
+All but disk strike in the first forward pass of the step, counted from 1. Parsing is pure; without the variable a run
+carries `NO_FAULTS`, whose calls do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from engine.config.errors import ConfigError
+
+FAULT_VARIABLE = "BURST_FAULT"
+SLOW = "slow"
+FLOOD_LINES = 1_000_000
+LONG_LINE_BYTES = 100 * 2**20
+_BLOCK_LINES = 10_000
+_MUTEX_BYTES = 256  # more than a pthread_mutex_t anywhere
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what happens, to which rank, at which step (from 1); `seconds` of a slow one."""
+
+    kind: str
+    rank: int
+    step: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        kind = f"{self.kind}:{self.seconds:g}" if self.kind == SLOW else self.kind
+        return f"{kind} on rank {self.rank} at step {self.step}"
+
+
+def parse_faults(text: str, world_size: int) -> tuple[Fault, ...]:
+    """The faults that `text` names, in its order. Raises ConfigError with every mistake."""
+    problems: list[str] = []
+    faults: list[Fault] = []
+    for part in text.split(","):
+        try:
+            faults.append(_parse_fault(part.strip(), world_size))
+        except ValueError as error:
+            problems.append(f"{FAULT_VARIABLE}: {part.strip()!r}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return tuple(faults)
+
+
+def _parse_fault(part: str, world_size: int) -> Fault:
+    fields = part.split(";")
+    if len(fields) != 3:
+        raise ValueError("expected kind;rank;step, such as kill;1;3")
+    kind, colon, seconds_text = fields[0].partition(":")
+    if kind not in STRIKES and kind not in ("nan", "disk", SLOW):
+        known = ", ".join(sorted([*STRIKES, "nan", "disk", "slow:SECONDS"]))
+        raise ValueError(f"there is no fault {kind!r}; known: {known}")
+    if (kind == SLOW) != bool(colon):
+        raise ValueError("slow takes seconds (slow:0.5;1;3), no other fault does")
+    rank, step = (_whole(field, name) for field, name in zip(fields[1:], ("rank", "step"), strict=True))
+    if rank >= world_size:
+        raise ValueError(f"there is no rank {rank} among {world_size}")
+    if step < 1:
+        raise ValueError("steps are counted from 1")
+    if kind == "disk" and rank != 0:
+        raise ValueError("only rank 0 writes metrics")
+    return Fault(kind, rank, step, _seconds(seconds_text) if colon else 0.0)
+
+
+def _whole(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ValueError(f"{name} {text!r} is no whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (0 < seconds <= 3600):
+        raise ValueError(f"{text!r} are no seconds above 0 and up to 3600")
+    return seconds
+
+
+class Faults:
+    """The faults of this rank, each at its time; the calls do nothing when there is none."""
+
+    def __init__(self, faults: Sequence[Fault] = (), write: Callable[[str], None] = print) -> None:
+        self._faults = tuple(faults)
+        self._write = write
+
+    def at_forward(self, step: int | None) -> None:
+        """Called in the forward pass of step `step`, from 1; may not return."""
+        for fault in self._faults:
+            if fault.kind == SLOW and step is not None and step >= fault.step:
+                time.sleep(fault.seconds)
+            elif fault.step == step and fault.kind in STRIKES:
+                self._announce(fault)
+                STRIKES[fault.kind]()
+
+    def at_loss(self, step: int | None, loss: Any) -> Any:
+        """The loss of step `step`, a number or tensor, or NaN in its place."""
+        for fault in self._faults:
+            if fault.kind == "nan" and fault.step == step:
+                self._announce(fault)
+                return loss * math.nan
+        return loss
+
+    def at_metrics(self, step: int) -> None:
+        """Called before the metrics of step `step` are written."""
+        for fault in self._faults:
+            if fault.kind == "disk" and fault.step == step:
+                self._announce(fault)
+                raise OSError(errno.ENOSPC, "No space left on device (injected)", "metrics.jsonl")
+
+    def _announce(self, fault: Fault) -> None:
+        self._write(f"{FAULT_VARIABLE}: now {fault}")
+        sys.stdout.flush()
+
+
+NO_FAULTS = Faults()
+FindFaults = Callable[[int, int], tuple[Faults, Sequence[str]]]  # of one rank of so many, with those of all in words
+
+
+def read_faults(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[Faults, list[str]]:
+    """(this rank's faults, those of all ranks in words). Raises ConfigError, alike on every rank."""
+    text = environment.get(FAULT_VARIABLE, "").strip()
+    if not text:
+        return NO_FAULTS, []
+    faults = parse_faults(text, world_size)
+    return Faults([fault for fault in faults if fault.rank == rank]), [str(fault) for fault in faults]
+
+
+def _send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise(make: Callable[[], BaseException]) -> Callable[[], None]:
+    def strike() -> NoReturn:
+        raise make()
+
+    return strike
+
+
+def _device_out_of_memory() -> BaseException:
+    import torch
+
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (injected).")
+
+
+def _sleep_forever() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _hold_the_interpreter() -> None:
+    """Waits in C for a lock that this thread holds already; PyDLL does not let go of the interpreter meanwhile."""
+    library = ctypes.PyDLL(None)
+    mutex = ctypes.create_string_buffer(_MUTEX_BYTES)  # all zeros: an ordinary mutex, not taken
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def _flood() -> None:
+    for first in range(0, FLOOD_LINES, _BLOCK_LINES):
+        sys.stdout.write("".join(f"flood line {first + index}\n" for index in range(_BLOCK_LINES)))
+    sys.stdout.flush()
+
+
+def _print_garbage() -> None:
+    sys.stdout.flush()
+    escapes = b"\x1b[2J\x1b]0;title\x07\x1b[31m[bold red]not markup[/]\x1b[999;999H\r\x9b1A\xe2\x80\xae\xff\xfe\x00\n"
+    block = b"x" * 2**20
+    with open(1, "wb", closefd=False) as out:  # buffered: os.write may write less than it is given
+        out.write(bytes(range(256)) + b"\n" + escapes)
+        for _ in range(LONG_LINE_BYTES // len(block)):
+            out.write(block)
+        out.write(b"\n")
+
+
+STRIKES: Mapping[str, Callable[[], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "segv": _send(signal.SIGSEGV),
+    "abort": os.abort,
+    "stop": _send(signal.SIGSTOP),
+    "exit0": lambda: os._exit(0),
+    "exit7": lambda: os._exit(7),
+    "raise": _raise(lambda: RuntimeError("this rank was told to fail (injected)")),
+    "config": _raise(lambda: ConfigError("train.injected: this rank was told to find a wrong setting (injected)")),
+    "oom_host": _raise(lambda: MemoryError("cannot hold what was asked for (injected)")),
+    "oom_device": _raise(_device_out_of_memory),
+    "hang_sleep": _sleep_forever,
+    "hang_gil": _hold_the_interpreter,
+    "flood": _flood,
+    "garbage": _print_garbage,
+}

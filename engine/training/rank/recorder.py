@@ -1,0 +1,196 @@
+"""Where a run's figures go: metrics.jsonl, events.jsonl, lines of progress, TensorBoard. Rank 0 only."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config.errors import ConfigError
+from engine.data import Progress
+from engine.runs.folder import RunFolder
+from engine.training.guard import Verdict
+from engine.training.rank.faults import FAULT_VARIABLE, NO_FAULTS, Faults
+from engine.training.rank.process import RankStatus
+
+
+class Recorder:
+    """Writes rows and events of rank 0 into the run folder; on other ranks every call only keeps `status`."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        status: RankStatus,
+        *,
+        rank: int,
+        tensorboard: bool,
+        log_interval: int,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        self._run = run
+        self._faults = faults
+        self._status = status
+        self._writes = rank == 0
+        self._log_interval = log_interval
+        self._tensorboard = open_tensorboard(run) if tensorboard and self._writes else None
+        self._warned = False
+        self._stage = ""
+
+    def phase(self, name: str) -> None:
+        """The run enters phase `name`: live progress shows it, an error names it."""
+        self._status.phase = name
+        if self._writes:
+            self._run.append_event("phase", phase=name)
+
+    def keep(self, path: Path) -> None:
+        """A copy of a file that the run folder shall have, if there is such a file."""
+        if self._writes and path.is_file():
+            shutil.copyfile(path, self._run.path / path.name)
+
+    def advance(self) -> None:
+        """The phase goes on."""
+        self._status.advance()
+
+    def announce_faults(self, faults: Sequence[str]) -> None:
+        """Nobody shall take faults on demand for real ones."""
+        for fault in faults if self._writes else ():
+            self._run.append_event("fault_injected", fault=fault)
+            print(f"warning: {FAULT_VARIABLE} is set: {fault}", flush=True)
+
+    def preparing(self, progress: Progress) -> None:
+        """What the preparation of data reports: one line per stage in the log."""
+        self.advance()
+        if self._writes and progress.stage != self._stage:
+            self._stage = progress.stage
+            print(f"prepare data: {progress.stage}", flush=True)
+
+    def warn(self, message: str | None) -> None:
+        """A warning for people, said once per run; None is none."""
+        if message is not None and self._writes and not self._warned:
+            self._warned = True
+            self._run.append_event("warning", message=message)
+            print(f"warning: {message}", flush=True)
+
+    def note(self, message: str) -> None:
+        """What people should know; said every time."""
+        if self._writes:
+            self._run.append_event("note", message=message)
+            print(f"note: {message}", flush=True)
+
+    def kernel_chosen(self, name: str, reason: str, others: Mapping[str, str]) -> None:
+        """The attention kernel `name` computes tiles; `others` says of each why not."""
+        if self._writes:
+            self._run.append_event("attention_kernel", name=name, reason=reason, others=dict(others))
+            print(f"attention kernel {name} ({reason})", flush=True)
+
+    def restored(self, step: int, run_id: str) -> None:
+        """Training goes on after `step`, from a checkpoint of run `run_id`."""
+        if self._writes:
+            self._run.append_event("restored", step=step, run_id=run_id)
+            print(f"going on after step {step}, from a checkpoint of {run_id}", flush=True)
+
+    def saved(self, step: int, size_bytes: int, stall_s: float, seconds: float) -> None:
+        """A checkpoint is committed; stall_s: how long training stood still for it."""
+        if self._writes:
+            self._run.append_event("checkpoint", step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
+            size = f"{size_bytes / 2**20:,.1f} MiB"
+            print(f"checkpoint of step {step}: {size} in {seconds:.2f} s, training stood {stall_s:.2f} s", flush=True)
+
+    def dropped(self, step: int, verdict: Verdict, samples: range) -> None:
+        """Step `step` (from 1), over these samples of the stream, was not taken."""
+        if self._writes:
+            self._run.append_event(
+                "dropped",
+                step=step,
+                reason=verdict.reason,
+                reaction=verdict.action,
+                first_sample=samples.start,
+                last_sample=samples.stop - 1,
+            )
+            numbers = f"samples {samples.start} to {samples.stop - 1}"
+            print(f"step {step} is dropped ({verdict.action}): {verdict.reason}; {numbers}", flush=True)
+
+    def step(self, row: dict[str, Any], total_steps: int) -> None:
+        """The row of one optimizer step."""
+        if not self._writes:
+            return
+        self._faults.at_metrics(row["step"])
+        self._run.append_metrics(row)
+        if row["step"] % self._log_interval == 0 or row["step"] == total_steps:
+            print(progress_line(row, total_steps), flush=True)
+        self._add_scalars(row)
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        """The figures of weights that are not trained; `step` is the one they are of."""
+        if self._writes:
+            self._run.append_metrics(row)
+            print(evaluation_line(row), flush=True)
+            self._add_scalars(row)
+
+    def _add_scalars(self, row: dict[str, Any]) -> None:
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._tensorboard.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Writes out what TensorBoard still holds."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") -> Any:
+    """The SummaryWriter of `module` into RUN/tensorboard; raises ConfigError where it cannot be imported."""
+    try:
+        writer = importlib.import_module(module).SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "train.tensorboard=true, but the package tensorboard is not installed; "
+            "install it (pip install tensorboard) or set train.tensorboard=false"
+        ) from error
+    return writer(str(run.path / "tensorboard"))
+
+
+def progress_line(row: dict[str, Any], total_steps: int) -> str:
+    """One line for logs: step, loss, gradient norm, speed, MFU, memory and, where measured, validation."""
+    parts = [
+        f"step {row['step']}/{total_steps}",
+        f"loss {_figure(row['loss'], '.4f')}",
+        f"grad_norm {_figure(row['grad_norm'], '.3f')}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"mfu {100 * row['mfu']:.1f}%")
+    if row["peak_memory_bytes"] is not None:
+        parts.append(f"memory {row['peak_memory_bytes'] / 2**30:.2f} GiB")
+    return "  ".join([*parts, *_validation(row)])
+
+
+def evaluation_line(row: dict[str, Any]) -> str:
+    """One line for logs about weights that were evaluated."""
+    return "  ".join([f"step {row['step']}", *_validation(row)])
+
+
+def _validation(row: dict[str, Any]) -> list[str]:
+    """What was measured on the validation split, if anything."""
+    parts = []
+    if row.get("validation_loss") is not None:
+        parts.append(f"validation_loss {row['validation_loss']:.4f}")
+    if row.get("validation_bits_per_byte") is not None:
+        parts.append(f"bits_per_byte {row['validation_bits_per_byte']:.4f}")
+    buckets = row.get("validation_loss_by_position", ())
+    parts += [f"[{bucket['first']:,} to {bucket['last']:,}] {_figure(bucket['loss'], '.4f')}" for bucket in buckets]
+    if row.get("needle_gain") is not None:
+        parts.append(f"needle_accuracy {_figure(row['needle_accuracy'], '.2f')}")
+        parts.append(f"needle_gain {_figure(row['needle_gain'], '.4f')}")
+    depths = row.get("needle_by_depth", ())
+    parts += [f"[depth {100 * depth['depth']:.0f}%] {_figure(depth['gain'], '.4f')}" for depth in depths]
+    return parts
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A number; what was none is left out of metrics."""
+    return "none" if value is None else format(value, form)

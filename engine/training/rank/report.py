@@ -1,0 +1,229 @@
+"""What a rank tells the outside while it runs, even while it hangs: its place, its stacks, its collectives.
+
+    logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, steps_done, step_time_s, at_ns, ...}, replaced
+    logs/<node>/rank<NNNN>.stacks        on SIGUSR1 faulthandler appends the stacks of all threads; written by a signal
+                                         handler in C, so also while something holds the interpreter
+    logs/<node>/rank<NNNN>.flight.json   answer to logs/<node>/flight.request, whose content is a nonce
+
+SIGUSR1 kills a process that does not listen: only a .stacks file whose first line names the process's pid says that it
+does. Nothing here may end a rank: a full disk or a missing folder costs the report, not the run. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.parallel.waits import WaitClock
+from engine.runs.oom import RESERVE_BYTES
+from engine.training.rank.flight import flight_record
+
+STATUS_INTERVAL_S = 0.2
+REQUEST_INTERVAL_S = 0.5
+REQUEST_NAME = "flight.request"
+MAX_NONCE_BYTES = 200
+_FACTS = ("step", "phase", "micro_step", "phase_since_ns", "advances", "steps_done", "step_time_s", "ended")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank writes, and the log file beside which its reports lie."""
+
+    rank: int
+    node: str
+    log: Path
+
+    @property
+    def status(self) -> Path:
+        """Where the rank says where it is."""
+        return self.log.with_suffix(".status.json")
+
+    @property
+    def stacks(self) -> Path:
+        """Where its stacks go."""
+        return self.log.with_suffix(".stacks")
+
+    @property
+    def flight(self) -> Path:
+        """Where its flight record goes."""
+        return self.log.with_suffix(".flight.json")
+
+
+class RankStatus:
+    """Where a rank is; the trainer keeps it current so that an error, or somebody outside, can say where it was.
+
+    step          the optimizer step that runs, from 1; micro_step: of it, from 0
+    phase         import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load
+                  batch, count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these
+    advances      how often a phase said that it goes on: data, batches of an evaluation, parts of a save
+    step_time_s   of the last step, on the slowest rank
+    ended         ok, or the type of the error
+    waits         knows for whom the rank waits
+    reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
+    """
+
+    def __init__(self, step: int | None = None, phase: str | None = None) -> None:
+        self.waits = WaitClock()
+        self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
+        self.step = step
+        self.micro_step = 0
+        self.phase = phase
+        self.advances = 0
+        self.steps_done = 0
+        self.step_time_s: float | None = None
+        self.ended: str | None = None
+        self._report: RankReport | None = None
+
+    @property
+    def phase(self) -> str | None:
+        """What the rank does."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, value: str | None) -> None:
+        self._phase, self.phase_since_ns = value, time.time_ns()
+
+    def facts(self) -> dict[str, Any]:
+        """What the status file says of it; times are of time.time_ns."""
+        return {name: getattr(self, name) for name in _FACTS}
+
+    def advance(self) -> None:
+        """The phase goes on: whoever watches shall not take a long one for a hang."""
+        self.advances += 1
+
+    def step_done(self, step_time_s: float) -> None:
+        """A step has ended, after so long on the slowest rank."""
+        self.steps_done, self.step_time_s = self.steps_done + 1, step_time_s
+
+    def report_to(self, place: RankPlace) -> None:
+        """From now on the files of `place` say where the rank is."""
+        self._report = RankReport(place, self)
+        self._report.start()
+
+    def end_report(self, ended: str) -> None:
+        """The rank is about to leave; `ended` is ok or the type of its error."""
+        self.ended = ended
+        if self._report is not None:
+            self._report.close()
+            self._report = None
+
+
+class RankReport:
+    """Writes the files of one rank between `start` and `close`; never raises.
+
+    A thread looks at the status and writes what has changed: to replace a file may take milliseconds, on storage that
+    nodes share more. So the file is exact while a rank sleeps or waits, and some 0.2 s old when it was
+    stopped or holds the interpreter.
+    """
+
+    def __init__(self, place: RankPlace, status: RankStatus) -> None:
+        self._place = place
+        self._status = status
+        self._written: dict[str, Any] = {}
+        self._fixed = {"rank": place.rank, "pid": os.getpid(), "node": place.node}
+        self._stop = threading.Event()
+        self._stacks: TextIO | None = None
+        self._answered: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="rank-report", daemon=True)
+
+    def start(self) -> None:
+        """Listens for SIGUSR1, writes the first status and starts the thread."""
+        with contextlib.suppress(OSError):
+            self._place.log.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = _listen_for_stacks(self._place)
+        with contextlib.suppress(OSError):
+            self._place.flight.unlink(missing_ok=True)  # of an earlier attempt
+        self._answered = _read_nonce(self._request)
+        self._write()
+        with contextlib.suppress(RuntimeError):  # no thread to be had
+            self._thread.start()
+
+    def close(self) -> None:
+        """Writes the last status; stacks go to standard error from here on."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._write()
+        if self._stacks is not None:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+            self._stacks.close()
+            self._stacks = None
+
+    @property
+    def _request(self) -> Path:
+        return self._place.log.with_name(REQUEST_NAME)
+
+    def _watch(self) -> None:
+        """Life of the thread."""
+        next_request = 0.0
+        while not self._stop.wait(STATUS_INTERVAL_S):
+            if self._status.facts() != self._written:
+                self._write()
+            if time.monotonic() >= next_request:
+                next_request = time.monotonic() + REQUEST_INTERVAL_S
+                self._answer()
+
+    def _write(self) -> None:
+        self._written = self._status.facts()
+        _replace(self._place.status, {**self._fixed, **self._written, "at_ns": time.time_ns()})
+
+    def _answer(self) -> None:
+        """Writes the flight record when somebody asks with a new nonce."""
+        nonce = _read_nonce(self._request)
+        if nonce is None or nonce == self._answered:
+            return
+        self._answered = nonce
+        record = _guarded(lambda: flight_record(self._status.waits))
+        _replace(self._place.flight, {"nonce": nonce, **self._fixed, "at_ns": time.time_ns(), **record})
+
+
+def _listen_for_stacks(place: RankPlace) -> TextIO:
+    """The open .stacks file, into which SIGUSR1 now writes."""
+    stream = place.stacks.open("a", encoding="utf-8", errors="replace")
+    with contextlib.suppress(OSError):
+        place.stacks.chmod(0o600)
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=False)
+    stream.write(f"# rank {place.rank}, pid {os.getpid()}\n")
+    stream.flush()
+    return stream
+
+
+def _read_nonce(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_NONCE_BYTES).decode("utf-8", errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
+    """Replaces `path` without a sync: after a crash of the machine nobody asks for it."""
+    temporary = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(OSError, MemoryError):
+        content = json.dumps(document, default=str).encode("utf-8", errors="replace") + b"\n"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            is_whole = os.write(descriptor, content) == len(content)
+        finally:
+            os.close(descriptor)
+        if is_whole:
+            temporary.replace(path)
+
+
+def _guarded(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, or the error it raised: torch's recorder is no public interface."""
+    try:
+        return make()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}

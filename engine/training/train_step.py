@@ -1,0 +1,200 @@
+"""One optimizer step: loss and gradients are weighted by tokens over all ranks and micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.api import ParallelAttention
+from engine.config.errors import RunError
+from engine.config.settings import RunConfig
+from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.model.dropout import Dropout, row_keys
+from engine.model.llama import AttentionFn, LlamaModel
+from engine.parallel.collectives import sum_over_ranks
+from engine.parallel.fsdp import set_gradient_sync
+from engine.parallel.mesh import Mesh
+from engine.parallel.shard import LocalBatch, shard_batch
+from engine.planning.sequence.layers import AttendedPairs, attended_pairs
+from engine.training.guard import TAKEN, Guard, Verdict
+from engine.training.optim import build_optimizer, learning_rate, set_learning_rate
+from engine.training.rank.faults import NO_FAULTS, Faults
+from engine.training.rank.process import RankStatus
+from engine.training.updates import build_updates
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave: mean loss per label (nats) and gradient norm before clipping, equal on all ranks.
+
+    pairs   of all sequences of the step, over all ranks
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    label_tokens: int
+    pairs: AttendedPairs
+    verdict: Verdict = TAKEN
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """This rank's rows of a batch, the attention of every layer over them, and the numbers of their sequences.
+
+    attended   what attention sees, of all rows of all ranks that share them
+    """
+
+    rows: LocalBatch
+    attention: Sequence[AttentionFn]
+    attended: AttendedPairs
+    samples: tuple[int, ...] = ()
+
+
+def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, mesh: Mesh) -> RankBatch:
+    """This rank's part of a batch, laid out as the batch's own documents want it."""
+    context = attention.context(batch.documents[0])
+    rows = shard_batch(
+        batch.tokens,
+        batch.labels,
+        layout=context.layout,
+        cp_rank=mesh.cp_rank,
+        device=mesh.device,
+        label_part=mesh.row_part,
+    )
+    pairs = attended_pairs(context.layers, len(model.layers), sequences=len(batch.documents))
+    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
+
+
+def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
+    """Sum of the loss over this rank's labels, fp32 scalar."""
+    hidden = model(batch.tokens, batch.positions, attention)
+    loss: Tensor = model.head(hidden, batch.labels)
+    return loss
+
+
+def count_labels(batches: Sequence[LocalBatch], device: torch.device) -> int:
+    """Labels that count, over all ranks and all of `batches`; raises RunError when there are none."""
+    counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
+    total = int(sum_over_ranks(torch.stack(counts).sum().to(device)).item())
+    if total == 0:
+        raise RunError("no token of this batch has a label, so there is no loss; check the data and train.seq_len")
+    return total
+
+
+def count_pairs(batches: Sequence[RankBatch], mesh: Mesh) -> AttendedPairs:
+    """Pairs over all ranks and all of `batches`, exactly. Of ranks that share a sequence the first one tells them."""
+    own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
+    counts = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
+    return AttendedPairs(*sum_over_ranks(counts).tolist())
+
+
+class TrainStep:
+    """Runs optimizer steps on a parallelized model; holds the optimizer and nothing else that changes.
+
+    Every rank of the run calls it with its own data-parallel rank's batches; ranks that share a sequence with equal
+    ones. `accumulate` and then `update` are a step without its figures: the host waits for the device in neither.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        model: LlamaModel,
+        attention: ParallelAttention,
+        status: RankStatus | None = None,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        self.status = status or RankStatus()
+        self._faults = faults
+        self.config = config
+        self.mesh = mesh
+        self.model = model
+        self.attention = attention
+        self.optimizer = build_optimizer(model, config.optimizer, config.memory.moments_dtype)
+        self._updates = build_updates(config, mesh, model, self.optimizer)
+        self.guard = Guard(config.train.guard)
+
+    def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
+        """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
+        return self.run(step, [self.prepare(batch) for batch in batches])
+
+    def prepare(self, batch: Batch) -> RankBatch:
+        """What `run` takes of a batch; for the next step while this one runs, too (`engine.training.batches`)."""
+        return rank_batch(batch, self.model, self.attention, self.mesh)
+
+    def run(self, step: int, local: Sequence[RankBatch]) -> StepResult:
+        """As calling it, over batches that were prepared."""
+        self.status.phase = "count labels"
+        # Counted before any backward: each micro-step's gradient must already have its final weight.
+        with self.status.waits.waiting("all_reduce"):
+            label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
+            pairs = count_pairs(local, self.mesh)
+        rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
+        loss_sum = self.accumulate(local, label_tokens)
+        if not self.config.train.guard.may_drop:
+            # Judged after the update, so that the host need not wait for the device before it.
+            norm = float(self.update().item())
+            loss = float(loss_sum.item()) / label_tokens
+            self.status.phase = "train"
+            verdict = self.guard.judge(step, loss, norm)
+        else:
+            loss = float(loss_sum.item()) / label_tokens
+            norm, verdict = self._update_if_taken(step, loss)
+        return StepResult(loss, norm, rate, label_tokens, pairs, verdict)
+
+    def _update_if_taken(self, step: int, loss: float) -> tuple[float, Verdict]:
+        """(gradient norm before clipping, the verdict): the weights are updated only if the step is taken."""
+        verdicts = []
+
+        def taken(norm: Tensor) -> bool:
+            verdicts.append(self.guard.judge(step, loss, float(norm.item())))
+            return verdicts[0].taken
+
+        self.status.phase = "optimizer"
+        norm = float(self._updates.finish(taken).item())
+        self.status.phase = "train"
+        return norm, verdicts[0]
+
+    def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
+        """Forward and backward: gradients of the mean loss in `.grad`, or in the weights under optimizer_in_backward.
+
+        `label_tokens` counts the labels of all ranks and micro-steps. Returns the loss sum over all ranks, float64
+        scalar. All ranks must call.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for index, batch in enumerate(local):
+            set_gradient_sync(self.model, is_last=index == len(local) - 1)
+            self.status.micro_step, self.status.phase = index, "forward"
+            self._faults.at_forward(self.status.step)
+            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
+            self.status.phase = "loss"
+            loss = self._faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
+            del hidden  # would live through the whole backward pass
+            self.status.phase = "backward"
+            (loss / label_tokens).backward()
+            loss_sum += loss.detach()
+        with self.status.waits.waiting("all_reduce"):
+            return sum_over_ranks(loss_sum)
+
+    def _dropout_of(self, batch: RankBatch) -> Dropout | None:
+        """What is dropped of the rows that this rank holds between the layers."""
+        rate, positions = self.config.train.dropout, batch.rows.positions
+        if rate == 0.0:
+            return None
+        if not batch.samples:
+            raise ValueError("train.dropout needs the numbers of a batch's samples")
+        own = positions[self.mesh.row_part.of(positions.shape[0])]
+        return Dropout(rate, row_keys(self.config.seed, batch.samples, own))
+
+    def update(self) -> Tensor:
+        """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
+
+        The learning rate must have been set before `accumulate`. All ranks must call.
+        """
+        self.status.phase = "optimizer"
+        return self._updates.finish()

@@ -1,0 +1,316 @@
+"""The training loop: prepare data, build the model, step, validate, record; every rank runs the same loop."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from engine.attention.api import ParallelAttention
+from engine.checkpoint.progress import Position, RunCheckpoints
+from engine.config.errors import ConfigError, DataError
+from engine.config.rules import check_config
+from engine.config.settings import RunConfig, config_fingerprint
+from engine.data import TrainingData, open_training_data, prepare
+from engine.data.needles import needle_tasks
+from engine.data.tokenizers import TOKENIZER_FILE
+from engine.memory.policy import policy_name
+from engine.memory.recompute import recomputed_matrices
+from engine.model.parallelize import build_empty_model, set_first_weights
+from engine.parallel.collectives import wait_for_all_ranks
+from engine.parallel.mesh import (
+    Mesh,
+    Placement,
+    build_mesh,
+    check_world,
+    choose_device,
+    limit_waits,
+    read_placement,
+    start_process_group,
+    step_timeout,
+)
+from engine.parallel.waiting import count_waits
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.time.devices import Peak
+from engine.planning.time.flops import count_parameters
+from engine.runs.folder import RunFolder
+from engine.runs.summary import predicted_facts, summarise
+from engine.training.batches import StepBatches
+from engine.training.determinism import deterministic_algorithms
+from engine.training.guard import Verdict
+from engine.training.metrics import StepCost, StepMeter
+from engine.training.peak import find_peak
+from engine.training.profiling import StepProfiler
+from engine.training.rank.faults import NO_FAULTS, Faults, FindFaults, read_faults
+from engine.training.rank.lifecycle import GRACE_S, KILL_MARGIN_S, StopRequest, run_states
+from engine.training.rank.process import RankStatus
+from engine.training.rank.recorder import Recorder
+from engine.training.train_step import TrainStep
+from engine.training.validation import measured, validate
+
+
+class Trainer:
+    """One run on this rank; `run` does everything in order. All ranks build one and run it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        mesh: Mesh,
+        recorder: Recorder,
+        status: RankStatus,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self._run_folder = run
+        self._recorder = recorder
+        self._status = status
+        checkpoint = config.train.checkpoint
+        self._stop = StopRequest(checkpoint.stop_grace_s - KILL_MARGIN_S if checkpoint.is_on else GRACE_S)
+        self.data = load_data(config, mesh, recorder)
+        if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
+            sampler = self.data.sampler(
+                config.train.seq_len,
+                config.seed,
+                grad_accum_steps=config.train.grad_accum_steps,
+                documents_apart=config.attention.documents,
+            )
+        self._needles = needle_tasks(config, self.data.main)
+        recorder.phase("build model")
+        self.model, self.attention = build_empty_model(config, mesh)
+        choice = self.attention.kernel_choice
+        if choice is not None:
+            recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
+        counts = count_waits(status.waits, mesh, self.model, self.attention)
+        self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
+        if not config.train.evaluate_only:
+            self._batches = StepBatches(sampler, config.train, mesh, self.train_step.prepare)
+        recorder.phase("measure peak")
+        self.peak = find_peak(config.train, mesh.device)
+        self._meter = StepMeter(
+            mesh,
+            self.attention,
+            step_cost(config, mesh.dp_size, self.peak, self.attention.method),
+            tracked_steps=config.train.warmup_metric_steps,
+            waits=status.waits if counts else None,
+            store=self.model.activation_store,
+        )
+        self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
+        self._checkpoints = RunCheckpoints(config, run, mesh, self.train_step, self.data.content_hash, recorder)
+
+    def run(self) -> None:
+        """Trains to the last step and writes the summary. SIGTERM ends it at a step edge.
+
+        With train.evaluate_only it evaluates instead.
+        """
+        if self.config.train.evaluate_only:
+            self._evaluate_only()
+            return
+        total = self.config.train.steps
+        position = self._checkpoints.restore() or self._begin()
+        self._batches.start_at(position.step, position.samples)
+        self._recorder.phase("train")
+        limit_waits(self.mesh, step_timeout(self.config.cluster))
+        stopped = False
+        with self._stop.watch():
+            while position.step < total and not stopped:
+                row, verdict, stopped = self._run_step(position.step)
+                if not verdict.taken:
+                    row["dropped"] = verdict.action
+                if self._validation_is_due(row["step"]) and not stopped:
+                    row.update(self._validate())
+                self._status.step_done(row["step_time_s"])
+                self._recorder.step(row, total)
+                self._recorder.warn(self._meter.warning(row))
+                before, position = position, self._after(position)
+                if not verdict.taken:
+                    self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
+                if verdict.action == "rewind" and not stopped:
+                    position = self._checkpoints.rewind(position)
+                    self._batches.start_at(position.step, position.samples)
+                else:
+                    self._checkpoints.after_step(position, is_last=stopped or position.step == total)
+            self._checkpoints.close()
+        self._batches.close()
+        self._profiler.close()
+        # A run that had nothing left to do has no rows, and its steps all the same.
+        self._end("cancelled" if stopped else "completed", steps=position.step)
+        if stopped:
+            raise KeyboardInterrupt
+
+    def _evaluate_only(self) -> None:
+        """Evaluates the weights that are named. Nothing of the optimizer is ever made."""
+        evaluated = self._checkpoints.restore_weights()
+        if evaluated is None:
+            self._begin()
+        step = 0 if evaluated is None else evaluated.step
+        self._recorder.phase("evaluate")
+        row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
+        self._recorder.evaluated(row)
+        self._checkpoints.close()
+        evaluated_run = None if evaluated is None else evaluated.run_id
+        self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
+
+    def _begin(self) -> Position:
+        """Where training begins, with its first weights: nothing else has filled the model."""
+        self._recorder.phase("first weights")
+        set_first_weights(self.model, self.config)
+        return Position()
+
+    def _end(self, status: str, **facts: Any) -> None:
+        """Rank 0 writes the summary, from the rows on disk: no rank keeps those of a long run in memory."""
+        if self.mesh.rank == 0:
+            self._run_folder.write_summary(self._summarise(self._run_folder.read_metrics(), status) | facts)
+        self._recorder.close()
+
+    def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
+        """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
+        self._status.step, self._status.micro_step, self._status.phase = step + 1, 0, "load batch"
+        with self._profiler.step(step + 1):
+            self._meter.start()
+            batches = self._batches.take(step)
+            self._meter.have_batches()
+            with self._meter.count_tensors():
+                result = self.train_step.run(step, batches)
+            row, stopped = self._meter.finish(step + 1, result, stop=self._stop.requested)
+            return row, result.verdict, stopped
+
+    def _after(self, position: Position) -> Position:
+        """Where training is after one step more."""
+        train = self.config.train
+        samples = self.mesh.dp_size * train.micro_batch_size * train.grad_accum_steps
+        return Position(position.step + 1, position.samples + samples, position.tokens + samples * train.seq_len)
+
+    def _validation_is_due(self, step: int) -> bool:
+        interval = self.config.train.eval_interval_steps
+        return step == self.config.train.steps or (interval is not None and step % interval == 0)
+
+    def _validate(self) -> dict[str, Any]:
+        self._recorder.phase("evaluate")
+        row = validate(self.train_step, self.data.main, self._needles)
+        self._recorder.phase("train")
+        return row
+
+    def _summarise(self, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        # What was predicted is a training step, which an evaluation does not make.
+        plan = None if self.config.train.evaluate_only else self._run_folder.read_memory_plan()
+        return {
+            "status": status,
+            **run_facts(self.config, self.mesh, self.attention),
+            **predicted_facts(plan),
+            "flops_per_step": asdict(flops) if (flops := self._meter.mean_flops()) else None,
+            "peak_flops_per_device": self.peak.flops_per_s,
+            "peak_flops_source": self.peak.source,
+            "peak_memory_source": self._meter.peak_memory_source,
+            **summarise(rows, self.config.train.warmup_metric_steps),
+        }
+
+
+def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
+    """Everything a rank does, from its process group to the last line of its summary; called by engine.train."""
+    placement = read_placement()
+    with run_states(run, status, rank=placement.rank), ExitStack() as stack:
+        status.phase = "start"
+        check_config(config)
+        check_world(config.cluster, placement)
+        faults, announced = find_faults(placement.rank, placement.world_size)
+        device = choose_device(config.cluster, placement)
+        set_threads(config, device, placement)
+        seed_everything(config.seed)
+        stack.enter_context(deterministic_algorithms(config.train.deterministic))
+        started = start_process_group(device, placement)
+        mesh = build_mesh(config.parallel, config.cluster)
+        recorder = Recorder(
+            run,
+            status,
+            rank=mesh.rank,
+            tensorboard=config.train.tensorboard,
+            log_interval=config.train.log_interval_steps,
+            faults=faults,
+        )
+        recorder.announce_faults(announced)
+        Trainer(config, run, mesh, recorder, status, faults).run()
+        if started:
+            dist.destroy_process_group()
+
+
+def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:
+    """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one."""
+    if device.type == "cpu" or config.memory.optimizer_store == "host":
+        share = max(1, usable_cores() // placement.local_world_size)
+        torch.set_num_threads(config.cluster.threads_per_rank or share)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: a container or `taskset` may leave it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and torch, on all ranks alike: nothing in the model or the data is random otherwise."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData:
+    """The prepared corpora; one rank per node prepares it while the others wait. All ranks must call.
+
+    Raises ConfigError when its tokens do not fit the model, DataError when the ranks found different tokens.
+    """
+    recorder.phase("prepare data")
+    if read_placement().local_rank == 0:
+        prepare(config.data, progress=recorder.preparing)
+    wait_for_all_ranks()
+    data = open_training_data(config.data)
+    recorder.keep(data.main.path / TOKENIZER_FILE)
+    if data.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "
+            f"set model.vocab_size={-(-data.vocab_size // 64) * 64}"
+        )
+    hashes: list[str] = [""] * mesh.world_size
+    dist.all_gather_object(hashes, data.content_hash)
+    if len(set(hashes)) > 1:
+        raise DataError(
+            f"the ranks hold different tokens in {data.main.path} (content hashes {', '.join(sorted(set(hashes)))}); "
+            "give every node the same corpus, or set data.prepared_dir to a folder that all nodes share"
+        )
+    return data
+
+
+def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
+    """What an optimizer step costs over all ranks, but for the pairs of its batch."""
+    train = config.train
+    sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
+    return StepCost(config.model, train.seq_len, sequences, recomputed_matrices(config, method), peak)
+
+
+def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> dict[str, Any]:
+    """What a report says about a run beside its figures: shape, method, ranks, device."""
+    is_cuda = mesh.device.type == "cuda"
+    return {
+        "config_fingerprint": config_fingerprint(config),
+        "model": config.model.name,
+        "parameters": count_parameters(config.model).total,
+        "attention_preset": attention.method.preset,
+        "attention": asdict(attention.method),
+        "attention_kernel": attention.group.kernel.name,
+        "attention_kernel_reason": None if attention.kernel_choice is None else attention.kernel_choice.reason,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "memory_policy": policy_name(config.memory),
+        "seq_len": config.train.seq_len,
+        "compute_dtype": config.train.compute_dtype,
+        "world_size": mesh.world_size,
+        "parallel": asdict(mesh.degrees),
+        "topology": asdict(mesh.topology),
+        "device": torch.cuda.get_device_name(mesh.device) if is_cuda else "cpu",
+        "threads_per_rank": None if is_cuda else torch.get_num_threads(),
+    }

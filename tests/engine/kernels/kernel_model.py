@@ -1,0 +1,56 @@
+"""A small model's loss and gradients, with whatever kernels the process has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.context import AttentionGroup, build_context
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.transport import LocalTransport
+from engine.config.settings import LossConfig, ModelConfig
+from engine.memory.policy import LayerPolicy
+from engine.memory.store import DeviceStore
+from engine.model.checkpointed import apply_policies
+from engine.model.dropout import Dropout, row_keys
+from engine.model.init import init_weights
+from engine.model.layer_call import LayerManner
+from engine.model.llama import LlamaModel
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.mask import Mask
+
+TOKENS = 12
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    ffn_hidden_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    qk_norm=True,
+    init_std=0.3,
+)
+# Chunks of keys of their own, so that tiles are merged.
+METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=5, chunk_store="host")
+
+
+def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> dict[str, Tensor]:
+    """Float64, on the CPU: the loss and every parameter's gradient; `tile_tokens` None: autograd keeps everything."""
+    model = LlamaModel(MODEL, LossConfig(chunk_tokens=7, z_loss=0.01)).to(device, torch.float64)
+    init_weights(model, 0)
+    if tile_tokens is not None:
+        manner = LayerManner(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
+        apply_policies(model, [manner] * MODEL.num_layers)
+    group = AttentionGroup(0, Topology(1, 1), LocalTransport(), ReferenceKernel())
+    context = build_context(group, [LayerAttention(Mask(TOKENS), METHOD)], TOKENS)
+    positions = torch.from_numpy(context.layout.positions(0)).to(device)
+    tokens = torch.arange(2 * TOKENS, device=device).view(2, TOKENS) * 37 % MODEL.vocab_size
+    keys = None if dropout == 0 else Dropout(dropout, row_keys(3, [5, 6], positions))
+    hidden = model(tokens[:, positions], positions, context.functions(MODEL.num_layers), keys)
+    loss = model.head(hidden, tokens.roll(-1, 1)[:, positions])
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach().cpu()} | {name: x.cpu() for name, x in found.items() if x is not None}

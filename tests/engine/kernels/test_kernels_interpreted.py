@@ -1,0 +1,43 @@
+"""The very kernels that GPUs run, through Triton's interpreter on a CPU, against float64 formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import CASES, name_of
+from kernel_interpreter import Interpreter
+from kernel_model import loss_and_gradients
+
+from engine.kernels.dispatch import uses_triton
+
+
+@pytest.mark.parametrize(("check", "sizes"), CASES, ids=name_of)
+def test_kernels_give_what_the_formulas_give(
+    interpreter: Interpreter, check: Callable[..., None], sizes: tuple[Any, ...]
+) -> None:
+    interpreter.run(check, "cpu", *sizes)
+
+
+@pytest.mark.parametrize(("tile_tokens", "dropout"), [(None, 0.0), (None, 0.3), (5, 0.3)])
+def test_a_model_has_the_gradients_that_torch_alone_gives_it(
+    interpreter: Interpreter, tile_tokens: int | None, dropout: float
+) -> None:
+    """Norms of rows and heads, RoPE, SwiGLU, merged tiles of attention, the loss: forward, again, and backward."""
+    ours = interpreter.run(loss_and_gradients, "cpu", tile_tokens, dropout)
+    want = loss_and_gradients("cpu", tile_tokens, dropout)
+    assert len(want) == 2 * 11 + 4
+    assert ours.keys() == want.keys()
+    for name, reference in want.items():
+        torch.testing.assert_close(ours[name], reference, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_kernels_are_left_alone_where_nobody_asks_for_them() -> None:
+    assert not uses_triton(torch.zeros(3))
+
+
+def test_what_is_no_floating_point_number_is_left_to_torch(interpreter: Interpreter) -> None:
+    assert interpreter.run(uses_triton, torch.zeros(3))
+    assert not interpreter.run(uses_triton, torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,354 @@
+"""Replayed times: exact on schedules worked out by hand, and bounded on real ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config.errors import PlanError
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import PlanPair, plan_method
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Topology
+from engine.planning.schedule.plan import (
+    AttentionPlan,
+    Channel,
+    Kind,
+    LocalOp,
+    RankPlan,
+    Slot,
+    Step,
+    Tile,
+    TokenBytes,
+    Transfer,
+    View,
+)
+from engine.planning.sequence.mask import Mask
+from engine.planning.time.machine import Machine, find_machine, free_links
+from engine.planning.time.replay import COMPUTE_LANE, Timeline, replay
+
+# One head of one channel: a key-value token is 4 bytes, a gradient of k and v 8, an accumulator 8, a full 4 x 4 tile
+# 64 FLOPs forward and 160 backward.
+ONE = TokenBytes(num_heads=1, num_kv_heads=1, head_dim=1)
+SLOW = Machine(
+    name="slow",
+    forward_flops_per_s=64.0,
+    backward_flops_per_s=160.0,
+    matmul_flops_per_s=math.inf,
+    kernel_block_rows=0,
+    tile_overhead_s=0.0,
+    elementwise_bytes_per_s=math.inf,
+    intra_bytes_per_s=8.0,
+    intra_latency_s=0.5,
+    inter_bytes_per_s=2.0,
+    inter_latency_s=1.0,
+    host_bytes_per_s=16.0,
+    host_latency_s=0.25,
+)
+
+
+def block(slot: int) -> View:
+    return View(slot, 0, 4)
+
+
+def exchange(message: int, rank: int, peer: int, src: int, dst: int, channel: Channel) -> tuple[Transfer, Transfer]:
+    """Both ends that `rank` posts to swap 4 tokens with `peer`: messages are numbered by sender."""
+    return (
+        Transfer(message + rank, "send", channel, peer, block(src)),
+        Transfer(message + peer, "recv", channel, peer, block(dst)),
+    )
+
+
+def ring_of_two(rank: int) -> RankPlan:
+    slots = (Slot(Kind.Q, 4, "q"), Slot(Kind.KV, 4, "kv"), Slot(Kind.ACC, 4, "acc"), Slot(Kind.KV, 4))
+    own, other = (Tile(block(0), block(kv), block(2)) for kv in (1, 3))
+    posts = exchange(0, rank, 1 - rank, 1, 3, Channel.PAYLOAD_INNER)
+    return RankPlan(rank, slots, (Step(0, post=posts, tiles=(own,), wait=(0, 1)), Step(1, tiles=(other,))))
+
+
+def test_ring_of_two_by_hand() -> None:
+    """16 bytes take 2 s and arrive 0.5 s later; each tile takes 1 s: 1.5 s of the message show."""
+    plan = AttentionPlan("forward", 2, {rank: ring_of_two(rank) for rank in range(2)})
+    timeline = replay(plan, SLOW, ONE, Topology(1, 2))
+    assert timeline.total_s == 3.5
+    assert timeline.compute_s == {0: 2.0, 1: 2.0}
+    assert timeline.waited_s == {0: 1.5, 1: 1.5}
+    assert timeline.exposed_s == 1.5
+    of_rank_0 = {(i.lane, i.kind, i.start_s, i.stop_s, i.step) for i in timeline.intervals if i.rank == 0}
+    assert of_rank_0 == {
+        ("compute", "full", 0.0, 1.0, 0),
+        ("compute", "wait", 1.0, 2.5, 0),
+        ("compute", "full", 2.5, 3.5, 1),
+        ("x.in", "recv", 0.0, 2.5, 0),
+        ("x.in", "send", 0.0, 2.5, 0),
+    }
+
+
+def test_ring_of_two_between_nodes_by_hand() -> None:
+    plan = AttentionPlan("forward", 2, {rank: ring_of_two(rank) for rank in range(2)})
+    assert replay(plan, SLOW, ONE, Topology(2, 1)).total_s == 8.0 + 1.0 + 1.0
+
+
+def test_host_pipeline_by_hand() -> None:
+    """Two loads share the link into the device; a store goes the other way and does not hinder them.
+
+    pre: init of 32 bytes, 0.5 s. Loads of 16 and 32 bytes: 0.5..1.75 and, after the first's 1 s, 1.5..3.75. Tile:
+    10 causal pairs, 100 FLOPs, and 2 * (16 + 32) bytes merged: 0.625 + 0.25 + 1.5 s. Then add moves 96 bytes: 1.5 s.
+    """
+    slots = (
+        Slot(Kind.QX, 4, "qx"),
+        Slot(Kind.KV, 4, "kv", where="host"),
+        Slot(Kind.KV, 4),
+        Slot(Kind.DQ, 4, "dq"),
+        Slot(Kind.DKV, 4, "dkv"),
+        Slot(Kind.DKV, 4),
+        Slot(Kind.DKV, 4, where="host"),
+    )
+    machine = replace(SLOW, elementwise_bytes_per_s=64.0, tile_overhead_s=0.25)
+    tile = Tile(block(0), block(2), block(3), block(4), low=0)
+    loads = (
+        Transfer(0, "load", Channel.TO_DEVICE, 0, block(2), block(1)),
+        Transfer(1, "load", Channel.TO_DEVICE, 0, block(5), block(6)),
+        Transfer(2, "store", Channel.TO_HOST, 0, block(6), block(5)),
+    )
+    step = Step(
+        0,
+        pre=(LocalOp("init", block(4)),),
+        post=loads,
+        tiles=(tile,),
+        wait=(0, 1, 2),
+        after=(LocalOp("add", block(4), block(5)),),
+    )
+    timeline = replay(AttentionPlan("backward", 1, {0: RankPlan(0, slots, (step,))}), machine, ONE, Topology(1, 1))
+    spans = {(i.lane, i.kind, i.start_s): i.stop_s for i in timeline.intervals}
+    tile_stop = 0.5 + 100 / 160 + 0.25 + 2 * (4 * 4 + 4 * 8) / 64
+    assert spans == {
+        ("compute", "op", 0.0): 0.5,
+        ("compute", "causal", 0.5): tile_stop,
+        ("h2d", "load", 0.5): 1.75,
+        ("h2d", "load", 1.5): 3.75,
+        ("d2h", "store", 0.5): 2.75,
+        ("compute", "wait", tile_stop): 3.75,
+        ("compute", "op", 3.75): 3.75 + 96 / 64,
+    }
+    assert timeline.total_s == 5.25
+
+
+def two_channels(rank: int, second: Channel) -> RankPlan:
+    slots = (Slot(Kind.KV, 4, "kv"), Slot(Kind.KV, 4), Slot(Kind.KV, 4))
+    posts = exchange(0, rank, 1 - rank, 0, 1, Channel.PAYLOAD_INNER)
+    posts += exchange(2, rank, 1 - rank, 0, 2, second)
+    return RankPlan(rank, slots, (Step(0, post=posts, wait=(0, 1, 2, 3)),))
+
+
+def test_channels_of_one_link_share_its_rate() -> None:
+    plan = AttentionPlan("forward", 2, {rank: two_channels(rank, Channel.GRADIENT_INNER) for rank in range(2)})
+    assert replay(plan, SLOW, ONE, Topology(1, 2)).total_s == 2 * 2.0 + 0.5
+
+
+def test_a_channel_is_a_queue_and_another_link_is_free() -> None:
+    """A second message of the channel starts when the first has arrived, latency included; host memory does not wait.
+
+    Step 0 posts 16 bytes, step 1 16 more and a load: 0..2.5, then 2.5..5; the load takes 0..1.25.
+    """
+    plans = {}
+    for rank in range(2):
+        first, second = (exchange(2 * n, rank, 1 - rank, 0, n + 1, Channel.PAYLOAD_INNER) for n in range(2))
+        load = Transfer(4 + rank, "load", Channel.TO_DEVICE, rank, block(3), block(4))
+        slots = (*(Slot(Kind.KV, 4) for _ in range(4)), Slot(Kind.KV, 4, where="host"))
+        steps = (Step(0, post=first), Step(1, post=(*second, load), wait=(0, 1, 2, 3, 4 + rank)))
+        plans[rank] = RankPlan(rank, slots, steps)
+    timeline = replay(AttentionPlan("forward", 2, plans), SLOW, ONE, Topology(1, 2))
+    spans = {(i.lane, i.start_s, i.stop_s) for i in timeline.intervals if i.lane != COMPUTE_LANE}
+    assert spans == {("x.in", 0.0, 2.5), ("x.in", 2.5, 5.0), ("h2d", 0.0, 1.25)}
+
+
+def exchange_of_all(rank: int, size: int) -> RankPlan:
+    """Every rank sends 4 tokens to every other one at the same step."""
+    others = [peer for peer in range(size) if peer != rank]
+    sends = [Transfer(rank * size + peer, "send", Channel.HEADS, peer, block(0)) for peer in others]
+    receives = [Transfer(peer * size + rank, "recv", Channel.HEADS, peer, block(peer + 1)) for peer in others]
+    slots = (Slot(Kind.KV, 4, "kv"), *(Slot(Kind.KV, 4) for _ in range(size)))
+    posts = (*sends, *receives)
+    return RankPlan(rank, slots, (Step(0, post=posts, wait=tuple(t.message for t in posts)),))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_an_exchange_among_all_ranks_fills_every_link(size: int) -> None:
+    plan = AttentionPlan("forward", size, {rank: exchange_of_all(rank, size) for rank in range(size)})
+    timeline = replay(plan, SLOW, ONE, Topology(1, size))
+    assert timeline.total_s == (size - 1) * 2.0 + 0.5
+
+
+def test_a_shared_nic_serves_the_ranks_of_a_node_in_turn() -> None:
+    """Rank 0 and 1 swap blocks with 2 and 3 on the other node: 8 s each, one after the other on one NIC."""
+    plans = {}
+    for rank in range(4):
+        peer = (rank + 2) % 4
+        posts = exchange(0, rank, peer, 0, 1, Channel.PAYLOAD_OUTER)
+        slots = (Slot(Kind.KV, 4, "kv"), Slot(Kind.KV, 4))
+        plans[rank] = RankPlan(rank, slots, (Step(0, post=posts, wait=tuple(t.message for t in posts)),))
+    plan = AttentionPlan("forward", 4, plans)
+    assert replay(plan, SLOW, ONE, Topology(2, 2)).total_s == 8.0 + 1.0
+    assert replay(plan, replace(SLOW, shared_nic=True), ONE, Topology(2, 2)).total_s == 2 * 8.0 + 1.0
+
+
+def one_way(rank: int, sources: tuple[int, ...]) -> RankPlan:
+    """Rank 0 receives 4 tokens from each source at step 1, and the sender waits as well."""
+    slots = (Slot(Kind.KV, 4, "kv"), *(Slot(Kind.KV, 4) for _ in range(4)))
+    if rank == 0:
+        posts = tuple(Transfer(src, "recv", Channel.PAYLOAD_INNER, src, block(src)) for src in sources)
+    else:
+        posts = (Transfer(rank, "send", Channel.PAYLOAD_INNER, 0, block(0)),)
+    return RankPlan(rank, slots, (Step(1, post=posts, wait=tuple(transfer.message for transfer in posts)),))
+
+
+def test_a_late_receiver_delays_who_sends_to_it() -> None:
+    """Rank 0 computes 2 s before it posts: the message is on the way from 2 to 4.5 s, though it was sent at 0."""
+    busy = ring_of_two(0).steps[0].tiles * 2
+    late, early = one_way(0, (1,)), one_way(1, ())
+    slots = (*ring_of_two(0).slots, *late.slots)
+    post = Transfer(1, "recv", Channel.PAYLOAD_INNER, 1, block(5))
+    late = RankPlan(0, slots, (Step(0, tiles=busy), Step(1, post=(post,), wait=(1,))))
+    timeline = replay(AttentionPlan("forward", 2, {0: late, 1: early}), SLOW, ONE, Topology(1, 2))
+    assert timeline.waited_s == {0: 2.5, 1: 4.5}
+    assert timeline.exposed_s == 2.5
+
+
+def test_a_receiver_takes_in_one_message_at_a_time() -> None:
+    plan = AttentionPlan("forward", 3, {rank: one_way(rank, (1, 2)) for rank in range(3)})
+    timeline = replay(plan, SLOW, ONE, Topology(1, 3))
+    assert timeline.finish_s[0] == 2 * 2.0 + 0.5
+    assert sorted(timeline.finish_s[rank] for rank in (1, 2)) == [2.5, 4.5]
+
+
+def test_a_rank_alone_takes_as_long_as_beside_one_that_does_the_same() -> None:
+    both = AttentionPlan("forward", 2, {0: ring_of_two(0), 1: ring_of_two(1)})
+    alone = replay(replace(both, ranks={0: ring_of_two(0)}), SLOW, ONE, Topology(1, 2))
+    together = replay(both, SLOW, ONE, Topology(1, 2))
+    assert (alone.total_s, alone.exposed_s) == (together.total_s, together.exposed_s)
+    assert alone.waited_s == {0: together.waited_s[0]}
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    plan = AttentionPlan("forward", 2, {0: ring_of_two(0)})
+    with pytest.raises(PlanError, match="of 2 ranks and the topology of 4"):
+        replay(plan, SLOW, ONE, Topology(1, 4))
+
+
+def test_a_message_without_receiver_is_refused() -> None:
+    lonely = replace(ring_of_two(1), steps=())
+    with pytest.raises(PlanError, match="not received at the same step"):
+        replay(AttentionPlan("forward", 2, {0: ring_of_two(0), 1: lonely}), SLOW, ONE, Topology(1, 2))
+
+
+# ---- real plans ---------------------------------------------------------------------------------------------------
+
+GQA = TokenBytes(num_heads=8, num_kv_heads=2, head_dim=64)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[AttentionPlan, Topology]:
+    inner, outer = draw(
+        st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (2, 4), (3, 2), (1, 3), (7, 1)])
+    )
+    size = inner * outer
+    rows = draw(st.integers(2, 40)) * size
+    mask = draw(st.sampled_from([Mask(rows), Mask(rows, causal=False), Mask(rows, window=rows // 3 + 1)]))
+    layout, way = draw(st.sampled_from(["contiguous", "zigzag", "striped"])), draw(st.sampled_from(["kv", "q"]))
+    found = ring_plans(inner, outer, mask, layout=layout, backward_circulates=way)
+    return draw(st.sampled_from([found.forward, found.backward])), Topology(outer, inner)
+
+
+def ring_plans(inner: int, outer: int, mask: Mask, **axes: Any) -> PlanPair:
+    method = AttentionMethod(**{"layout": "zigzag", **axes}, ring_inner_size=inner, ring_outer_size=outer)
+    return plan_method(method, mask, divide_sequence(method, mask.seq_len))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """The H100 node with every link slowed down by up to a factor of a million."""
+    base = find_machine("h100")
+    rates = {f"{link}_bytes_per_s": getattr(base, f"{link}_bytes_per_s") for link in ("intra", "inter", "host")}
+    slow = {name: rate / 10 ** draw(st.integers(0, 6)) for name, rate in rates.items()}
+    return replace(base, shared_nic=draw(st.booleans()), **slow)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), machines())
+def test_no_plan_is_faster_than_its_compute_or_its_links(
+    case: tuple[AttentionPlan, Topology], machine: Machine
+) -> None:
+    plan, topology = case
+    timeline = replay(plan, machine, GQA, topology)
+    assert timeline.total_s >= timeline.busiest_s
+    for sent in plan.bytes_by_link(GQA, topology).values():
+        assert timeline.total_s >= sent.intra_bytes / machine.intra_bytes_per_s * (1 - 1e-9)
+        assert timeline.total_s >= sent.inter_bytes / machine.inter_bytes_per_s * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(), machines())
+def test_free_links_leave_the_compute(case: tuple[AttentionPlan, Topology], machine: Machine) -> None:
+    plan, topology = case
+    balanced = replay(plan, free_links(machine), GQA, topology)
+    assert balanced.busiest_s == replay(plan, machine, GQA, topology).busiest_s
+    if plan.size == 1:
+        assert balanced.total_s == balanced.busiest_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), machines(), st.sampled_from(["intra_bytes_per_s", "inter_bytes_per_s", "backward_flops_per_s"]))
+def test_a_slower_machine_is_never_faster(case: tuple[AttentionPlan, Topology], machine: Machine, field: str) -> None:
+    plan, topology = case
+    slower = replace(machine, **{field: getattr(machine, field) / 2})
+    assert replay(plan, slower, GQA, topology).total_s >= replay(plan, machine, GQA, topology).total_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), machines())
+def test_a_rank_does_one_thing_at_a_time(case: tuple[AttentionPlan, Topology], machine: Machine) -> None:
+    plan, topology = case
+    timeline = replay(plan, machine, GQA, topology)
+    for rank in range(plan.size):
+        own = [i for i in timeline.intervals if i.rank == rank and i.lane == COMPUTE_LANE]
+        assert all(before.stop_s == after.start_s for before, after in pairwise(own))
+        if own:
+            assert own[-1].stop_s == timeline.finish_s[rank]
+        assert math.isclose(timeline.compute_s[rank] + timeline.waited_s[rank], timeline.finish_s[rank], abs_tol=1e-15)
+
+
+def causal_rings(inner: int, outer: int, machine: Machine) -> list[Timeline]:
+    plans = ring_plans(inner, outer, Mask(65536))
+    shape = TokenBytes(num_heads=32, num_kv_heads=32, head_dim=128)
+    return [replay(plan, machine, shape, Topology(2, 4)) for plan in (plans.forward, plans.backward)]
+
+
+def test_a_double_ring_beats_a_flat_one_when_nodes_are_far_apart() -> None:
+    machine = replace(find_machine("h100"), inter_bytes_per_s=5e9)
+    for double, flat in zip(causal_rings(4, 2, machine), causal_rings(8, 1, machine), strict=True):
+        assert double.total_s < 0.6 * flat.total_s
+
+
+def test_both_rings_are_equal_when_nothing_is_exposed() -> None:
+    for double, flat in zip(
+        causal_rings(4, 2, free_links(find_machine("h100"))),
+        causal_rings(8, 1, free_links(find_machine("h100"))),
+        strict=True,
+    ):
+        assert math.isclose(double.total_s, flat.total_s, rel_tol=0.01)
+
+
+def test_sixty_four_ranks_are_replayed_in_seconds() -> None:
+    plan = ring_plans(8, 8, Mask(1 << 20)).backward
+    start = time.process_time()
+    timeline = replay(plan, find_machine("h100"), GQA, Topology(8, 8))
+    assert time.process_time() - start < 2.0
+    assert sum(i.kind in ("full", "causal") for i in timeline.intervals) == 64 * 64

@@ -1,0 +1,57 @@
+"""train.deterministic: torch's deterministic algorithms during a run, none afterwards, and equal bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.deterministic
+from testkit.ranks import Pools
+from testkit.tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+
+from engine.config.settings import RunConfig
+from engine.training.determinism import deterministic_algorithms
+
+
+def test_the_mode_ends_with_its_body_and_fills_no_memory() -> None:
+    def body() -> None:
+        with deterministic_algorithms(True):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        body()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def batch_of(step: int, run: TinyRun) -> Any:
+    config = run.train_step.config
+    batch = random_batches(step, sequences=2, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size)
+    return own_part(batch, run.mesh)
+
+
+def steps_in_the_mode(config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    """(losses, weights after three steps, kernel): an operation without a deterministic algorithm would raise."""
+    with deterministic_algorithms(config.train.deterministic):
+        run = start_run(config)
+        losses = [run.train_step(step, batch_of(step, run)).loss for step in range(3)]
+        kernel = run.train_step.attention.kernel_choice
+    assert kernel is not None
+    return losses, full_weights(run.model), kernel.reason
+
+
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+def test_two_deterministic_runs_have_the_same_bits(ranks: Pools, loss: str) -> None:
+    base = tiny_config(attention={"preset": "burst"}, train={"deterministic": True, "dropout": 0.1})
+    config = replace(base, loss=replace(base.loss, kind=loss))
+    (first, *_), (second, *_) = (ranks(2).run(steps_in_the_mode, config) for _ in range(2))
+    assert first[0] == second[0]
+    assert "deterministic" in first[2]
+    for name, weight in first[1].items():
+        assert torch.equal(weight, second[1][name]), name

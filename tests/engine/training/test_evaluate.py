@@ -1,0 +1,194 @@
+"""Validation: weighted by tokens, in bits per byte, and without a trace in the training that goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from testkit.ranks import Pools
+from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config
+
+from engine.config.settings import DataConfig, ParallelConfig, RunConfig
+from engine.data import open_prepared, prepare
+from engine.training.validation import Evaluation, bits_per_byte, evaluate, position_edges, validate
+
+TOKEN_BYTES = np.arange(64) % 5
+RELATIVE = 1e-6  # the same fp32 sums in another order
+
+
+def evaluation(config: RunConfig, sequences: int = 4) -> Evaluation | None:
+    """Figures of an untrained model over two global batches whose first row has one label."""
+    run = start_run(config)
+    batches = [random_batches(step, sequences=sequences, ignored=(29,)) for step in range(2)]
+    parts = [part for batch in batches for part in own_part(batch, run.mesh)]
+    return evaluate(run.train_step, parts, TOKEN_BYTES)
+
+
+def losses_around_evaluation(config: RunConfig, evaluations: int) -> list[float]:
+    """Losses of six steps with `evaluations` validations before each."""
+    run = start_run(config)
+    losses = []
+    for step in range(6):
+        for _ in range(evaluations):
+            evaluate(run.train_step, own_part(random_batches(100 + step, sequences=2), run.mesh), TOKEN_BYTES)
+            assert run.model.training
+        losses.append(run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh)).loss)
+    return losses
+
+
+def test_bits_per_byte_is_nats_over_ln2_bytes() -> None:
+    assert bits_per_byte(8 * math.log(2.0), 4.0) == pytest.approx(2.0)
+    assert bits_per_byte(1.0, 0.0) is None
+
+
+def test_an_untrained_model_needs_about_log_v_nats(ranks: Pools) -> None:
+    found = ranks(1).run(evaluation, TINY)[0]
+    assert found.loss == pytest.approx(math.log(64), rel=0.2)
+    assert found.label_tokens == 2 * (3 * 30 + 1)
+
+
+def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
+    found = ranks(1).run(evaluation, TINY)[0]
+    labels = np.concatenate([random_batches(step, sequences=4, ignored=(29,)).labels.ravel() for step in range(2)])
+    text_bytes = TOKEN_BYTES[labels[labels >= 0]].sum()
+    nats = found.loss * found.label_tokens
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp_shard_size=2), ParallelConfig(tp_size=2)])
+def test_figures_do_not_depend_on_the_ranks(ranks: Pools, parallel: ParallelConfig) -> None:
+    expected = ranks(1).run(evaluation, TINY)[0]
+    for found in ranks(4).run(evaluation, tiny_config(attention={"preset": "burst"}, parallel=parallel)):
+        assert found.loss == pytest.approx(expected.loss, rel=RELATIVE)
+        assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=RELATIVE)
+        assert found.label_tokens == expected.label_tokens
+
+
+def validated(config: RunConfig) -> dict[str, Any]:
+    """What a run of `config` validates, before it has learned anything."""
+    return validate(start_run(config).train_step, open_prepared(config.data), None)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Documents of 20 to 60 bytes, 40 of them and more for validation."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(120):
+        (folder / f"{index}.txt").write_text(f"document {index} says: " + "words " * (index % 7))
+    data = DataConfig(
+        format="text",
+        paths=(str(folder),),
+        validation_fraction=0.4,
+        prepared_dir=str(tmp_path_factory.mktemp("p") / "p"),
+    )
+    prepare(data)
+    return data
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_validations_of_runs_with_other_ranks_and_batches_are_of_the_same_samples(
+    ranks: Pools, corpus: DataConfig, documents: bool
+) -> None:
+    def run_config(dp_size: int, micro_batch_size: int = 1) -> RunConfig:
+        return tiny_config(
+            data=corpus,
+            model={"vocab_size": 256},
+            attention={"preset": "burst", "documents": documents},
+            parallel={"dp_shard_size": dp_size},
+            train={"eval_samples": 5, "micro_batch_size": micro_batch_size},
+        )
+
+    [expected] = ranks(1).run(validated, run_config(1))
+    found = ranks(4).run(validated, run_config(2, 1 if documents else 2))[0]
+    for key in ("validation_loss", "validation_bits_per_byte"):
+        assert found[key] == pytest.approx(expected[key], rel=RELATIVE)
+
+
+def by_position(config: RunConfig, buckets: int) -> Evaluation | None:
+    """As `evaluation`, in buckets; weights are large, so that positions differ."""
+    run = start_run(config)
+    batches = [random_batches(step, sequences=4, ignored=(29, 3)) for step in range(2)]
+    parts = [part for batch in batches for part in own_part(batch, run.mesh)]
+    return evaluate(run.train_step, parts, TOKEN_BYTES, buckets)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "buckets", "expected"),
+    [(1024, 1, (0, 1024)), (1024, 3, (0, 256, 512, 1024)), (30, 3, (0, 7, 15, 30)), (3, 9, (0, 1, 3)), (1, 2, (0, 1))],
+)
+def test_buckets_double(seq_len: int, buckets: int, expected: tuple[int, ...]) -> None:
+    assert position_edges(seq_len, buckets) == expected
+
+
+LARGE_WEIGHTS = {"init_std": 0.5}
+
+
+def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None:
+    config = tiny_config(model=LARGE_WEIGHTS)
+    whole, found = (ranks(1).run(by_position, config, buckets)[0] for buckets in (1, 3))
+    assert whole.by_position == ()
+    assert [(bucket.first, bucket.last) for bucket in found.by_position] == [(0, 6), (7, 14), (15, 29)]
+    counts = np.array([2 * (7 + 7 + 4), 2 * (8 * 3), 2 * (15 * 3 + 1)])  # of four rows; the first two lack some labels
+    assert found.label_tokens == whole.label_tokens == counts.sum()
+    losses = np.array([bucket.loss for bucket in found.by_position])
+    assert (losses * counts).sum() / counts.sum() == pytest.approx(whole.loss, rel=RELATIVE)
+    assert found.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=RELATIVE)
+    assert len({f"{loss:.3f}" for loss in losses}) == 3
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"attention": {"preset": "burst"}},
+        {"parallel": {"tp_size": 2}},
+        {"attention": {"preset": "ring"}, "loss": {"kind": "plain"}},
+    ],
+    ids=str,
+)
+def test_the_loss_by_position_does_not_depend_on_the_ranks(ranks: Pools, sections: dict[str, Any]) -> None:
+    expected = ranks(1).run(by_position, tiny_config(model=LARGE_WEIGHTS), 3)[0]
+    for found in ranks(2).run(by_position, tiny_config(model=LARGE_WEIGHTS, **sections), 3):
+        for bucket, other in zip(found.by_position, expected.by_position, strict=True):
+            assert bucket.loss == pytest.approx(other.loss, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_evaluation_leaves_no_state_behind(ranks: Pools, reshard: bool) -> None:
+    config = tiny_config(attention={"preset": "burst"}, parallel={"reshard_after_forward": reshard})
+    plain = ranks(2).run(losses_around_evaluation, config, 0)
+    assert ranks(2).run(losses_around_evaluation, config, 2) == plain
+
+
+def test_figures_are_the_cross_entropy_without_the_z_loss(ranks: Pools) -> None:
+    with_z_loss = tiny_config(loss={"z_loss": 1.0})
+    assert ranks(1).run(evaluation, with_z_loss) == ranks(1).run(evaluation, TINY)
+
+
+def loss_after_weights_change(config: RunConfig) -> float:
+    """Validation loss of all-zero weights that were set after an earlier validation."""
+    run = start_run(config)
+    batches = own_part(random_batches(0, sequences=2), run.mesh)
+    evaluate(run.train_step, batches, None)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    found = evaluate(run.train_step, batches, None)
+    assert found is not None
+    return found.loss
+
+
+def test_weights_changed_after_an_evaluation_are_seen_by_the_next(ranks: Pools) -> None:
+    config = tiny_config(parallel={"dp_shard_size": 2, "reshard_after_forward": False})
+    for loss in ranks(2).run(loss_after_weights_change, config):
+        assert loss == pytest.approx(math.log(64), rel=RELATIVE)  # all logits are equal
+
+
+def test_nothing_to_evaluate_is_no_figure(ranks: Pools) -> None:
+    assert ranks(1).run(evaluation_of_nothing) == [None]
+
+
+def evaluation_of_nothing() -> Evaluation | None:
+    return evaluate(start_run(TINY).train_step, [], None)

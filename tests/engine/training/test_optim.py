@@ -1,0 +1,104 @@
+"""Learning rate schedules against their closed forms; AdamW groups; the clipped norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.config.errors import ConfigError
+from engine.config.settings import MomentsDtype, OptimizerConfig
+from engine.training.optim import build_optimizer, clip_gradients, learning_rate, load_adamw_8bit, set_learning_rate
+
+STEPS = 50
+
+
+def rates(config: OptimizerConfig, steps: int = STEPS) -> list[float]:
+    return [learning_rate(config, step, steps) for step in range(steps)]
+
+
+def test_warmup_rises_linearly_and_reaches_the_top_at_its_last_step() -> None:
+    values = rates(OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="constant"))
+    assert values[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_is_its_closed_form_and_ends_at_the_floor() -> None:
+    values = rates(OptimizerConfig(learning_rate=2.0, warmup_steps=10, min_learning_rate_ratio=0.1))
+    halfway = 10 + 20 - 1  # 20 of the 40 steps after warm-up are done
+    assert values[halfway] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert values[-1] == pytest.approx(0.2)
+    for step in range(10, STEPS):
+        share = 0.5 * (1 + math.cos(math.pi * (step - 9) / 40))
+        assert values[step] == pytest.approx(2.0 * (0.1 + 0.9 * share))
+
+
+def test_wsd_is_flat_then_falls_linearly_to_the_floor() -> None:
+    values = rates(OptimizerConfig(learning_rate=1.0, schedule="wsd", decay_steps=10, min_learning_rate_ratio=0.0))
+    assert values[: STEPS - 10] == [1.0] * (STEPS - 10)
+    assert values[STEPS - 10 :] == pytest.approx([(9 - i) / 10 for i in range(10)])
+
+
+def test_wsd_decays_over_a_tenth_of_all_steps_by_default() -> None:
+    values = rates(OptimizerConfig(learning_rate=1.0, schedule="wsd", min_learning_rate_ratio=0.5))
+    assert values.count(1.0) == STEPS - 5
+    assert values[-1] == 0.5
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_run_of_one_step_has_a_rate_within_bounds(schedule: str) -> None:
+    config = OptimizerConfig(learning_rate=1.0, schedule=schedule, min_learning_rate_ratio=0.1)  # type: ignore[arg-type]
+    assert 0.1 <= learning_rate(config, 0, 1) <= 1.0
+
+
+def test_weight_decay_acts_on_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    decays = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decays[model[0].weight] == 0.3
+    assert decays[model[1].weight] == 0.0
+
+
+@pytest.mark.parametrize("moments_dtype", ["float32", "int8"])
+def test_set_learning_rate_reaches_every_group(moments_dtype: MomentsDtype) -> None:
+    optimizer = build_optimizer(nn.Sequential(nn.Linear(4, 4)), OptimizerConfig(), moments_dtype)
+    set_learning_rate(optimizer, 0.125)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_int8_moments_follow_the_learning_rate() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, OptimizerConfig(learning_rate=1.0, weight_decay=0.0), "int8")
+    layer.weight.grad = torch.ones_like(layer.weight)
+    set_learning_rate(optimizer, 0.25)
+    optimizer.step()
+    # The first AdamW update is the learning rate, in the direction of the gradient's sign.
+    torch.testing.assert_close(before - layer.weight.detach(), torch.full((64, 64), 0.25), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_without_torchao_int8_moments_are_refused_with_what_to_install(is_on_host: bool) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    with pytest.raises(ConfigError, match=r"torchao\.optim.*pip install 'burst-train\[int8\]'"):
+        load_adamw_8bit(missing, is_on_host=is_on_host)
+
+
+def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([parameter], 1.0).item() == 5.0
+    # clip_grads divides by norm + 1e-6
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-6, atol=0)
+
+
+def test_small_gradients_and_no_limit_leave_gradients_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([0.3, 0.4])
+    for limit in (1.0, None):
+        assert clip_gradients([parameter], limit).item() == pytest.approx(0.5)
+        assert parameter.grad.tolist() == pytest.approx([0.3, 0.4])

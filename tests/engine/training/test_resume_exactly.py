@@ -1,0 +1,96 @@
+"""A run that goes on from a checkpoint sees the data that come next, and refuses to go on with other data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+
+from engine.config.settings import CheckpointConfig, DataConfig, ParallelConfig, RunConfig
+
+STEPS, HALF = 4, 2
+
+
+def config_of(data: DataConfig, checkpoint: CheckpointConfig, *, steps: int = STEPS, **changes: Any) -> RunConfig:
+    train = {
+        "steps": steps,
+        "warmup_metric_steps": 1,
+        "eval_samples": 1,
+        "peak_flops_per_device": 1e12,
+        "checkpoint": checkpoint,
+    }
+    return tiny_config(train=train, model={"vocab_size": 320}, data=data, **changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return small_corpus(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def begun(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of half of the steps, saved at its end."""
+    config = config_of(data, CheckpointConfig(every_steps=HALF), steps=HALF)
+    run = create_run_of(config, tmp_path_factory.mktemp("begun"))
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    return run.path
+
+
+def test_the_data_after_a_resume_are_those_that_come_next(
+    ranks: Pools, data: DataConfig, begun: Path, tmp_path: Path
+) -> None:
+    losses = {}
+    for name, source in (("aaaaaa", None), ("bbbbbb", str(begun))):
+        config = config_of(data, CheckpointConfig(resume_from=source))
+        run = create_run_of(config, tmp_path, name)
+        assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+        losses[name] = {row["step"]: row["loss"] for row in run.read_metrics()}
+    assert sorted(losses["bbbbbb"]) == [3, 4]
+    assert losses["bbbbbb"] == {step: losses["aaaaaa"][step] for step in (3, 4)}
+    assert len(set(losses["aaaaaa"].values())) == STEPS
+
+
+def test_another_seed_is_refused_with_both_values(ranks: Pools, data: DataConfig, begun: Path, tmp_path: Path) -> None:
+    config = config_of(data, CheckpointConfig(resume_from=str(begun)), seed=4)
+    run = create_run_of(config, tmp_path)
+    (error,) = ranks(1).run(train_until_error, str(run.path), config)
+    assert "is of other data: seed was 3, is 4" in error
+
+
+@pytest.fixture(scope="module")
+def untaught(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of one sample a step whose weights stay as they are, saved after two; the losses of its first samples."""
+    config = still(config_of(data, CheckpointConfig(every_steps=HALF, keep_last=10), steps=3 * HALF))
+    run = create_run_of(config, tmp_path_factory.mktemp("untaught"))
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    return run.path / "checkpoints" / f"step-{HALF:08}", [row["loss"] for row in run.read_metrics()]
+
+
+def still(config: RunConfig) -> RunConfig:
+    """With a rate below every rounding: the loss of a step then says which samples it read."""
+    return replace(config, optimizer=replace(config.optimizer, learning_rate=1e-30))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "train"),
+    [(1, {"micro_batch_size": 2}), (1, {"grad_accum_steps": 2}), (2, {})],
+    ids=["rows", "micro-steps", "ranks"],
+)
+def test_a_resume_with_another_batch_repeats_and_omits_no_sample(
+    ranks: Pools, data: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
+) -> None:
+    source, losses = untaught
+    parallel = ParallelConfig(dp_shard_size=world_size)
+    config = still(config_of(data, CheckpointConfig(resume_from=str(source)), parallel=parallel))
+    config = replace(config, train=replace(config.train, **train))
+    run = create_run_of(config, tmp_path)
+    assert ranks(world_size).run(train_on_rank, str(run.path), config) == [0] * world_size
+    found = {row["step"]: row["loss"] for row in run.read_metrics()}
+    expected = {step: (losses[first] + losses[first + 1]) / 2 for step, first in ((3, 2), (4, 4))}
+    assert found == pytest.approx(expected, rel=1e-6)  # fp32 sums in another order
+    assert len({round(loss, 3) for loss in losses}) == len(losses)

@@ -1,0 +1,87 @@
+"""Batches of the next step are made beside this one, and are those that would have been made in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, cast
+
+import pytest
+
+from engine.config.errors import DataError
+from engine.config.settings import TrainConfig
+from engine.data import Batch
+from engine.data.sampler import Sampler
+from engine.data.shards import TokenShards
+from engine.parallel.mesh import Mesh
+from engine.training.batches import StepBatches
+
+LONG_S = 60.0
+
+
+class Stream(Sampler):
+    """Batches that are nothing but the numbers of their samples; sample `bad` cannot be read."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__(seq_len=4, grad_accum_steps=2)
+        self.bad = bad
+
+    def place_of(self, number: int) -> tuple[TokenShards, int]:
+        raise NotImplementedError
+
+    def batch(self, step: int, micro_step: int, dp_rank: int, dp_size: int, batch_size: int) -> Batch:
+        first = self._first_sample + ((step - self._first_step) * 2 + micro_step) * dp_size * batch_size
+        numbers = tuple(range(first + dp_rank * batch_size, first + (dp_rank + 1) * batch_size))
+        if self.bad in numbers:
+            raise DataError(f"sample {self.bad}")
+        return cast(Batch, numbers)
+
+
+class OneOfTwo:
+    dp_rank, dp_size = 1, 2
+
+
+@contextmanager
+def batches(steps: int, prepare: Callable[[Any], Any] = lambda batch: batch, **how: Any) -> Iterator[StepBatches]:
+    train = TrainConfig(steps=steps, micro_batch_size=2, grad_accum_steps=2)
+    with closing(StepBatches(Stream(**how), train, cast(Mesh, OneOfTwo), prepare)) as made:
+        yield made
+
+
+def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
+    with batches(9) as made:
+        made.start_at(0, 0)
+        assert [made.take(step) for step in range(3)] == [
+            [(2, 3), (6, 7)],
+            [(10, 11), (14, 15)],
+            [(18, 19), (22, 23)],
+        ]
+        made.start_at(1, 100)
+        assert made.take(1) == [(102, 103), (106, 107)]
+        assert made.take(2) == [(110, 111), (114, 115)]
+
+
+def test_the_next_batches_are_made_before_anybody_asks_for_them_but_none_after_the_last_step() -> None:
+    seen: list[tuple[int, str]] = []
+    is_made = threading.Event()
+
+    def prepare(numbers: Any) -> Any:
+        seen.append((numbers[0], threading.current_thread().name))
+        if len(seen) == 4:
+            is_made.set()
+        return numbers
+
+    with batches(2, prepare) as made:
+        made.take(0)
+        assert is_made.wait(LONG_S)
+        made.take(1)
+    assert [first for first, _ in seen] == [2, 6, 10, 14]
+    assert threading.current_thread().name not in {name for _, name in seen}
+
+
+def test_what_cannot_be_read_ends_the_step_that_needs_it() -> None:
+    with batches(9, bad=14) as made:
+        assert made.take(0) == [(2, 3), (6, 7)]
+        with pytest.raises(DataError, match="sample 14"):
+            made.take(1)

@@ -1,0 +1,258 @@
+"""A whole run on ranks: the run folder's contents, its end in every way it can end, and the torchrun target."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+
+from engine.config.errors import ConfigError
+from engine.config.settings import DataConfig, RunConfig
+from engine.parallel.mesh import build_mesh
+from engine.runs.folder import RunFolder
+from engine.training.rank.process import RankStatus
+from engine.training.rank.recorder import Recorder
+from engine.training.trainer import load_data, run_training
+
+ROOT = Path(__file__).parents[3]
+CONTRACT = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_time_s",
+    "batch_wait_s",
+    "visible_pairs",
+    "recomputed_pairs",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "model_tflops_per_device",
+    "mfu",
+    "mfu_full_attention",
+    "hfu",
+    "peak_memory_bytes",
+    "peak_memory_reserved_bytes",
+    "peak_tensor_bytes",
+    "peak_host_bytes",
+    "comm_intra_bytes",
+    "comm_inter_bytes",
+    "comm_exposed_s",
+    "comm_exposed_share",
+    "offload_bytes",
+    "offload_copy_s",
+    "offload_exposed_s",
+    "straggler_rank",
+    "rank_wait_s_min",
+    "rank_wait_s_max",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """A small corpus, prepared once."""
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
+    """Six steps with a validation every three, on the corpus."""
+    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, **train}
+    return tiny_config(
+        train={**settings, "peak_flops_per_device": 1e12},
+        model={"vocab_size": 320},
+        attention={"preset": "burst"},
+        data=corpus,
+    )
+
+
+class RowWatch(RankStatus):
+    """Counts references to the time of every step before the last, but its own and that of the call that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.kept = 0
+
+    def step_done(self, seconds: float) -> None:
+        """As `RankStatus`, and looks at the steps before."""
+        super().step_done(seconds)
+        for index in range(len(self.times) - 1):
+            self.kept = max(self.kept, sys.getrefcount(self.times[index]) - 2)
+        self.times.append(seconds)
+
+
+def rows_kept(path: str, config: RunConfig) -> int:
+    """References to steps that are over, at the end of a run on this rank."""
+    watch = RowWatch()
+    run_training(config, RunFolder(Path(path)), watch)
+    assert len(watch.times) == config.train.steps
+    return watch.kept
+
+
+def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
+    config = run_config(corpus)
+    run = create_run_of(config, tmp_path)
+    assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert list(rows[0]) == CONTRACT
+    assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
+    assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
+    phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
+    assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
+    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
+    assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
+    summary = run.read_summary()
+    expected = {
+        "status": "completed",
+        "steps": 6,
+        "step_time_s_n": 5,
+        "world_size": 2,
+        "seq_len": 30,
+        "attention_preset": "burst",
+        "attention_kernel": "cpu_flash",
+        "attention_kernel_reason": "auto: the first that can of cpu_flash on cpu",
+        "deterministic": False,
+        "memory_policy": "full",
+        "peak_flops_per_device": 1e12,
+        "peak_flops_source": "config: train.peak_flops_per_device",
+        "final_train_loss": rows[-1]["loss"],
+        "final_validation_loss": rows[-1]["validation_loss"],
+        "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
+        "tokens_total": 6 * 30,
+        "dropped_steps": 0,
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["attention"]["layout"] == "zigzag"
+    assert len(summary["config_fingerprint"]) == 64
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
+    """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
+    tokens = np.full(4000, 63, dtype="<u2")
+    tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
+    tokens.tofile(tmp_path / "t.bin")
+    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
+    files = [{"name": "t.bin", "token_count": 4000}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
+    config = tiny_config(
+        train={"steps": 15, "peak_flops_per_device": 1e12},
+        optimizer={"learning_rate": 3e-2},
+        attention={"preset": "burst", "documents": True},
+        data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
+    )
+    run = create_run_of(config, tmp_path)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    summary = run.read_summary()
+    # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
+    assert summary["final_train_loss"] < 0.5
+    assert summary["final_validation_loss"] < 0.5
+
+
+def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = tiny_config(
+        optimizer={"learning_rate": 1e30, "max_grad_norm": None},
+        train={"steps": 50},
+        model={"vocab_size": 320},
+        data=corpus,
+    )
+    run = create_run_of(config, tmp_path)
+    assert ranks(1).run(train_on_rank, str(run.path), config) == [1]
+    error = run.first_rank_error()
+    assert "training has diverged" in error["message"]
+    assert "Lower optimizer.learning_rate" in error["message"]
+    assert error["phase"] == "train"
+    assert error["step"] >= 2
+    assert run.read_state()["state"] == "failed"
+
+
+def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = tiny_config(data=corpus, attention={"preset": "burst"}, model={"head_dim": 7})
+    run = create_run_of(config, tmp_path)
+    codes = ranks(2).run(train_on_rank, str(run.path), config)
+    assert codes == [2, 2], run.rank_errors()
+    assert run.read_state()["state"] == "failed"
+
+
+def error_of_loading(path: str, config: RunConfig) -> str:
+    """What this rank says of data that do not fit the model."""
+    mesh = build_mesh(config.parallel, config.cluster)
+    recorder = Recorder(RunFolder(Path(path)), RankStatus(), rank=mesh.rank, tensorboard=False, log_interval=1)
+    try:
+        load_data(config, mesh, recorder)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(data=corpus, attention={"preset": "burst"})
+    for error in ranks(2).run(error_of_loading, str(create_run_of(config, tmp_path).path), config):
+        assert "model.vocab_size: got 64" in error
+        assert "set model.vocab_size=" in error
+
+
+def environment() -> dict[str, str]:
+    """That of a process which finds the packages and no launcher."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("BURST_", "TORCHELASTIC"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *args], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.thorough
+def test_torchrun_alone_trains_a_run(corpus: DataConfig, tmp_path: Path) -> None:
+    run = create_run_of(run_config(corpus), tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    with start(*torchrun, "-m", "engine.train", str(run.path / "config.yaml")) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "step 6/6" in output
+    assert run.read_state()["state"] == "completed"
+
+
+def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, tmp_path: Path) -> None:
+    run = create_run_of(run_config(corpus, steps=100_000, eval_interval_steps=None), tmp_path)
+    with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
+        deadline = time.monotonic() + 200
+        while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 130, output
+    assert run.read_state()["state"] == "cancelled"
+    summary = run.read_summary()
+    assert summary is not None
+    assert summary["status"] == "cancelled"
+    assert summary["steps"] == len(run.read_metrics())
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "words"), [([], 2, "usage:"), (["/nowhere/config.yaml"], 1, "is no run folder")]
+)
+def test_the_target_says_what_it_wants(args: list[str], exit_code: int, words: str) -> None:
+    with start("-m", "engine.train", *args) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == exit_code
+    assert words in output
+    assert "Traceback" not in output
