@@ -7,18 +7,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
-from engine.attention.kernels import KernelChoice, choose_kernel, settle_kernel
-from engine.attention.kernels.base import TileKernel
+from engine.attention.kernels import KernelChoice, settle_kernel
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.stream_times import TransferTimes
-from engine.attention.streams import StreamTransport
-from engine.attention.transport import DistributedTransport, LocalTransport, MeteredTransport, Parcel, Transport
+from engine.attention.transport import Parcel, Transport
 from engine.config.settings import RunConfig
 from engine.parallel.mesh import Mesh, step_timeout
 from engine.parallel.waits import WaitClock
@@ -27,10 +23,9 @@ from engine.planning.methods.methods import channels_of
 from engine.planning.methods.presets import AttentionMethod, resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
-from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.layout import Layout
 from engine.planning.sequence.lengths import padded_length
-from engine.planning.sequence.mask import Mask
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
@@ -131,35 +126,20 @@ class ParallelAttention:
 
     def tell_waits_to(self, waits: WaitClock) -> None:
         """From now on `waits` knows for which rank the host waits; on a GPU it waits for none."""
-        if isinstance(self.group.transport, DistributedTransport):
-            self.group.transport.waits = waits
+        self.group.transport.waits = waits
 
     def traffic(self) -> LinkBytes:
         """Bytes sent and copied by this rank since the last `reset_traffic`."""
-        transport = self.group.transport
-        return transport.sent if isinstance(transport, MeteredTransport) else LinkBytes()
+        return self.group.transport.meter.sent
 
     def idle_wire_s(self, device: torch.device) -> float:
         """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
         machine = machine_of(self._config, _device_name(device))
         return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
 
-    @property
-    def copy_times(self) -> TransferTimes[Any]:
-        """Measures the plans' copies between device and host memory."""
-        transport = self.group.transport
-        return transport.copies if isinstance(transport, StreamTransport) else TransferTimes()
-
-    @property
-    def message_times(self) -> TransferTimes[Any]:
-        """Measures messages between ranks, where streams carry them."""
-        transport = self.group.transport
-        return transport.messages if isinstance(transport, StreamTransport) else TransferTimes()
-
     def reset_traffic(self) -> None:
         """Start counting from zero."""
-        if isinstance(self.group.transport, MeteredTransport):
-            self.group.transport.reset()
+        self.group.transport.meter.reset()
 
 
 def build_parallel_attention(config: RunConfig, mesh: Mesh, transport: Transport | None = None) -> ParallelAttention:
@@ -219,13 +199,3 @@ def settle_method(config: RunConfig, topology: Topology, device: torch.device) -
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def local_attention(
-    seq_len: int, *, causal: bool = True, kernel: TileKernel | None = None, device: torch.device | None = None
-) -> AttentionContext:
-    """Attention of one rank that holds the whole sequence, through the same plans and executor."""
-    method = AttentionMethod("single", "contiguous", 1, 1, "kv", "float32", "one rank")
-    chosen = kernel or choose_kernel("auto", device or torch.device("cpu"), torch.bfloat16, 64)
-    group = AttentionGroup(0, Topology(1, 1), LocalTransport(), chosen)
-    return build_context(group, [LayerAttention(Mask(seq_len, causal=causal), method)], seq_len)

@@ -14,27 +14,10 @@ from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.planning.schedule.plan import Kind, Slot, Tile, TokenBytes
+from engine.planning.schedule.plan import FIELDS, Slot, Tile, TokenBytes
 from engine.row_blocks import ends
 
-# What a message of each kind carries, in this order.
-WIRE_FIELDS: dict[Kind, tuple[str, ...]] = {
-    Kind.Q: ("q",),
-    Kind.KV: ("k", "v"),
-    Kind.ACC: ("out", "lse"),
-    Kind.QX: ("q", "dout", "stats"),
-    Kind.QO: ("q", "dout", "out", "lse"),
-    Kind.DQ: ("dq",),
-    Kind.DKV: ("dkv",),
-    Kind.DQ_WIRE: ("dq",),
-    Kind.DKV_WIRE: ("dkv",),
-    Kind.SAVED: ("out", "lse"),
-    Kind.OUT: ("out",),
-    Kind.DOUT: ("dout",),
-    Kind.DQ_CAST: ("dq",),
-    Kind.DKV_CAST: ("dkv",),
-}
-KV_FIELDS = frozenset({"k", "v", "dkv"})
+KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
 ACCUMULATED = frozenset({"acc", "acc_kv"})  # operands of a tile that it adds to
 
 
@@ -164,7 +147,7 @@ class TensorArithmetic:
 
     def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
         """Tensors that travel, in fixed order."""
-        return tuple(fields[name] for name in WIRE_FIELDS[slot.kind])
+        return tuple(fields[field.name] for field in FIELDS[slot.kind])
 
     def _same_heads(self, name: str, dst: Operand, src: Operand) -> tuple[Tensor, Tensor]:
         """The two tensors, the one with more heads cut to the heads of the other."""
@@ -186,33 +169,11 @@ class TensorArithmetic:
         return target, source.narrow(axis, first, last - first)
 
     def _field_shapes(self, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        shape, num_heads, num_kv_heads = self.shape, self.shape.num_heads, self.shape.num_kv_heads
-        if slot.heads is not None:
-            (q_first, q_last), (k_first, k_last) = (
-                slot.heads.queries(num_heads),
-                slot.heads.keys(num_heads, num_kv_heads),
-            )
-            num_heads, num_kv_heads = q_last - q_first, k_last - k_first
-        wide = shape.accumulator_dtype
-        gradient = {
-            Kind.DQ: wide,
-            Kind.DKV: wide,
-            Kind.DQ_WIRE: shape.wire_gradient_dtype,
-            Kind.DKV_WIRE: shape.wire_gradient_dtype,
-        }.get(slot.kind, shape.dtype)
-        q, kv = (num_heads, shape.head_dim), (num_kv_heads, shape.head_dim)
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "q": (q, shape.dtype),
-            "k": (kv, shape.dtype),
-            "v": (kv, shape.dtype),
-            "out": (q, wide if slot.kind == Kind.ACC else shape.dtype),
-            "lse": ((num_heads,), wide),
-            "dout": (q, shape.dtype),
-            "stats": ((num_heads, 2), wide),
-            "dq": (q, gradient),
-            "dkv": ((2, *kv), gradient),
-        }
-        return {name: fields[name] for name in WIRE_FIELDS[slot.kind]}
+        shape = self.shape
+        counts = shape.num_heads, shape.num_kv_heads
+        counts = slot.heads.counts(*counts) if slot.heads else counts
+        dtypes = {"element": shape.dtype, "sum": shape.accumulator_dtype, "wire": shape.wire_gradient_dtype}
+        return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[slot.kind]}
 
 
 class _KvGradients(NamedTuple):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.streams import StreamOps, StreamTransport
-from engine.attention.transport import Messenger, Meter, Parcel, Pending, by_channel
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.attention.transport import Messenger, Meter, Parcel, Pending, Transport, by_channel
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel
 
 Event = TypeVar("Event")
 
@@ -58,27 +58,18 @@ class _Flight:
     targets: tuple[Tensor, ...] = ()
 
 
-class StagedTransport(Generic[Event]):
+class StagedTransport(Transport, Generic[Event]):
     """Sends device -> host -> gloo -> host -> device; `messenger` moves host tensors.
 
     Loads and stores of plans run as in StreamTransport.
     """
 
     def __init__(self, streams: BlockingStreamOps[Event], messenger: Messenger, meter: Meter) -> None:
+        super().__init__(meter)
         self._streams = streams
         self._messenger = messenger
-        self._meter = meter
         self._copies = StreamTransport(streams, None, meter)
         self._flights: dict[int, _Flight] = {}
-
-    @property
-    def sent(self) -> LinkBytes:
-        """Bytes sent, and copied between host and device by plans, since the last `reset`."""
-        return self._meter.sent
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self._meter.reset()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Copy what is sent to the host, wait for it, and start the messages."""
@@ -95,7 +86,7 @@ class StagedTransport(Generic[Event]):
         for channel, members in by_channel(messages).items():
             staged = [parcel._replace(tensors=hosts[parcel.message]) for parcel in members]
             for parcel, pending in zip(members, self._messenger.start(channel, staged), strict=True):
-                self._meter.count(parcel)
+                self.meter.count(parcel)
                 targets = parcel.tensors if parcel.op == "recv" else ()
                 self._flights[parcel.message] = _Flight(pending, hosts[parcel.message], targets)
 

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.stream_times import StreamClock, TransferTimes
-from engine.attention.transport import Messenger, Meter, Parcel, by_channel
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.attention.transport import Messenger, Meter, Parcel, Transport, by_channel
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel
 
 Event = TypeVar("Event")
 
@@ -107,7 +107,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device) if stream is None else self._streams[stream]
 
 
-class StreamTransport(Generic[Event]):
+class StreamTransport(Transport, Generic[Event]):
     """Messages by `messenger` and copies between host and device, each channel on its own stream.
 
     See the module's text for the order that it keeps. `messenger` is None for a group of one rank; `clock` measures
@@ -121,29 +121,20 @@ class StreamTransport(Generic[Event]):
         meter: Meter,
         clock: StreamClock[Event] | None = None,
     ) -> None:
+        super().__init__(meter)
         self._streams = streams
         self._messenger = messenger
-        self._meter = meter
         self.copies = TransferTimes(clock)
         self.messages = TransferTimes(clock)
         self._done: dict[int, tuple[Event, TransferTimes[Event]]] = {}
         self._held: dict[int, Parcel] = {}  # tensors in flight
-
-    @property
-    def sent(self) -> LinkBytes:
-        """Bytes sent, and copied between host and device, since the last `reset`."""
-        return self._meter.sent
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self._meter.reset()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start the transfers after what the compute stream has been given so far."""
         for parcel in parcels:
             if parcel.message in self._done:
                 self.settle()  # an earlier run broke off: the numbers begin anew
-            self._meter.count(parcel)
+            self.meter.count(parcel)
             self._held[parcel.message] = parcel
         ready = self._streams.record(None)
         for channel, members in by_channel(parcels).items():

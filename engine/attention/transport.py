@@ -7,15 +7,17 @@ later-or-equal step, and nothing touches the tensors in between.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.attention.stream_times import TransferTimes
 from engine.parallel.waits import WaitClock
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
@@ -41,30 +43,6 @@ class Parcel(NamedTuple):
 
 
 _NUM_BYTES = attrgetter("nbytes")
-
-
-class Transport(Protocol):
-    """Point-to-point messages inside one context-parallel group, and copies between host and device."""
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Start all messages of a step; returns at once."""
-
-    def wait(self, messages: Sequence[int]) -> None:
-        """Return when the tensors of these messages may be used again (on CUDA: when the current stream will see
-        it).
-        """
-
-
-@runtime_checkable
-class MeteredTransport(Transport, Protocol):
-    """A transport that counts what this rank sends and copies."""
-
-    @property
-    def sent(self) -> LinkBytes:
-        """Bytes since the last `reset`."""
-
-    def reset(self) -> None:
-        """Start counting from zero."""
 
 
 class Meter:
@@ -95,32 +73,41 @@ class Meter:
             self._inter += parcel.num_bytes
 
 
-class LocalTransport:
-    """For a group of one rank on a CPU, where host and device memory are one: a copy is made at once, and there is
-    nobody to send to.
+class Transport(ABC):
+    """Point-to-point messages inside one context-parallel group, and copies between host and device.
+
+    copies, messages   measure them, where streams carry them
+    waits              is told whom the host waits for, by global rank
     """
 
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.copies: TransferTimes[Any] = TransferTimes()
+        self.messages: TransferTimes[Any] = TransferTimes()
+        self.waits = WaitClock()
+
+    @abstractmethod
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Start all messages of a step; returns at once."""
+
+    @abstractmethod
+    def wait(self, messages: Sequence[int]) -> None:
+        """Return when the tensors of these messages may be used again (on CUDA: when the current stream will see
+        it).
+        """
+
+
+class SilentTransport(Transport):
+    """Moves nothing, so values are wrong: for the time without messages, and for memory."""
+
     def __init__(self) -> None:
-        self._meter = Meter(Topology(1, 1), 0)
-
-    @property
-    def sent(self) -> LinkBytes:
-        """Bytes moved since the last `reset`."""
-        return self._meter.sent
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self._meter.reset()
+        super().__init__(Meter(Topology(1, 1), 0))
 
     def post(self, parcels: Sequence[Parcel]) -> None:
-        """Copy."""
-        for parcel in parcels:
-            assert parcel.channel in HOST_CHANNELS, parcel
-            _copy(parcel)
-            self._meter.count(parcel)
+        """Nothing starts."""
 
     def wait(self, messages: Sequence[int]) -> None:
-        """Nothing is left to wait for."""
+        """Nothing is waited for."""
 
 
 class Messenger(Protocol):
@@ -161,36 +148,25 @@ class GroupMessenger:
         return [[next(each) for _ in parcel.tensors] for parcel in parcels]
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """torch.distributed point-to-point in the memory where the tensors lie; waiting is up to the process group's works.
 
-    For CPUs. Every rank of the group must execute plans in the same order. `waits` is told whom it waits for, by global
-    rank.
+    For CPUs. Every rank of the group must execute plans in the same order.
     """
 
     def __init__(
         self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], topology: Topology, rank: int
     ) -> None:
-        self.waits = WaitClock()
+        super().__init__(Meter(topology, rank))
         self._messenger = GroupMessenger(groups, ranks)
         self._ranks = tuple(ranks)
-        self._meter = Meter(topology, rank)
         self._works: dict[int, tuple[str, int, list[dist.Work]]] = {}
-
-    @property
-    def sent(self) -> LinkBytes:
-        """Bytes sent, and copied between host and device, since the last `reset`."""
-        return self._meter.sent
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self._meter.reset()
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start the messages, those of one channel in one batch; copies are made at once."""
         for channel, members in by_channel(parcels).items():
             for parcel in members:
-                self._meter.count(parcel)
+                self.meter.count(parcel)
             if channel in HOST_CHANNELS:
                 for parcel in members:
                     _copy(parcel)
@@ -208,6 +184,13 @@ class DistributedTransport:
             for work in works:
                 work.wait()
             self.waits.end()
+
+
+class LocalTransport(DistributedTransport):
+    """For a group of one rank on a CPU: there is nobody to send to."""
+
+    def __init__(self) -> None:
+        super().__init__({}, (0,), Topology(1, 1), 0)
 
 
 def _copy(parcel: Parcel) -> None:
@@ -279,13 +262,3 @@ def _nccl_options(timeout: timedelta, message_sms: int | None) -> Any:
     if message_sms is not None:
         options.config.max_ctas = message_sms
     return options
-
-
-class SilentTransport:
-    """Moves nothing, so values are wrong: for the time without messages, and for memory."""
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Nothing starts."""
-
-    def wait(self, messages: Sequence[int]) -> None:
-        """Nothing is waited for."""

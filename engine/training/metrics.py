@@ -184,8 +184,8 @@ class StepMeter:
     ) -> None:
         self._mesh = mesh
         self._attention = attention
-        self._offload = [attention.copy_times, *([store.times] if isinstance(store, HostStore) else [])]
-        self._messages = attention.message_times
+        self._offload = [attention.group.transport.copies, *([store.times] if isinstance(store, HostStore) else [])]
+        self._messages = attention.group.transport.messages
         self._cost = cost
         self._memory = PeakMemory(mesh.device)
         self._tensors = TensorMemory(mesh.device, tracked_steps)

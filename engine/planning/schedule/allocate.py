@@ -143,6 +143,8 @@ class PlanBuilder:
         """Load (host to device) or store (device to host) `rows` of one rank's block."""
         assert post <= wait, (post, wait)
         assert (src.rank, src.kind, src.heads) == (dst.rank, dst.kind, dst.heads), (src, dst)
+        if src.rank not in self.kept:
+            return
         assert {src.where, dst.where} == {"device", "host"}, (src, dst)
         op: Literal["load", "store"] = "load" if src.where == "host" else "store"
         channel = Channel.TO_DEVICE if op == "load" else Channel.TO_HOST

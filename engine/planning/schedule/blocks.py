@@ -105,12 +105,14 @@ class _Blocks:
     ) -> int:
         """Attention of every ring, from step 1 on around an exchange; the first step after it."""
         heads, last = self.exchange.grid.heads, 1
+        blocks = (query, kv, sums, kv_sums, kv_last)
+        if heads == 1:
+            alone = Operands(*([value for (value,) in of_ring or []] for of_ring in blocks))
+            circulate(self.visibility, self.method, self.builder, alone)
+            return last
         for head in range(heads):
-            given = Operands(*(_ring_of(blocks or [], head) for blocks in (query, kv, sums, kv_sums, kv_last)))
-            if heads == 1:
-                circulate(self.visibility, self.method, self.builder, given)
-                continue
             lane = Lane(self.builder, self.exchange.grid.ring(head), first_step=1, heads=HeadPart(head, heads))
+            given = Operands(*(_ring_of(of_ring or [], head) if lane.ranks else [] for of_ring in blocks))
             circulate(self.visibility, self.method, lane, given)
             last = max(last, lane.last_step)
         return last + 1

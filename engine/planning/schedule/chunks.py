@@ -80,16 +80,15 @@ class _Work:
         if (member, home) not in self._bands:
             found: defaultdict[tuple[int, int], list[Band]] = defaultdict(list)
             for band in self.visibility.bands(member, home):
-                for i in self._touched(member, band.q_start, band.q_stop):
-                    for j in self._touched(home, band.k_start, band.k_stop):
+                for i in self.blocks[member].touched(band.q_start, band.q_stop):
+                    for j in self.blocks[home].touched(band.k_start, band.k_stop):
                         found[i, j] += clip(band, self.blocks[member].rows(i), self.blocks[home].rows(j))
             self._bands[member, home] = {pair: bands for pair, bands in found.items() if bands}
         return self._bands[member, home]
 
-    def _touched(self, member: int, start: int, stop: int) -> list[int]:
-        block = self.blocks[member]
-        ranges = ((chunk, block.rows(chunk)) for chunk in range(block.count))
-        return [chunk for chunk, rows in ranges if max(rows.start, start) < min(rows.stop, stop)]
+    def planned_blocks(self) -> Iterator[tuple[int, Block]]:
+        """Ring members with a planned rank: what stays on others is their affair."""
+        return ((member, block) for member, block in enumerate(self.blocks) if block.group.is_planned)
 
     def uses(self, member: int) -> list[tuple[int, int]]:
         """(step, chunk) of the queries of a member, steps ascending."""
@@ -245,7 +244,7 @@ class _Forward(_Work):
     def emit(self) -> None:
         """Emit everything."""
         (self._stream_keys if self.ring.size == 1 else self._send_keys)()
-        for member, block in enumerate(self.blocks):
+        for member, block in self.planned_blocks():
             passing = self._passing(member)
             uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
             queries = block.read(self.planned(uses), *self._operand(block, Kind.Q, "q", "ring_q"))
@@ -280,12 +279,12 @@ class _Forward(_Work):
     def _wanted_queries(self, member: int) -> set[int]:
         """Query chunks that backward, in which all queries ask, will work on."""
         bands = [band for home in range(self.ring.size) for band in self.whole.bands(member, home)]
-        return {chunk for band in bands for chunk in self._touched(member, band.q_start, band.q_stop)}
+        return {chunk for band in bands for chunk in self.blocks[member].touched(band.q_start, band.q_stop)}
 
     def _wanted_keys(self, home: int) -> set[int]:
         """As `_wanted_queries`, of keys."""
         bands = [band for member in range(self.ring.size) for band in self.whole.bands(member, home)]
-        return {chunk for band in bands for chunk in self._touched(home, band.k_start, band.k_stop)}
+        return {chunk for band in bands for chunk in self.blocks[home].touched(band.k_start, band.k_stop)}
 
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
@@ -346,7 +345,7 @@ class _Backward(_Work):
     def emit(self) -> None:
         """Emit everything."""
         self._send_keys()
-        for member, block in enumerate(self.blocks):
+        for member, block in self.planned_blocks():
             queries = self._queries(block, self.planned(self.uses(member)))
             self.tiles(member, queries, self._query_sums(block, self.planned(self.all_uses(member))))
 

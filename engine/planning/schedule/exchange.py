@@ -96,6 +96,7 @@ class HeadGroup:
         self.ring_index = ring_index
         self._home_chunks: dict[tuple[int, int], Rows] = {}
         self.ranks = exchange.grid.head_group(ring_index)
+        self.is_planned = any(rank in builder.kept for rank in self.ranks)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
         """Values of the ranks' parts of the heads (of all heads if one rank has them).
@@ -189,7 +190,7 @@ class HeadGroup:
         """(a member, a member that holds a piece with rows, that piece), one of them planned; peers are staggered."""
         heads = len(self.ranks)
         kept = [rank in self.builder.kept for rank in self.ranks]
-        for head in range(heads) if any(kept) else ():
+        for head in range(heads) if self.is_planned else ():
             for other in ((head + distance) % heads for distance in range(heads)):
                 if not (kept[head] or kept[other]):
                     continue

@@ -108,6 +108,8 @@ class _Rows:
 
 def _runs(flags: Flags, what: OpName) -> Iterator[tuple[OpName, int, int]]:
     """(what, start, stop) of every run of set flags."""
+    if flags.all() or not flags.any():
+        return iter([(what, 0, len(flags))] if flags.any() else [])
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
     return ((what, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
 

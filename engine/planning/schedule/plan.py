@@ -11,6 +11,7 @@ communicator, one stream). A slot is reused only strictly after its last use; se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,6 +40,52 @@ class Kind(StrEnum):
     DOUT = "dout"  # gradient of out, compute dtype
     DQ_CAST = "dq_cast"  # complete gradient of q in the compute dtype
     DKV_CAST = "dkv_cast"  # complete gradients of k and v in the compute dtype
+
+
+class Field(NamedTuple):
+    """One tensor of a kind: [rows, ...] with query or kv heads.
+
+    shape   of a row: "heads", "dim" (of a head) and numbers
+    dtype   that of the model, of sums (fp32) or of gradients on the wire
+    own     whether it takes memory of its own; else it is what forward left
+    """
+
+    name: str
+    shape: tuple[str | int, ...] = ("heads", "dim")
+    dtype: Literal["element", "sum", "wire"] = "element"
+    own: bool = True
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its heads are kv heads."""
+        return self.name in ("k", "v", "dkv")
+
+    def row(self, heads: tuple[int, int], head_dim: int) -> tuple[int, ...]:
+        """Shape of a row with so many query and kv heads."""
+        sizes = {"heads": heads[self.of_keys], "dim": head_dim}
+        return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
+
+
+_Q, _OUT, _DOUT, _LSE = Field("q"), Field("out"), Field("dout"), Field("lse", ("heads",), "sum")
+_DKV_SHAPE = (2, "heads", "dim")
+
+# What a slot of each kind holds, and a message of it carries, in this order.
+FIELDS: dict[Kind, tuple[Field, ...]] = {
+    Kind.Q: (_Q,),
+    Kind.KV: (Field("k"), Field("v")),
+    Kind.ACC: (Field("out", dtype="sum"), _LSE),
+    Kind.QX: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
+    Kind.QO: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
+    Kind.DQ: (Field("dq", dtype="sum"),),
+    Kind.DKV: (Field("dkv", _DKV_SHAPE, "sum"),),
+    Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
+    Kind.DKV_WIRE: (Field("dkv", _DKV_SHAPE, "wire"),),
+    Kind.SAVED: (_OUT, _LSE),
+    Kind.OUT: (_OUT,),
+    Kind.DOUT: (_DOUT,),
+    Kind.DQ_CAST: (Field("dq"),),
+    Kind.DKV_CAST: (Field("dkv", _DKV_SHAPE),),
+}
 
 
 class Channel(StrEnum):
@@ -73,6 +120,11 @@ class HeadPart:
         first, last = self.queries(num_heads)
         group = num_heads // num_kv_heads
         return first // group, -(-last // group)
+
+    def counts(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """Numbers of query and of kv heads."""
+        (q_first, q_last), (k_first, k_last) = self.queries(num_heads), self.keys(num_heads, num_kv_heads)
+        return q_last - q_first, k_last - k_first
 
 
 @dataclass(frozen=True)
@@ -207,29 +259,10 @@ class TokenBytes:
 
     def of(self, kind: Kind, heads: HeadPart | None = None) -> int:
         """Bytes of one token of `kind`, of some heads (None: of all)."""
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        if heads is not None:
-            (q_first, q_last), (k_first, k_last) = heads.queries(num_heads), heads.keys(num_heads, num_kv_heads)
-            num_heads, num_kv_heads = q_last - q_first, k_last - k_first
-        q_width = num_heads * self.head_dim
-        kv_width = 2 * num_kv_heads * self.head_dim
-        widths = {
-            Kind.Q: q_width * self.element_bytes,
-            Kind.KV: kv_width * self.element_bytes,
-            Kind.ACC: (q_width + num_heads) * self.gradient_bytes,
-            Kind.QX: 2 * q_width * self.element_bytes + 2 * num_heads * self.gradient_bytes,
-            Kind.QO: 2 * q_width * self.element_bytes,
-            Kind.DQ: q_width * self.gradient_bytes,
-            Kind.DKV: kv_width * self.gradient_bytes,
-            Kind.DQ_WIRE: q_width * self.wire_gradient_bytes,
-            Kind.DKV_WIRE: kv_width * self.wire_gradient_bytes,
-            Kind.SAVED: q_width * self.element_bytes + num_heads * self.gradient_bytes,
-            Kind.OUT: q_width * self.element_bytes,
-            Kind.DOUT: q_width * self.element_bytes,
-            Kind.DQ_CAST: q_width * self.element_bytes,
-            Kind.DKV_CAST: kv_width * self.element_bytes,
-        }
-        return widths[kind]
+        counts = self.num_heads, self.num_kv_heads
+        counts = heads.counts(*counts) if heads else counts
+        size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
+        return sum(math.prod(f.row(counts, self.head_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,13 @@ class Operands:
 
 
 def circulate(visibility: Visibility, method: AttentionMethod, builder: PlanBuilder | Lane, operands: Operands) -> None:
-    """Emit one pass of attention over a ring into the builder; its `direction` says which pass."""
-    _Circulation(visibility, method, builder, operands).emit()
+    """Emit one pass of attention over a ring into the builder; its `direction` says which pass. Operands of a ring of
+    which no rank is planned are not looked at.
+    """
+    if builder.ranks:
+        _Circulation(visibility, method, builder, operands).emit()
+    if isinstance(builder, Lane):  # the same for all members, whatever they have to do
+        builder.reach(route_of(method, builder.direction).size - 1 + 2 * (builder.direction == "backward"))
 
 
 class _Place(NamedTuple):
@@ -186,8 +191,6 @@ class _Circulation:
                 for place in sums[home]:
                     self._pass_sum_on(journey, place)
                 self._return_gradients(journey, ends[home])
-        if isinstance(self.builder, Lane):  # the same for all members, whatever they have to do
-            self.builder.reach(self.route.size - 1 + 2 * self.backward)
 
     def _steps(self) -> dict[_Place, int]:
         """The step of every (cycle, inner step): the own node first, but for what is kept for the tail."""

@@ -79,11 +79,6 @@ class Visibility:
             self._bands[of, one] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
         return self._bands[of, one].get(other, ())
 
-    def query_rows(self, rank: int) -> int:
-        """How many first rows of a rank may ask: those before the mask's query_stop; all, if it has none."""
-        stop = self.mask.query_stop
-        return self.layout.rows(rank) if stop is None else self.layout.rows_before(rank, stop)
-
     def needed(self, operand: Operand, *, blocks: Collection[int], readers: Collection[int]) -> RowTable:
         """Rows [block, rank] that every rank needs of `blocks` and that `readers` need of every block, as keys ("kv")
         or as queries ("q"): the hull of the bands between them. All else is empty.

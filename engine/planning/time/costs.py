@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.planning.schedule.plan import Direction, HeadPart, LocalOp, Slot, Tile, TokenBytes, View
+from engine.planning.sequence.mask import Band
 
 # FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
 # Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
@@ -14,31 +15,13 @@ FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
 
 def visible_pairs(tile: Tile) -> int:
     """Number of (query, key) pairs that the tile lets through, per head."""
-    rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
-    low = -keys if tile.low is None else tile.low
-    high = rows if tile.high is None else tile.high
-    return max(0, _pairs_from(rows, keys, low) - _pairs_from(rows, keys, high + 1))
-
-
-def _pairs_from(rows: int, keys: int, low: int) -> int:
-    """Pairs with i - j >= low: row i sees its first clamp(i - low + 1, 0, keys) keys."""
-    return _ramp(rows - low, keys) - _ramp(-low, keys)
-
-
-def _ramp(last: int, top: int) -> int:
-    """Sum of min(t, top) over t = 1 .. last; 0 for last < 1."""
-    if last <= 0:
-        return 0
-    low = min(last, top)
-    return low * (low + 1) // 2 + (last - low) * top
+    return max(0, Band(tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.low, tile.high).area())
 
 
 def query_heads(slot: Slot, token_bytes: TokenBytes) -> int:
     """Query heads that the rows of a slot hold."""
-    if slot.heads is None:
-        return token_bytes.num_heads
-    first, last = slot.heads.queries(token_bytes.num_heads)
-    return last - first
+    counts = token_bytes.num_heads, token_bytes.num_kv_heads
+    return slot.heads.counts(*counts)[0] if slot.heads else counts[0]
 
 
 def computed_pairs(tile: Tile, block_rows: float) -> float:

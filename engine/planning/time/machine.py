@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -134,14 +133,6 @@ def _of_device(device: Device) -> Machine:
         host_bytes_per_s=device.host_gbps * 1e9,
         host_latency_s=10e-6,
     )
-
-
-def free_links(machine: Machine) -> Machine:
-    """The same machine whose links cost nothing: what a plan takes for its compute alone."""
-    changes: dict[str, float] = {}
-    for link in ("intra", "inter", "host"):
-        changes |= {f"{link}_bytes_per_s": math.inf, f"{link}_latency_s": 0.0}
-    return replace(machine, **changes)  # type: ignore[arg-type]
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -50,6 +50,7 @@ class Recording:
     """A transport that notes the ends of the messages that go through it."""
 
     def __init__(self, transport: Transport) -> None:
+        self.meter = transport.meter
         self._transport = transport
         self.wait = transport.wait
         self.ends: set[tuple[str, str, int]] = set()

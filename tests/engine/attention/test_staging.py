@@ -41,7 +41,7 @@ def exchange(device_type: str) -> tuple[list[float], LinkBytes]:
     assert all((tensor == -1.0).all() for tensor in received)
     staged.wait([0, 1])
     staged.wait([2, 3])
-    return [float(tensor.mean()) for tensor in received], staged.sent
+    return [float(tensor.mean()) for tensor in received], staged.meter.sent
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # where both ranks share one GPU
@@ -60,4 +60,4 @@ def test_loads_and_stores_beside_messages_keep_to_the_device() -> None:
     transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), (target,))])
     transport.wait([0])
     assert torch.equal(source, target)
-    assert transport.sent == LinkBytes(host_bytes=16)
+    assert transport.meter.sent == LinkBytes(host_bytes=16)

@@ -109,9 +109,9 @@ def test_exposed_messages_are_told_as_a_share_of_what_an_idle_wire_takes(
     transport.post([Parcel(peer, "send", channel, peer, (torch.zeros(ELEMENTS),)) for peer, channel in channels])
     streams.compute(compute_s)
     transport.wait([1, 2])
-    idle_s = WIRE.idle_wire_s(transport.sent, topology.local_ranks)
+    idle_s = WIRE.idle_wire_s(transport.meter.sent, topology.local_ranks)
     assert idle_s == 8.0
-    assert replace(WIRE, shared_nic=True).idle_wire_s(transport.sent, topology.local_ranks) == 16.0
+    assert replace(WIRE, shared_nic=True).idle_wire_s(transport.meter.sent, topology.local_ranks) == 16.0
     assert transport.messages.read().exposed_share(idle_s) == share
 
 

@@ -14,8 +14,8 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY, mesh_of, whole
 from torch import Tensor
 
-from engine.attention.api import local_attention
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
+from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import LocalTransport
 from engine.config.errors import ConfigError
@@ -182,7 +182,8 @@ def peak_of_a_layer(tokens: int, tile: int | None) -> int:
     if tile:
         tile_layers(model, tile, keep=True)
     hidden = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-    context = local_attention(tokens)
+    group = AttentionGroup(0, Topology(1, 1), LocalTransport(), CpuFlashKernel())
+    context = build_context(group, [LayerAttention(Mask(tokens), AttentionMethod())], tokens)
     angles = torch.zeros(tokens, config.head_dim // 2)
     with LiveTensorTracker() as tracker:
         tracker.watch([hidden, angles, *model.parameters()])

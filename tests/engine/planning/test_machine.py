@@ -8,7 +8,7 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.planning.time.devices import DEVICES
-from engine.planning.time.machine import find_machine, free_links
+from engine.planning.time.machine import find_machine
 
 
 def test_a_machine_is_found_and_changed() -> None:
@@ -40,10 +40,3 @@ def test_links_are_ordered_as_in_a_real_node(name: str) -> None:
     assert machine.intra_bytes_per_s > machine.inter_bytes_per_s
     assert machine.intra_latency_s < machine.inter_latency_s
     assert machine.forward_flops_per_s > machine.backward_flops_per_s
-
-
-def test_free_links_keep_the_kernels() -> None:
-    free = free_links(find_machine("a100"))
-    assert free.inter_bytes_per_s == math.inf
-    assert free.inter_latency_s == 0
-    assert free.backward_flops_per_s == find_machine("a100").backward_flops_per_s
