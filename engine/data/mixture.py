@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.echo import echoed
 from engine.data.lengths import LengthRule, by_length
 from engine.data.prepare import PreparedData, open_prepared
 from engine.data.sampler import Sampler, Samples
+from engine.data.shards import EchoedShards
 from engine.runs.files import hash_json
 
 
@@ -59,7 +59,9 @@ def open_training_data(config: DataConfig) -> TrainingData:
     """
     main = open_prepared(config)
     if config.echo_tokens is not None:
-        main = echoed(main, config.echo_tokens)
+        train, validation = (EchoedShards(one, config.echo_tokens) for one in (main.train, main.validation))
+        known = hash_json([main.content_hash, config.echo_tokens])
+        main = replace(main, train=train, validation=validation, content_hash=known)
     others = []
     for path in config.mix_paths:
         other = open_prepared(DataConfig(format="shards", paths=(path,)))

@@ -181,6 +181,65 @@ class TokenShards:
                 )
 
 
+class EchoedShards(TokenShards):
+    """`shards` in pieces of `piece_tokens`, each twice in a row; a last piece that is not whole is left out.
+
+        tokens  a b c d e f g h ...      piece_tokens = 4:  a b c d a b c d e f g h e f g h ...
+
+    The second time text can be told from memory, however long ago it was. With train.seq_len twice as long the second
+    half of every sample repeats the first. Small models learn within minutes to look back over half of their context
+    (Olsson et al. 2022, induction heads), which plain text teaches them far later. So a toy shows on real text whether
+    a longer context is used.
+    """
+
+    def __init__(self, shards: TokenShards, piece_tokens: int) -> None:
+        self.manifest = shards.manifest
+        self.folder = shards.folder
+        self.vocab_size = shards.vocab_size
+        self.eod_id = shards.eod_id
+        self.bos_ids = shards.bos_ids
+        self.token_count = shards.token_count // piece_tokens * piece_tokens * 2
+        self._shards = shards
+        self._piece = piece_tokens
+
+    def read(self, start: int, count: int) -> Tokens:
+        """See `TokenShards.read`."""
+        if start < 0 or count < 0 or start + count > self.token_count:
+            raise IndexError(f"tokens [{start}, {start + count}) of a sequence of {self.token_count}")
+        first, places = self._places(start, count)
+        return self._shards.read(first, int(places.max(initial=-1)) + 1)[places]
+
+    def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
+        """See `TokenShards.is_prompt`."""
+        first, places = self._places(start, count)
+        return self._shards.is_prompt(first, int(places.max(initial=-1)) + 1)[places]
+
+    def document_offsets(self, start: int, tokens: Tokens) -> Tokens:
+        """Always 0 alone: a boundary would hide what is to be remembered."""
+        return np.zeros(1, dtype=np.int64)
+
+    def document_edges(self, start: int, count: int) -> Tokens | None:
+        """Null: documents are in pieces."""
+        return None
+
+    @property
+    def document_count(self) -> int | None:
+        """Null: documents are in pieces."""
+        return None
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Null: no text is behind the second reading."""
+        return None
+
+    def _places(self, start: int, count: int) -> tuple[int, Tokens]:
+        """(first token of the text that is needed, where after it each of [start, start + count) is read)."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        sources = positions // (2 * self._piece) * self._piece + positions % self._piece
+        first = int(sources.min()) if count else 0
+        return first, sources - first
+
+
 def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:
     """The token set at `path`: a folder with manifest.json, a manifest, or a .bin or .npy file with one beside it.
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import typer
 from run_maker import make_run, write_log
-from test_model_verb import MODEL, hugging_face_folder, save_one_weight
+from test_model_verb import MODEL, WEIGHTS, hugging_face_folder
+from testkit.saved_checkpoints import save_checkpoint
 
 from burst_cli.app import VERBS
 from engine.config.settings import RunConfig, dump_config
@@ -91,7 +92,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = make_run(tmp_path / "runs", "mine/20260101-000000-abcdef", state="completed", steps=3)
     (run.path / "config.yaml").write_text(dump_config(RunConfig(model=MODEL)))
     write_log(run, "tb1", 0, "hello\n")
-    save_one_weight(run.path)
+    save_checkpoint(run.path / "checkpoints", 7, WEIGHTS)
     return tmp_path
 
 

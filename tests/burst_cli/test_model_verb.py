@@ -20,6 +20,7 @@ from engine.pretrained.shape import config_json
 from engine.runs.folder import create_run
 
 MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
+WEIGHTS = {"model.embedding.weight": np.arange(24, dtype=np.float32).reshape(6, 4)}
 
 
 @pytest.fixture
@@ -65,8 +66,7 @@ def run(tmp_path: Path) -> Path:
     run = create_run(
         tmp_path / "runs" / "mine" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig(model=MODEL))}
     )
-    weight = np.arange(24, dtype=np.float32).reshape(6, 4)
-    save_checkpoint(run.path / "checkpoints", 7, {"model.embedding.weight": weight}, updates=7)
+    save_checkpoint(run.path / "checkpoints", 7, WEIGHTS)
     return run.path
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from engine.config.data import data_rules
 from engine.config.settings import AttentionConfig, DataConfig, RunConfig
 from engine.data import open_training_data, prepare
-from engine.data.echo import EchoedShards
 from engine.data.prepare import open_prepared
-from engine.data.shards import TokenShards
+from engine.data.shards import EchoedShards, TokenShards
 
 
 class Text(TokenShards):

@@ -30,6 +30,7 @@ from engine.planning.schedule.plan import (
     Transfer,
     View,
 )
+from engine.planning.sequence.mask import Mask
 from engine.planning.time.machine import Machine, find_machine
 from engine.planning.time.replay import COMPUTE_LANE, Timeline, replay
 
