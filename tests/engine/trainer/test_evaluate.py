@@ -44,12 +44,6 @@ def test_bits_per_byte_is_nats_over_ln2_bytes() -> None:
     assert bits_per_byte(1.0, 0.0) is None
 
 
-def test_an_untrained_model_needs_about_log_v_nats(ranks: Pools) -> None:
-    found = ranks(1).run(evaluation, TINY)[0]
-    assert found.loss == pytest.approx(math.log(64), rel=0.2)
-    assert found.label_tokens == 2 * (3 * 30 + 1)
-
-
 def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
     found = ranks(1).run(evaluation, TINY)[0]
     labels = np.concatenate([random_batches(step, sequences=4, ignored=(29,)).labels.ravel() for step in range(2)])
