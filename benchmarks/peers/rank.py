@@ -84,7 +84,7 @@ def build_ours(variant: str, cell: AttentionCell, ranks: BenchRanks) -> PeerMeth
         raise ConfigError(
             f"{cell.seq_len} tokens are not a multiple of twice {cell.setup.ranks} ranks: peers do not pad"
         )
-    attention = ranks.layer(cell, variant).attention
+    attention = ranks.attention(cell, variant)
     return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.cp_rank)), attention)
 
 

@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from engine.attention.api import ParallelAttention
 from engine.bench.environment import environment
-from engine.bench.layers import BenchLayer, BenchRanks
+from engine.bench.layers import BenchRanks, exchange_only, own_inputs, silent
 from engine.bench.measure import slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
 from engine.config.errors import ConfigError
+from engine.config.schema import to_plain
 from engine.parallel.mesh import choose_device, read_placement
 from engine.planning.schedule.plan import LinkBytes
 from engine.training.rank.process import leave
@@ -39,8 +41,9 @@ _TIMEOUT = timedelta(minutes=10)
 class Contestant:
     """A variant with its inputs and the seconds (slowest rank) of its calls by name, all equally long in the end."""
 
-    layer: BenchLayer
-    silent: BenchLayer | None  # None: communication is what is measured
+    variant: str
+    attention: ParallelAttention
+    silent: ParallelAttention | None  # None: communication is what is measured
     inputs: list[Tensor]
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
@@ -90,29 +93,29 @@ def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[C
     ranks = BenchRanks.open(cell)
     for variant in cell.variants:
         try:
-            layer = ranks.layer(cell, variant)
+            attention = ranks.attention(cell, variant)
         except ConfigError as error:
             skipped[variant] = "; ".join(error.problems)
             continue
-        inputs = layer.inputs(cell.shape, device)
+        inputs = own_inputs(attention, cell.shape, device)
         if cell.measured == "exchange":
-            contestants.append(Contestant(layer.exchange_only(), None, inputs))
+            contestants.append(Contestant(variant, exchange_only(attention), None, inputs))
         else:
-            contestants.append(Contestant(layer, layer.silent(), inputs))
+            contestants.append(Contestant(variant, attention, silent(attention), inputs))
     return contestants, skipped
 
 
 def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
     """One forward and backward pass, and the same without communication; kept when it counts."""
-    layer, forward = contestant.layer, LinkBytes()
+    attention, forward = contestant.attention, LinkBytes()
 
     def note_forward() -> None:
         nonlocal forward
-        forward = layer.traffic()
+        forward = attention.traffic()
 
-    layer.reset_traffic()
-    measured = timed_pass(layer.attention, contestant.inputs, device, between=note_forward)
-    sent = layer.traffic()
+    attention.reset_traffic()
+    measured = timed_pass(attention, contestant.inputs, device, between=note_forward)
+    sent = attention.traffic()
     contestant.sent = {
         "intra": sent.intra_bytes,
         "inter": sent.inter_bytes,
@@ -121,7 +124,7 @@ def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
         "backward": sent.total - forward.total,
     }
     if contestant.silent is not None:
-        alone = timed_pass(contestant.silent.attention, contestant.inputs, device)
+        alone = timed_pass(contestant.silent, contestant.inputs, device)
         measured["without_communication"] = alone["total"]
     for name, seconds in measured.items() if counts else ():
         contestant.seconds[name].append(seconds)
@@ -157,7 +160,7 @@ def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
     """The figures of one variant as plain values; collective, because it sums bytes over the ranks."""
     sent = torch.tensor(list(contestant.sent.values()), dtype=torch.int64)
     dist.all_reduce(sent)
-    row: dict[str, Any] = {"variant": contestant.layer.variant, "mask": cell.mask, "seq_len": cell.seq_len}
+    row: dict[str, Any] = {"variant": contestant.variant, "mask": cell.mask, "seq_len": cell.seq_len}
     row |= {name: asdict(summarise(seconds)) for name, seconds in contestant.seconds.items()}
     row["sent_bytes_all_ranks"] = dict(zip(contestant.sent, sent.tolist(), strict=True))
     if contestant.silent is None:
@@ -166,7 +169,7 @@ def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
             row[name]["mb_per_s_per_rank"] = mean_bytes / row[name]["median_s"] / 1e6
     else:
         row["exposed_s"] = row["total"]["median_s"] - row["without_communication"]["median_s"]
-    return row | {"method": contestant.layer.method()}
+    return row | {"method": to_plain(contestant.attention.method)}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 _NOTE = "note"
 _T = TypeVar("_T")
 # Settings of earlier versions, with what to use.
-_REMOVED = {"attention.circulates_layers": "attention.backward_circulates holds for all layers"}
+_REMOVED = {
+    "attention.circulates_layers": "attention.backward_circulates holds for all layers",
+    "loss.kind": "LM head and loss are always fused; loss.chunk_tokens says how many rows of logits are alive at once",
+}
 _INT_LIMIT = 2**63  # tensors hold no greater number
 # YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

@@ -219,8 +219,7 @@ class MemoryConfig:
 class LossConfig:
     """How logits become a loss."""
 
-    kind: Literal["fused", "plain"] = setting("fused", "fused: LM head and loss together, never all logits at once")
-    chunk_tokens: int = setting(2048, "rows of logits alive at once (fused)", "tokens", at_least=1)
+    chunk_tokens: int = setting(2048, "rows of logits alive at once", "tokens", at_least=1)
     z_loss: float = setting(0.0, "weight of the squared log of the partition function", at_least=0)
 
 

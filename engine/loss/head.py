@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
-from engine.loss.plain import cross_entropy_plain
 from engine.loss.scores import row_scores
 
 
@@ -26,11 +25,8 @@ class LMHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int, loss: LossConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.kind = loss.kind
         # Takes hidden [T, d], weight [V, d], labels [T] and `options`; tensor parallelism puts its own here.
-        self.loss_function: Callable[..., Tensor] = (
-            linear_cross_entropy if loss.kind == "fused" else cross_entropy_plain
-        )
+        self.loss_function: Callable[..., Tensor] = linear_cross_entropy
         # Takes hidden [T, d], weight [V, d] and labels [T], all alike on every rank of a tensor-parallel group in T.
         self.score_function: Callable[..., Tensor] = row_scores
         self.options = LossOptions(chunk_tokens=loss.chunk_tokens, z_loss=loss.z_loss)

@@ -1,4 +1,4 @@
-"""The loss with all logits at once: the oracle of the fused one, and an option where memory is no concern."""
+"""The loss with all logits at once: what the fused one is tested against and measured beside."""
 
 from __future__ import annotations
 

@@ -198,10 +198,9 @@ class _Step:
     def _loss_forward(self) -> dict[str, int]:
         """A chunk's logits (and fp32 softmax), the head's gradient in fp32, its weight; three hiddens."""
         shape, loss = self._shape, self._config.loss
-        plain = loss.kind == "plain"
-        chunk = shape.vocab * (shape.rows if plain else min(loss.chunk_tokens, shape.rows))
+        chunk = shape.vocab * min(loss.chunk_tokens, shape.rows)
         block = min(chunk, _LOSS_BLOCK) if self._config.cluster.backend == "gloo" else 0
-        softmax = 2 * WIDE_BYTES * (chunk if plain else block)
+        softmax = 2 * WIDE_BYTES * block
         weight = shape.vocab_numbers * (WIDE_BYTES + shape.element_bytes)
         return {"loss": chunk * shape.element_bytes + softmax + weight, "other": 3 * shape.hidden_bytes}
 

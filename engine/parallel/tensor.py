@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -233,19 +232,17 @@ class SlicedHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LMHead)
         _distribute(module, device_mesh, Shard(0))
-        module.loss_function = partial(_sliced_loss, group=device_mesh.get_group(), whole=module.kind == "plain")
+        module.loss_function = partial(_sliced_loss, group=device_mesh.get_group())
         module.score_function = partial(_sliced_scores, group=device_mesh.get_group())
         return module
 
 
 def _sliced_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions, group: dist.ProcessGroup, whole: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions, group: dist.ProcessGroup
 ) -> Tensor:
-    """Loss of own rows for the head's DTensor weight; `whole` walks all rows as one chunk."""
+    """Loss of own rows for the head's DTensor weight."""
     assert isinstance(weight, DTensor)
     local = weight.to_local()
-    if whole:
-        options = replace(options, chunk_tokens=max(1, labels.shape[0] * group.size()))
     vocabulary = VocabularySlice(group, local.shape[0])
     return vocabulary_parallel_cross_entropy(hidden, local, labels, options=options, vocabulary=vocabulary)
 

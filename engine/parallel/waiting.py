@@ -6,11 +6,10 @@ for the bytes. On a GPU the host does not wait, and there is nothing to see here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.attention.api import ParallelAttention
@@ -29,8 +28,9 @@ def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: Paral
     if mesh.device.type != "cpu":
         return False
     attention.tell_waits_to(waits)
-    all_gather: Any = CountedAllGather(waits)  # FSDP2 has a base class for them, which it does not export
-    reduce_scatter: Any = CountedReduceScatter(waits)
+    # FSDP2 has a base class for them, which it does not export.
+    all_gather: Any = _Counted(waits, "all_gather", all_gather_into)
+    reduce_scatter: Any = _Counted(waits, "reduce_scatter", reduce_scatter_into)
     for module in fsdp_modules(model):
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)
@@ -38,33 +38,18 @@ def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: Paral
 
 
 class _Counted:
-    """What FSDP2's own collectives are on a CPU, counted."""
+    """A collective of FSDP2's, as its own are on a CPU, counted."""
 
-    def __init__(self, waits: WaitClock) -> None:
+    def __init__(self, waits: WaitClock, name: str, collective: Callable[..., Any]) -> None:
         self._waits = waits
+        self._name = name
+        self._collective = collective
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class CountedAllGather(_Counted):
-    """An `AllGather` of FSDP2."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        """Gathers `input_tensor` of all ranks."""
-        with self._waits.waiting("all_gather"):
-            return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class CountedReduceScatter(_Counted):
-    """A `ReduceScatter` of FSDP2."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        """This rank's part of the sum of `input_tensor` over all ranks."""
-        with self._waits.waiting("reduce_scatter"):
-            return reduce_scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        """The collective of all ranks."""
+        with self._waits.waiting(self._name):
+            return self._collective(output_tensor, input_tensor, *arguments, **options)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config.settings import RunConfig
+from engine.config.settings import LossConfig, RunConfig
 
 Where = Literal["device", "host"]
 
@@ -166,8 +166,8 @@ def _on_cuda(asked: int | None) -> OutOfMemory | None:
 def _cheaper_storage(config: RunConfig, *, on_gpu: bool) -> list[str]:
     """What costs little: a tile, then moves to host memory."""
     memory, changes = config.memory, []
-    if config.loss.kind == "plain":
-        changes.append("loss.kind=fused")
+    if config.loss.chunk_tokens > LossConfig().chunk_tokens:
+        changes.append(f"loss.chunk_tokens={LossConfig().chunk_tokens}")
     if memory.tile_tokens is None and config.attention.chunk_tokens is None:
         changes.append(f"memory.tile_tokens={config.model.hidden_size}")
     if on_gpu and memory.activation_store != "host":

@@ -1,24 +1,6 @@
 """What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
 
-    step_time_s        slowest rank, device synchronised at step edges only; data loading included, validation not
-    batch_wait_s       seconds of it that the slowest rank waited for its batches, made beside the step before
-    tokens             text tokens of the step over all ranks, padding not counted
-    *_pairs            (query, key) pairs per head that attention computed, over all sequences and layers: masks and the
-                       documents of the batch as they were; those of the forward pass, those attended again in backward
-    *_tflops, mfu, hfu of the mean device, against summary.json's peak_flops_per_device; engine.planning.time.flops
-    peak_memory_*      largest over ranks; what is counted is named by `peak_memory_source` in summary.json
-    peak_tensor_bytes  most bytes of live tensors of a rank, host memory apart, over forward, loss, backward and
-                       optimizer; on a CPU, in the warm-up steps that medians leave out: counting takes time
-    peak_host_bytes    most host memory for activations of a rank; CPU: counted in the same steps; CUDA: pinned memory
-    comm_*_bytes       attention messages sent by the busiest rank, inside and between nodes; FSDP traffic not included
-    comm_exposed_s     CUDA: seconds that compute waited for attention's messages, peers that come late included
-    comm_exposed_share those over the seconds that the messages would take on an idle wire, at the rates of
-                       cluster.machine: 0 is hidden, 1 adds all of the wire's time to the step; above: peers come late
-    offload_*          copies of activations between device and host memory: bytes, seconds of them on their streams,
-                       seconds that compute waited for them (CUDA)
-    rank_wait_s_*      least and most that a rank was blocked on others in the step, and in the exchange of these
-                       figures before it; straggler_rank: the one that waited least, if the difference counts
-
+docs/training.md says what each figure of it is; engine/planning/time/flops.py, what conventions of FLOPs there are.
 A figure that cannot be had is None, never 0.
 """
 

@@ -117,7 +117,7 @@ def test_an_empty_word_offers_groups_sections_and_top_settings(complete) -> None
 
 
 def test_a_section_offers_all_its_settings(complete) -> None:
-    assert complete("fish", "burst config loss.") == ["loss.kind=", "loss.chunk_tokens=", "loss.z_loss="]
+    assert complete("fish", "burst config loss.") == ["loss.chunk_tokens=", "loss.z_loss="]
 
 
 def test_files_of_ones_own_are_offered(complete, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
         ("train.seqlen", 3, "train.seqlen: no such setting; did you mean train.seq_len?"),
         ("trian.steps", 3, "trian: no such setting; did you mean train?"),
         ("seq_len", 3, "seq_len: no such setting; did you mean train.seq_len?"),
-        ("loss.wheels", 3, "loss.wheels: no such setting; loss has kind, chunk_tokens, z_loss"),
+        ("loss.wheels", 3, "loss.wheels: no such setting; loss has chunk_tokens, z_loss"),
         ("attention.circulates_layers", ["q"], "attention.circulates_layers: no such setting any more; attention.back"),
         ("wheels", 3, "wheels: no such setting; `burst config --fields` lists every setting"),
         (

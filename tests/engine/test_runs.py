@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -13,7 +12,6 @@ import pytest
 
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import (
-    FINAL_STATES,
     LEGAL_TRANSITIONS,
     STATES,
     RunFolder,
@@ -296,11 +294,3 @@ def test_rank_error_is_silent_where_nothing_can_be_written(run: RunFolder) -> No
     (run.path / "logs").write_text("a file")
     run.write_rank_error(0, ValueError("x"))
     assert run.first_rank_error() is None
-
-
-def test_state_names_final_states_consistently() -> None:
-    assert FINAL_STATES <= set(STATES) == set(LEGAL_TRANSITIONS)
-
-
-def test_run_json_is_json(run: RunFolder) -> None:
-    assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id

@@ -53,11 +53,16 @@ class Recorder:
         """The phase goes on."""
         self._status.advance()
 
+    def _tell(self, kind: str, line: str, **facts: Any) -> None:
+        """An event, and a line for people."""
+        if self._writes:
+            self._run.append_event(kind, **facts)
+            print(line, flush=True)
+
     def announce_faults(self, faults: Sequence[str]) -> None:
         """Nobody shall take faults on demand for real ones."""
-        for fault in faults if self._writes else ():
-            self._run.append_event("fault_injected", fault=fault)
-            print(f"warning: {FAULT_VARIABLE} is set: {fault}", flush=True)
+        for fault in faults:
+            self._tell("fault_injected", f"warning: {FAULT_VARIABLE} is set: {fault}", fault=fault)
 
     def preparing(self, progress: Progress) -> None:
         """What the preparation of data reports: one line per stage in the log."""
@@ -68,49 +73,36 @@ class Recorder:
 
     def warn(self, message: str | None) -> None:
         """A warning for people, said once per run; None is none."""
-        if message is not None and self._writes and not self._warned:
+        if message is not None and not self._warned:
             self._warned = True
-            self._run.append_event("warning", message=message)
-            print(f"warning: {message}", flush=True)
+            self._tell("warning", f"warning: {message}", message=message)
 
     def note(self, message: str) -> None:
         """What people should know; said every time."""
-        if self._writes:
-            self._run.append_event("note", message=message)
-            print(f"note: {message}", flush=True)
+        self._tell("note", f"note: {message}", message=message)
 
     def kernel_chosen(self, name: str, reason: str, others: Mapping[str, str]) -> None:
         """The attention kernel `name` computes tiles; `others` says of each why not."""
-        if self._writes:
-            self._run.append_event("attention_kernel", name=name, reason=reason, others=dict(others))
-            print(f"attention kernel {name} ({reason})", flush=True)
+        line = f"attention kernel {name} ({reason})"
+        self._tell("attention_kernel", line, name=name, reason=reason, others=dict(others))
 
     def restored(self, step: int, run_id: str) -> None:
         """Training goes on after `step`, from a checkpoint of run `run_id`."""
-        if self._writes:
-            self._run.append_event("restored", step=step, run_id=run_id)
-            print(f"going on after step {step}, from a checkpoint of {run_id}", flush=True)
+        line = f"going on after step {step}, from a checkpoint of {run_id}"
+        self._tell("restored", line, step=step, run_id=run_id)
 
     def saved(self, step: int, size_bytes: int, stall_s: float, seconds: float) -> None:
         """A checkpoint is committed; stall_s: how long training stood still for it."""
-        if self._writes:
-            self._run.append_event("checkpoint", step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
-            size = f"{size_bytes / 2**20:,.1f} MiB"
-            print(f"checkpoint of step {step}: {size} in {seconds:.2f} s, training stood {stall_s:.2f} s", flush=True)
+        size = f"{size_bytes / 2**20:,.1f} MiB"
+        line = f"checkpoint of step {step}: {size} in {seconds:.2f} s, training stood {stall_s:.2f} s"
+        self._tell("checkpoint", line, step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
 
     def dropped(self, step: int, verdict: Verdict, samples: range) -> None:
         """Step `step` (from 1), over these samples of the stream, was not taken."""
-        if self._writes:
-            self._run.append_event(
-                "dropped",
-                step=step,
-                reason=verdict.reason,
-                reaction=verdict.action,
-                first_sample=samples.start,
-                last_sample=samples.stop - 1,
-            )
-            numbers = f"samples {samples.start} to {samples.stop - 1}"
-            print(f"step {step} is dropped ({verdict.action}): {verdict.reason}; {numbers}", flush=True)
+        first, last = samples.start, samples.stop - 1
+        line = f"step {step} is dropped ({verdict.action}): {verdict.reason}; samples {first} to {last}"
+        facts = {"reason": verdict.reason, "reaction": verdict.action, "first_sample": first, "last_sample": last}
+        self._tell("dropped", line, step=step, **facts)
 
     def step(self, row: dict[str, Any], total_steps: int) -> None:
         """The row of one optimizer step."""

@@ -65,9 +65,10 @@ def joined(results: list[Parts]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(losses).sum(), torch.cat(hidden), torch.cat(weight)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
-@pytest.mark.parametrize("z_loss", [0.0, 0.03])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "z_loss", "chunk_tokens"),
+    [(1, 0.03, 8), (2, 0.0, 1), (2, 0.03, 1000), (4, 0.03, 1), (4, 0.0, 8)],
+)
 def test_slices_give_the_loss_and_gradients_of_the_whole(
     ranks: Pools, world_size: int, z_loss: float, chunk_tokens: int
 ) -> None:

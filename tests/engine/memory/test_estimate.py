@@ -139,8 +139,6 @@ def test_logits_of_a_chunk_are_all_there_is_of_the_fused_loss() -> None:
         for length in (2**15, 2**16)
     )
     assert long == longer
-    plain = device(estimate(loss={"kind": "plain"}, memory={"activation_checkpoint": "none"}, train={"seq_len": 2**16}))
-    assert plain["loss"] > 2 * longer
 
 
 def slots_bytes(plan: RankPlan, config: RunConfig, pins: set[str | None]) -> int:

@@ -142,12 +142,14 @@ def test_on_the_cpu_neither_host_stores_nor_more_ranks_help() -> None:
     assert "memory.activation_checkpoint=attn_out" in changes
 
 
-def test_large_micro_batches_and_plain_loss_are_named() -> None:
+def test_large_micro_batches_and_large_chunks_of_logits_are_named() -> None:
     config = RunConfig(
-        loss=LossConfig(kind="plain"), train=TrainConfig(micro_batch_size=4), model=ModelConfig(hidden_size=64)
+        loss=LossConfig(chunk_tokens=10**6), train=TrainConfig(micro_batch_size=4), model=ModelConfig(hidden_size=64)
     )
     text = less_memory_text(config, "device")
-    assert all(words in text for words in ("loss.kind=fused", "train.micro_batch_size=1", "memory.tile_tokens=64"))
+    assert all(
+        words in text for words in ("loss.chunk_tokens=2048", "train.micro_batch_size=1", "memory.tile_tokens=64")
+    )
 
 
 def test_on_the_cpu_a_bounded_store_is_left_first() -> None:

@@ -8,10 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from model_helpers import SHAPES, SMALL, build, make_tokens
-from testkit.ranks import Pools
-from testkit.tiny_training import TINY, mesh_of, whole
+from testkit.tiny_training import TINY, whole
 from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
@@ -24,10 +22,8 @@ from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.checkpointed import apply_policies
-from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
-from engine.parallel.fsdp import shard_model
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
@@ -136,43 +132,6 @@ def test_gradients_in_bf16_are_summed_over_tiles_in_fp32():
         found = gradients(model, context_of(UNCHUNKED), tokens, weights)
         errors.append({name: float((found[name] - want).norm() / want.norm()) for name, want in exact.items()})
     assert all(errors[1][name] < 1.3 * errors[0][name] + 1e-3 for name in exact), errors
-
-
-def gradients_of_a_group(config: ModelConfig, method: AttentionMethod, *, sharded: bool) -> dict[str, Tensor]:
-    """Gradients summed over the ranks that share the sequence, by FSDP or by an all-reduce; hidden left out."""
-    rank = dist.get_rank()
-    if sharded:
-        with torch.device("meta"):
-            model = LlamaModel(config).to(torch.float64)
-        tile_layers(model, 4, keep=True)
-        mesh = mesh_of(replace(TINY.parallel, cp_size=method.cp_size), TINY.cluster)
-        units = [*model.layers, model.embedding, model.head]
-        shard_model(model, units, mesh, parallel=TINY.parallel, compute_dtype="float32")
-        model.to_empty(device="cpu")
-        init_weights(model, 0)
-    else:
-        model = build(config, torch.float64)
-        tile_layers(model, 4, keep=True)
-    tokens = make_tokens(config, 1, TOKENS)
-    context = context_of(method, rank=rank)
-    found = gradients(model, context, tokens, weights_of(tokens, config))
-    del found["hidden"]
-    if not sharded:
-        for gradient in found.values():
-            dist.all_reduce(gradient)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("shape", "sharded", "tolerance"), [("mha", False, 1e-10), ("gqa", True, 1e-5)], ids=["float64", "fsdp"]
-)  # fp32: FSDP's reduction
-def test_two_ranks_that_divide_the_heads_have_the_same_gradients(ranks: Pools, shape, sharded, tolerance):
-    config = TWO_LAYERS[shape]
-    want = expected(config, Mask(TOKENS), batch=1)
-    del want["hidden"]
-    for method in (replace(METHOD, head_parallel_size=2, chunk_tokens=4), replace(METHOD, ring_inner_size=2)):
-        for found in ranks(2).run(gradients_of_a_group, config, method, sharded=sharded):
-            assert_equal(found, want, tolerance)
 
 
 def peak_of_a_layer(tokens: int, tile: int | None) -> int:

@@ -54,14 +54,6 @@ def test_the_mask_is_its_definition() -> None:
             assert bool(found[b, t, f]) == is_kept(sample, position, f, rate, branch)
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_the_share_that_is_dropped_is_the_rate_in_every_row_and_column(rate: float) -> None:
-    kept = kept_mask([0, 1], torch.arange(1000), 1000, rate, 5).double()
-    for sums, count in ((kept.sum(), 2_000_000), (kept.sum(dim=-1), 1000), (kept.sum(dim=(0, 1)), 2000)):
-        deviation = (count * rate * (1 - rate)) ** 0.5
-        assert ((sums - count * (1 - rate)).abs() < 5.5 * deviation).all()
-
-
 def test_places_branches_and_samples_are_independent() -> None:
     def values(samples: list[int], start: int = 0, branch: int = 0) -> torch.Tensor:
         return kept_mask(samples, torch.arange(start, start + 512), 512, 0.5, branch)[0].double() - 0.5

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from model_helpers import SHAPES, SMALL, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from engine.config.settings import ModelConfig
 from engine.model.init import canonical_name, init_weights
@@ -110,22 +110,3 @@ def digests_of_shards(config: ModelConfig, replicas: int) -> dict[str, str]:
 def test_shards_hold_the_weights_of_one_rank(ranks, config, world_size, replicas) -> None:  # type: ignore[no-untyped-def]
     expected = digests(build(config))
     assert ranks(world_size).run(digests_of_shards, config, replicas) == [expected] * world_size
-
-
-def digests_of_columns(config: ModelConfig) -> dict[str, str]:
-    """Digests of a model whose matrices are split over columns, as tensor parallelism does."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build(config, seed=9)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placement, local = Replicate(), parameter.detach()
-            if parameter.dim() == 2:
-                placement, local = Shard(1), local.chunk(mesh.size(), 1)[mesh.get_local_rank()]
-            sharded = DTensor.from_local(local.clone(), mesh, [placement])
-            setattr(module, name, torch.nn.Parameter(sharded))
-    init_weights(model, 0)
-    return digests(model)
-
-
-def test_any_other_sharding_holds_them_too(ranks) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(2).run(digests_of_columns, SMALL) == [digests(build(SMALL))] * 2

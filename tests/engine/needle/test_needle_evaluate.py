@@ -122,7 +122,7 @@ def script(ranks: Pools) -> tuple[Scripted, Array]:
 
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
-    (1, {"train": {"micro_batch_size": 2}, "loss": {"kind": "plain"}}),
+    (1, {"train": {"micro_batch_size": 2}, "loss": {"chunk_tokens": 1000}}),
     (2, {"attention": {"preset": "ring"}}),
     (2, {"attention": {"preset": "striped"}, "train": {"micro_batch_size": 2}}),
     (2, {"attention": {"preset": "burst"}, "memory": {"activation_checkpoint": "attn_out"}}),
@@ -130,7 +130,10 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {"dp_shard_size": 2}, "train": {"micro_batch_size": 2}}),
     (2, {"attention": {"preset": "burst", "documents": True, "layout": "per_document"}}),
     (2, {"parallel": {"tp_size": 2}}),
-    (2, {"attention": {"preset": "ring"}, "loss": {"kind": "plain"}, "parallel": {"reshard_after_forward": False}}),
+    (
+        2,
+        {"attention": {"preset": "ring"}, "parallel": {"reshard_after_forward": False}},
+    ),
 ]
 
 

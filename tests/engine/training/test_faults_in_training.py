@@ -69,18 +69,6 @@ def test_a_slow_rank_is_the_straggler_of_its_steps(ranks: Pools, corpus: DataCon
     assert all(row["rank_wait_s_max"] is not None for row in rows[:2])
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard_size": 2}, {"dp_shard_size": 1}])
-@pytest.mark.thorough
-def test_a_slow_rank_is_found_without_and_with_a_shared_sequence(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path, parallel: dict[str, int]
-) -> None:
-    preset = "single" if parallel["dp_shard_size"] == 2 else "ring"
-    config = config_of(corpus, attention={"preset": preset}, parallel=parallel)
-    run = create_run_of(config, tmp_path)
-    assert ranks(2).run(train_with_fault, str(run.path), config, f"slow:{SLOW_S};1;2") == [0, 0]
-    assert [row["straggler_rank"] for row in run.read_metrics()[1:]] == [1] * 3, run.read_metrics()
-
-
 def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = config_of(corpus, parallel={"tp_size": 2}, attention={"preset": "megatron_tp"})
     run = create_run_of(config, tmp_path)

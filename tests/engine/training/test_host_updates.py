@@ -188,19 +188,28 @@ def test_backward_waits_for_a_slow_host_and_no_gradient_is_left_out(ranks: Pools
 
 
 def words_of_failure() -> tuple[str, int]:
-    """(what a step whose second use fails raises, uses that were begun)."""
-    run, uses = deep_run(), []
+    """(what a step whose second use fails raises, uses that were begun), while a third one waits behind it."""
+    run, uses, calls, third = deep_run(), [], [], threading.Event()
+    submit = worker_thread()
+
+    def counted(call: Callable[[], None]) -> Future[None]:
+        calls.append(submit(call))
+        if len(calls) == 3:
+            third.set()
+        return calls[-1]
 
     def use(staged: Staged) -> None:
         uses.append(staged)
         if len(uses) == 2:
+            assert third.wait(WAIT_S)
             raise ArithmeticError("no memory for moments")
 
-    gradients = HostGradients(run.model, use, worker_thread(), lambda: None)
+    gradients = HostGradients(run.model, use, counted, lambda: None)
     try:
         accumulate(run, 0)
         gradients.finish()
     except Exception as error:
+        submit(lambda: None).result(WAIT_S)  # all calls before it are over
         return str(error), len(uses)
     return "", len(uses)
 

@@ -18,7 +18,7 @@ from engine.parallel.waits import WaitClock
 from engine.planning.sequence.layers import AttendedPairs
 from engine.planning.time.devices import Peak
 from engine.planning.time.flops import Flops
-from engine.training.metrics import StepCost, StepMeter, TensorMemory
+from engine.training.metrics import StepCost, StepMeter, TensorMemory, peak_pinned_bytes
 from engine.training.train_step import StepResult
 
 COST = StepCost(TINY_MODEL, seq_len=250, sequences=4, recomputed_matrices=0, peak=Peak(2e12, "test"))
@@ -116,6 +116,13 @@ def test_host_memory_of_a_cpu_run_counts_apart(ranks: Pools) -> None:
     model = TINY_MODEL
     kept_bytes = model.num_layers * 30 * 4 * (2 * model.hidden_size + model.num_heads)  # x and out, and lse, fp32
     assert row["peak_host_bytes"] == kept_bytes
+
+
+def test_the_tensors_of_a_gpu_run_are_its_allocators_to_count() -> None:
+    memory = TensorMemory(torch.device("cuda"), steps=3)
+    with memory.count():
+        torch.zeros(10)
+    assert memory.read() == (None, peak_pinned_bytes())
 
 
 def test_a_step_that_fails_leaves_no_tracker_behind() -> None:

@@ -41,7 +41,7 @@ from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.settings import LossConfig, ModelConfig, ParallelConfig, RunConfig
+from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
 from engine.data import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.methods.presets import resolve_attention
@@ -142,7 +142,7 @@ def attention_of_visible_pairs(mask: Tensor) -> Callable[[Tensor, Tensor, Tensor
 def test_model_flops_are_what_torch_counts_pair_by_pair(mask: str, kv_heads: int, tied: bool) -> None:
     shape: ModelConfig = replace(TINY_MODEL, num_kv_heads=kv_heads, tie_embeddings=tied)
     config = tiny_config(model=shape, attention={"preset": "single", "documents": True, **MASKS[mask]})
-    model, starts = LlamaModel(shape, LossConfig(kind="plain")), DOCUMENTS[1]
+    model, starts = LlamaModel(shape), DOCUMENTS[1]
     layers = [attention_of_visible_pairs(dense_mask(MASKS[mask], layer, starts)) for layer in range(shape.num_layers)]
     tokens = torch.randint(0, shape.vocab_size, (1, SEQ_LEN))
     with FlopCounterMode(display=False) as counter:
