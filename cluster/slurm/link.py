@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from cluster.control.link import TIME_LIMIT, NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.control.link import TIME_LIMIT, NodeSpec, NodeStatus, Phase, StartRefusedError
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan
 from cluster.slurm.granted import look_again, node_folder
-from cluster.slurm.job import SlurmJob, find_job
+from cluster.slurm.job import SlurmJob
 from cluster.supervise.node import folder
 from engine.runs import RunFolder
 
@@ -31,12 +30,6 @@ _CANCELLED: Mapping[str, Any] = {
 }
 _AT_LIMIT: Mapping[str, Any] = {**_CANCELLED, "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
-
-
-def slurm_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-    """A link per node of `plan`, in its order, over the job that run.json's neighbour slurm.json names."""
-    job = find_job(run)
-    return [SlurmLink(run, node.name, job) for node in plan.nodes]
 
 
 class SlurmLink:
