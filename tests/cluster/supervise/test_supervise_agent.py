@@ -100,13 +100,6 @@ def files(tmp_path: Path) -> NodeFiles:
     return made
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.close()
-
-
 def log(files: NodeFiles, name: str) -> Path:
     return Path(files.log_dir, name)
 
