@@ -108,7 +108,8 @@ def request_cancel(
             plan = read_launch_plan(run.path)
             write_cancel(run, cause, grace_s)
             try:
-                _lead(plan, run, observer or SilentObserver(), stop or StopRequests(), opener)
+                manner = Manner(start=False, detached=lease_of(run) is None)
+                control(plan, run, opener(plan, run), observer or SilentObserver(), stop or StopRequests(), manner)
             except ControllerBusyError:
                 is_led_elsewhere = True  # it was just taken over, and whoever did so sees our request
             continue
@@ -125,29 +126,6 @@ def request_cancel(
 def _is_forgotten(run: RunFolder) -> bool:
     """Whether a controller that was just beginning took our request for that of an earlier attempt."""
     return not (run.path / CANCEL_FILE).exists() and run.read_state()["state"] not in FINAL_STATES
-
-
-def take_over(
-    run: RunFolder,
-    observer: LaunchObserver,
-    stop: StopRequests,
-    opener: Opener = open_links,
-    manner: Manner | None = None,
-) -> LaunchOutcome:
-    """Lead a run on whose nodes go on without a controller; its outcome. Raises ControllerBusyError, PlanFileError."""
-    return _lead(read_launch_plan(run.path), run, observer, stop, opener, manner)
-
-
-def _lead(
-    plan: LaunchPlan,
-    run: RunFolder,
-    observer: LaunchObserver,
-    stop: StopRequests,
-    opener: Opener,
-    manner: Manner | None = None,
-) -> LaunchOutcome:
-    manner = manner or Manner(start=False, detached=lease_of(run) is None)
-    return control(plan, run, opener(plan, run), observer, stop, manner)
 
 
 def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, clock: Clock) -> Settled:
