@@ -28,7 +28,7 @@ def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:
         return None
     settings = plan.config.train.checkpoint
     is_seen = settings.folder is not None and list_checkpoints(checkpoints_folder(settings, run.path))
-    return None if plan.launcher != "ssh" or is_seen else plan
+    return None if not plan.has_own_folders or is_seen else plan
 
 
 @contextlib.contextmanager

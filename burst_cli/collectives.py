@@ -19,8 +19,8 @@ from burst_cli.plan_view import show_plan
 from burst_cli.runs.failure import failure_block
 from cluster.access.hosts import Host
 from cluster.control.controller import control
-from cluster.control.open import open_links
 from cluster.control.outcome import SilentObserver
+from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan

@@ -101,7 +101,7 @@ def _folder_on_nodes(run: RunFolder) -> str | None:
         plan = read_launch_plan(run.path)
     except PlanFileError:
         return None
-    if plan.launcher != "ssh":
+    if not plan.has_own_folders:
         return None
     settings, root = plan.config.train.checkpoint, plan.config.cluster.node_folder or "~/.burst"
     if settings.folder is not None:

@@ -19,7 +19,8 @@ from cluster.code.upload import Delivery, code_place, shared_place, upload_code
 from cluster.facts import probe_local_node
 from cluster.image.local import engine_words
 from cluster.plan import LaunchPlan
-from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders, resolve_fleet
+from cluster.plan_nodes import node_folders
+from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, resolve_fleet
 from cluster.preflight.facts import RemoteFacts
 from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
@@ -80,7 +81,7 @@ def survey_nodes(config: RunConfig, hosts: Sequence[Host], *, force: bool) -> tu
 
 def ready_fleet(plan: LaunchPlan, hosts: tuple[Host, ...], fleet: Fleet, delivery: Delivery) -> ReadyFleet:
     """The nodes of `plan` with all that they are to get."""
-    folders = {facts.node: node_folders(plan, facts) for facts in fleet.nodes}
+    folders = {facts.node: node_folders(plan.config, facts.home) for facts in fleet.nodes}
     return ReadyFleet(hosts, replace(delivery, folders=folders))
 
 

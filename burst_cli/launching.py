@@ -25,8 +25,8 @@ from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
 from cluster.control.controller import Manner, control
-from cluster.control.open import open_links
 from cluster.control.outcome import LaunchOutcome
+from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan
@@ -76,7 +76,7 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
     """
     check_writable(Path(plan.run_path))
     console = render.plain_stderr() if manner.plain_lines else render.stderr()
-    if plan.launcher == "local":
+    if plan.is_here:
         prepare_data(plan.config, console)
     stop = StopRequests()
     with stop.listening():
@@ -134,7 +134,7 @@ def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
 
 def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
     ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
-    nodes = "" if plan.launcher == "local" else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
+    nodes = "" if plan.is_here else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
     return Text.assemble(
         (f"{run.exp}/{run.run_id}", "bold"),
         f"  {ranks}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",

@@ -33,7 +33,7 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
     ConfigError, UnfitNodesError and CodeError.
     """
     request = request or LaunchRequest()
-    if plan.launcher != "ssh":
+    if not plan.has_own_folders:
         if request.hosts is not None or request.hostfile is not None:
             raise ConfigError(f"run {run.run_id} is of launcher {plan.launcher}, so it takes no --hosts or --hostfile")
         return plan

@@ -65,7 +65,7 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
     files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
     files.sort(key=lambda file: _rank(file[0]))
-    if plan.launcher == "ssh":  # where no file is a script that shows it
+    if plan.has_own_folders:  # where no file is a script that shows it
         first = plan.nodes[0]
         files.insert(0, (f"command on {first.name}", shlex.join(first.argv)))
     environments = [file for file in files if file[0].startswith("env/")]

@@ -267,10 +267,6 @@ def _with_place(text: str, found: Sequence[_Rank]) -> str:
     return f"{text}; {place}" if place else text
 
 
-def _all_have_stacks(ranks: Sequence[_Rank]) -> bool:
-    return all(rank.threads for rank in ranks)
-
-
 def _names(ranks: Sequence[_Rank]) -> str:
     if len(ranks) == 1:
         return ranks[0].name

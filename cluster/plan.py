@@ -103,6 +103,16 @@ class LaunchPlan:
         """Name of the run."""
         return Path(self.run_path).name
 
+    @property
+    def has_own_folders(self) -> bool:
+        """Whether the nodes keep the run in folders that this machine does not see."""
+        return any(node.folder != self.run_path for node in self.nodes)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks are on this machine, as its own."""
+        return self.launcher == "local"
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values; what `--dry-run --json` prints."""
         return {

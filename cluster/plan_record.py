@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.access.hosts import is_host_name
+from cluster.control.runner import runner_of
 from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
 from cluster.plan import CONFIG_FILE, NODE_FILES, PLAN_FILE, PLAN_FORMAT, Backend, LaunchPlan, NodePlan
@@ -42,7 +43,8 @@ def read_launch_plan(run_path: Path) -> LaunchPlan:
         raise PlanFileError(f"{path}: there is none, so `burst launch` did not start this run") from error
     except (OSError, ValueError, RecursionError, PlanFileError) as error:
         raise PlanFileError(f"{path}: not a launch plan: {one_line(str(error), 300)}") from error
-    return _with_nodes(_moved(plan, run_path.absolute()))
+    plan = _moved(plan, run_path.absolute())
+    return runner_of(plan).with_nodes(plan)
 
 
 def write_launch_plan(plan: LaunchPlan, run: RunFolder) -> None:
@@ -90,15 +92,6 @@ def _text(folder: Path, name: str) -> str | None:
     except (OSError, ValueError) as error:
         text = one_line(str(error), 300)
         raise PlanFileError(f"{folder / name}: cannot be read, but the nodes of the run need it: {text}") from error
-
-
-def _with_nodes(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with the nodes that Slurm gave, which its launcher may not have lived to write down."""
-    if plan.launcher != "slurm":
-        return plan
-    from cluster.slurm.granted import known_plan
-
-    return known_plan(plan)
 
 
 def plan_from_dict(document: Mapping[str, Any]) -> LaunchPlan:

@@ -7,26 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.access.nodes import fold_nodes
-from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.formats import Format, render_environment
-from cluster.env.plan import plan_environment, plan_fleet
+from cluster.env.plan import plan_fleet
 from cluster.errors import ClusterError
 from cluster.facts import NodeFacts
-from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, NodePlan, choose_backend, environment_file, with_files
-from cluster.plan_container import (
-    ContainerRun,
-    at_home,
-    fixed_part,
-    merge_mounts,
-    read_mounts,
-    state_mounts,
-    user_variables,
-)
-from cluster.plan_torchrun import NodeSeat, RankProgram, Rendezvous, torchrun_argv
-from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
+from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.preflight.facts import RemoteFacts
 from engine.config.settings import RunConfig, dump_config
-from engine.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -53,13 +40,44 @@ def build_ssh_plan(
     The nodes have passed `cluster.preflight.judge`. Raises ConfigError when the backend does not fit them.
     """
     resolved, backend = resolve_fleet(config, fleet.nodes)
-    builder = _Builder(resolved, backend, fleet, run_path, module)
-    nodes = tuple(builder.node(rank) for rank in range(len(fleet.nodes)))
+    builder = NodesBuilder(resolved, backend, run_path.name, len(fleet.nodes), module)
+    port = config.cluster.master_port or fleet.first.port
+    assert port is not None, "refused by cluster.preflight.judge"
+    meeting = Rendezvous(_address(fleet.first), port)
+    sites = [_site(facts, resolved, run_path.name, fleet.code_id) for facts in fleet.nodes]
+    nodes = tuple(builder.node(rank, site, meeting) for rank, site in enumerate(sites))
     texts = [(node.env_file, builder.environment_text(node)) for node in nodes]
     files = (("config.yaml", dump_config(resolved)), *texts)
     world_size = backend.local_ranks * len(nodes)
     plan = LaunchPlan(str(run_path), resolved, world_size, backend, nodes, files, "ssh", exclusive)
     return with_files(plan)
+
+
+def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> Site:
+    folder = f"{facts.root}/runs/{run_id}"
+    return Site(
+        name=facts.node,
+        address=_address(facts),
+        folder=folder,
+        python=_python(facts, config),
+        python_path=f"{facts.code_root}/{code_id}",
+        cwd=folder,
+        facts=facts.environment,
+        cores=facts.cores,
+        owner=f"{facts.uid}:{facts.gid}",
+        groups=facts.groups,
+        home=facts.home,
+        user=facts.user,
+        has_infiniband_devices=facts.has_infiniband_devices,
+    )
+
+
+def _python(facts: RemoteFacts, config: RunConfig) -> str:
+    if config.cluster.container.runtime != "bare":
+        return config.cluster.python or "python3"
+    if facts.python is None:
+        raise ClusterError(f"{facts.node}: it has no Python for the ranks")
+    return facts.python.executable
 
 
 def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunConfig, Backend]:
@@ -79,107 +97,6 @@ def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunC
     return replace(config, cluster=cluster), backend
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """Builds the nodes of one plan."""
-
-    config: RunConfig
-    backend: Backend
-    fleet: Fleet
-    run_path: Path
-    module: str
-
-    def node(self, rank: int) -> NodePlan:
-        """The plan of the node with this rank."""
-        facts = self.fleet.nodes[rank]
-        folder = f"{facts.root}/runs/{self.run_path.name}"
-        log_dir = str(RunFolder(Path(folder)).log_dir(facts.node))
-        local_ranks = self.backend.local_ranks
-        bare = NodePlan(
-            name=facts.node,
-            node_rank=rank,
-            first_rank=rank * local_ranks,
-            local_ranks=local_ranks,
-            argv=self._torchrun(rank, folder, log_dir),
-            environment=self._environment(facts, log_dir),
-            cwd=folder,
-            folder=folder,
-            log_dir=log_dir,
-        )
-        return bare if self.config.cluster.container.runtime == "bare" else self._contained(bare, facts)
-
-    def environment_text(self, node: NodePlan) -> str:
-        """The environment file: for a shell, or for `docker run`, which takes every line as it stands."""
-        if node.container is None:
-            return environment_file(node)
-        return render_environment(NodeEnvironment(node.name, node.environment), Format.dotenv)
-
-    def _torchrun(self, rank: int, folder: str, log_dir: str) -> tuple[str, ...]:
-        facts, first = self.fleet.nodes[rank], self.fleet.first
-        program = RankProgram(self._python(facts), self.module, self.run_path.name, folder)
-        seat = NodeSeat(rank, len(self.fleet.nodes), self.backend.local_ranks, _address(facts), log_dir)
-        port = self.config.cluster.master_port or first.port
-        assert port is not None, "refused by cluster.preflight.judge"
-        meeting = Rendezvous(_address(first), port)
-        return torchrun_argv(program, seat, meeting)
-
-    def _python(self, facts: RemoteFacts) -> str:
-        if self.config.cluster.container.runtime != "bare":
-            return self.config.cluster.python or "python3"
-        if facts.python is None:
-            raise ClusterError(f"{facts.node}: it has no Python for the ranks")
-        return facts.python.executable
-
-    def _environment(self, facts: RemoteFacts, log_dir: str) -> tuple[EnvironmentVariable, ...]:
-        cluster, threads = self.config.cluster, self.backend.threads_per_rank
-        per_rank = f"{facts.cores} cores for {self.backend.local_ranks} ranks"
-        variables = run_variables(self.run_path.name, facts.node, log_dir, Threads(threads, per_rank))
-        variables.append(EnvironmentVariable("PYTHONPATH", self._code(facts), "the code of this run, by its content"))
-        variables += backend_variables(self.backend.name, share_device=cluster.ranks_share_device)
-        variables += recorder_variables(log_dir)
-        if facts.environment is not None:
-            planned = plan_environment(facts.environment, cluster, log_dir=log_dir)
-            ours = {variable.name for variable in variables}
-            variables += [variable for variable in planned.variables if variable.name not in ours]
-        if cluster.container.runtime != "bare":
-            variables += user_variables(facts.home, facts.user, _cache(facts))
-        return with_settings(variables, cluster.environment)
-
-    def _code(self, facts: RemoteFacts) -> str:
-        return f"{facts.code_root}/{self.fleet.code_id}"
-
-    def _contained(self, bare: NodePlan, facts: RemoteFacts) -> NodePlan:
-        container = ContainerRun(
-            run_id=self.run_path.name,
-            node=facts.node,
-            config=self.config.cluster.container,
-            owner=f"{facts.uid}:{facts.gid}",
-            groups=facts.groups,
-            folder=bare.folder,
-            env_file=f"{bare.folder}/{bare.env_file}",
-            mounts=self._mounts(facts, bare.folder),
-            has_gpus=self.backend.name == "nccl",
-            has_infiniband=bool(facts.environment and facts.environment.ports) and facts.has_infiniband_devices,
-        )
-        return replace(bare, argv=container.argv(bare.argv), container=container.name)
-
-    def _mounts(self, facts: RemoteFacts, folder: str) -> tuple[tuple[str, bool], ...]:
-        data = [(fixed_part(entry.path), False) for entry in facts.data]
-        own = [(folder, True), (self._code(facts), False), (_cache(facts), True)]
-        own += [(prepared, True) for prepared in _prepared(self.config, facts)]
-        own += state_mounts(self.config, facts.home)
-        return merge_mounts([*own, *data, *read_mounts(self.config.cluster.container.mounts)])
-
-
-def node_folders(plan: LaunchPlan, facts: RemoteFacts) -> tuple[str, ...]:
-    """Folders that a container of `plan` mounts; the engine would make them as root if they were not there before."""
-    if plan.config.cluster.container.runtime == "bare":
-        return ()
-    checkpoints = plan.config.train.checkpoint.folder
-    own = () if checkpoints is None else (at_home(checkpoints, facts.home),)
-    return (_cache(facts), *_prepared(plan.config, facts), *own)
-
-
 def fleet_warnings(fleet: Fleet, config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
     known = [facts.environment for facts in fleet.nodes if facts.environment is not None]
@@ -195,13 +112,3 @@ def _address(facts: RemoteFacts) -> str:
     if facts.address is None:
         raise ClusterError(f"{facts.node}: no address for the other nodes: {facts.interface_problem}")
     return facts.address
-
-
-def _cache(facts: RemoteFacts) -> str:
-    return f"{facts.root}/cache"
-
-
-def _prepared(config: RunConfig, facts: RemoteFacts) -> tuple[str, ...]:
-    """data.prepared_dir on a node, if any."""
-    folder = config.data.prepared_dir
-    return () if folder is None else (at_home(folder, facts.home),)

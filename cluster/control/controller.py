@@ -18,6 +18,7 @@ from cluster.control.judge import Case, complete, judge
 from cluster.control.link import NodeLink
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
 from cluster.control.progress import StepWatch
+from cluster.control.runner import runner_of
 from cluster.control.signs import Signs
 from cluster.control.starting import Starter, start_failure
 from cluster.control.stopping import Requests, StopRequests
@@ -72,31 +73,29 @@ def control(
                     return finish(run, LaunchOutcome("cancelled", INTERRUPTED))
             elif run.read_state()["state"] not in FINAL_STATES:
                 run.record(**own_facts())
-            while plan.launcher == "slurm" and run.read_state()["state"] not in FINAL_STATES:
-                from cluster.slurm.allocate import await_nodes
-                from cluster.slurm.job import REQUEUED
-
-                granted = await_nodes(plan, run, observer, stop, start=manner.start)
-                if isinstance(granted, LaunchOutcome):
-                    return finish(run, granted)
-                plan, links = granted[0], [*links, *granted[1]]
-                outcome = _Lead(plan, run, granted[1], Watchers(observer, stop), manner).to_the_end()
-                if outcome.failure is None or outcome.failure.type != REQUEUED:
+            runner, own = runner_of(plan), links
+            while True:
+                if run.read_state()["state"] not in FINAL_STATES:
+                    granted = runner.await_nodes(plan, run, observer, stop, start=manner.start)
+                    if isinstance(granted, LaunchOutcome):
+                        return finish(run, granted)
+                    if granted is not None:
+                        plan, own = granted
+                        links = [*links, *own]
+                outcome = _Lead(plan, run, own, Watchers(observer, stop), manner).to_the_end()
+                if not runner.goes_on(outcome):
                     return finish(run, outcome)
-                # The batch file has begun, or will begin, the next attempt in the run folder.
+                assert outcome.failure is not None
                 observer.note(outcome.failure.message)
                 run.record(**own_facts())
                 manner = replace(manner, start=False)
-            own = links[-len(plan.nodes) :]
-            return finish(run, _Lead(plan, run, own, Watchers(observer, stop), manner).to_the_end())
     finally:
         for link in links:
             link.close()
 
 
 def _lease_s(plan: LaunchPlan, manner: Manner) -> float | None:
-    # What Slurm was given does not end with its launcher: it waits in a queue, and has a time limit.
-    return None if manner.detached or plan.launcher == "slurm" else plan.config.cluster.lease_s
+    return None if manner.detached or runner_of(plan).is_queued else plan.config.cluster.lease_s
 
 
 class _Lead:

@@ -67,7 +67,7 @@ def last_checkpoint(run: RunFolder, plan: LaunchPlan) -> str | None:
     known = list_checkpoints(checkpoints_folder(plan.config.train.checkpoint, run.path))
     here = next((checkpoint for checkpoint in known if (checkpoint.path / MANIFEST_FILE).exists()), None)
     told = max(run.saved_steps(), default=0)
-    if plan.launcher != "ssh" or told <= (0 if here is None else here.step):
+    if not plan.has_own_folders or told <= (0 if here is None else here.step):
         return None if here is None else str(here.path)
     root = roots_of(plan)[plan.nodes[0].name]
     return f"{root}/step-{told:08d} on {fold_nodes([node.name for node in plan.nodes])}"

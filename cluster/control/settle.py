@@ -15,6 +15,7 @@ from cluster.control.fleet import Fleet
 from cluster.control.judge import Case, judge
 from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome, SilentObserver
+from cluster.control.runner import open_links, runner_of
 from cluster.control.stopping import CANCEL_FILE, StopRequests, write_cancel
 from cluster.control.timing import Clock, SystemClock
 from cluster.plan import LaunchPlan
@@ -56,14 +57,9 @@ class Settled:
         }
 
 
-def open_all(plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:
-    """The links that the plan's launcher needs; what they need is imported only then."""
-    from cluster.control.open import open_links
-
-    return open_links(plan, run)
-
-
-def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_all, clock: Clock = _SYSTEM_CLOCK) -> Settled:
+def settle(
+    run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, clock: Clock = _SYSTEM_CLOCK
+) -> Settled:
     """The truth about `run`, written to run.json if it has ended without anybody to say so.
 
     Nothing is done while a controller lives or the run has ended. The leases of nodes that go on are not renewed: this
@@ -88,7 +84,7 @@ def request_cancel(
     wait_s: float = 60.0,
     observer: LaunchObserver | None = None,
     stop: StopRequests | None = None,
-    opener: Opener = open_all,
+    opener: Opener = open_links,
 ) -> Settled:
     """Have `run` stopped, by the controller that it has or, if that is gone, from here; the state afterwards.
 
@@ -112,7 +108,8 @@ def request_cancel(
             plan = read_launch_plan(run.path)
             write_cancel(run, cause, grace_s)
             try:
-                _lead(plan, run, observer or SilentObserver(), stop or StopRequests(), opener)
+                manner = Manner(start=False, detached=lease_of(run) is None)
+                control(plan, run, opener(plan, run), observer or SilentObserver(), stop or StopRequests(), manner)
             except ControllerBusyError:
                 is_led_elsewhere = True  # it was just taken over, and whoever did so sees our request
             continue
@@ -131,29 +128,6 @@ def _is_forgotten(run: RunFolder) -> bool:
     return not (run.path / CANCEL_FILE).exists() and run.read_state()["state"] not in FINAL_STATES
 
 
-def take_over(
-    run: RunFolder,
-    observer: LaunchObserver,
-    stop: StopRequests,
-    opener: Opener = open_all,
-    manner: Manner | None = None,
-) -> LaunchOutcome:
-    """Lead a run on whose nodes go on without a controller; its outcome. Raises ControllerBusyError, PlanFileError."""
-    return _lead(read_launch_plan(run.path), run, observer, stop, opener, manner)
-
-
-def _lead(
-    plan: LaunchPlan,
-    run: RunFolder,
-    observer: LaunchObserver,
-    stop: StopRequests,
-    opener: Opener,
-    manner: Manner | None = None,
-) -> LaunchOutcome:
-    manner = manner or Manner(start=False, detached=lease_of(run) is None)
-    return control(plan, run, opener(plan, run), observer, stop, manner)
-
-
 def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, clock: Clock) -> Settled:
     """Look until all nodes have said how it stands, at most `timeout_s`. The caller holds the lock of the run."""
     fleet = Fleet(plan, run, opener(plan, run), lease_of(run))
@@ -168,11 +142,8 @@ def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, 
             if fleet.is_over(clock.monotonic(), timeout_s):
                 return _conclude(plan, run, fleet)
             is_late = clock.monotonic() > deadline
-            if (
-                is_late
-                and plan.launcher != "slurm"
-                and not any(part.is_running or part.is_mute for part in fleet.parts)
-            ):
+            is_queued = runner_of(plan).is_queued
+            if is_late and not is_queued and not any(part.is_running or part.is_mute for part in fleet.parts):
                 # Nothing of the run was ever begun on the nodes that know nothing of it.
                 return _conclude(plan, run, fleet)
             if is_late or all(part.is_running for part in fleet.parts):

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.control.evidence import torchrun_log
-from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, with_files
-from cluster.slurm.record import read_record
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object, replace_json
 
@@ -36,16 +34,6 @@ def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | N
     nodes = sorted((entry["node"] for entry in found), key=lambda node: str(node.get("node_rank")).zfill(9))
     granted = LaunchPlan.from_dict({**plan.to_dict(), "nodes": nodes})
     return with_files(granted)
-
-
-def known_plan(plan: LaunchPlan) -> LaunchPlan:
-    """`plan` with the nodes of the run's present attempt, if they are known by now. Raises PlanFileError."""
-    run = RunFolder(Path(plan.run_path))
-    try:
-        record = read_record(run.path)
-    except ClusterError:
-        return plan
-    return plan if record is None else granted_plan(plan, run, record.token) or plan
 
 
 def log_starts(run: RunFolder, token: str) -> dict[str, int]:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from cluster.control.link import TIME_LIMIT, NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.control.link import TIME_LIMIT, NodeSpec, NodeStatus, StartRefusedError
+from cluster.control.local_link import LocalLink
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan
 from cluster.slurm.granted import look_again, node_folder
-from cluster.slurm.job import SlurmJob, find_job
-from cluster.supervise.node import folder
+from cluster.slurm.job import SlurmJob
 from engine.runs.folder import RunFolder
 
 _START_S = 60.0
@@ -33,19 +32,11 @@ _AT_LIMIT: Mapping[str, Any] = {**_CANCELLED, "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
 
 
-def slurm_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-    """A link per node of `plan`, in its order, over the job that run.json's neighbour slurm.json names."""
-    job = find_job(run)
-    return [SlurmLink(run, node.name, job) for node in plan.nodes]
-
-
 class SlurmLink:
     """One node of `run`. job: None: none was ever submitted."""
 
     def __init__(self, run: RunFolder, node: str, job: SlurmJob | None) -> None:
-        self._run, self._node, self._job = run, node, job
-        self._folder = str(run.path)
-        self._problem: str | None = None
+        self._run, self._files, self._job = run, LocalLink(run.path, node), job
         self._news: Any = None
         self._heard_at = time.monotonic()
         self._is_at_limit = False
@@ -53,22 +44,22 @@ class SlurmLink:
     @property
     def node(self) -> str:
         """The node's name."""
-        return self._node
+        return self._files.node
 
     def start(self, spec: NodeSpec) -> None:
         """Wait for the supervisor, which the job starts. Raises StartRefusedError when it cannot own the run."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             seen = self._read()
-            outcome = seen["outcome"] or {}
+            outcome = seen.outcome or {}
             if outcome.get("cause") == "start_failed":
-                raise StartRefusedError(self._node, "command", str(outcome.get("error")))
-            if seen["phase"] != "none":
+                raise StartRefusedError(self.node, "command", str(outcome.get("error")))
+            if seen.phase != "none":
                 return
             if self._job is not None and (self._job.ended_s or 0.0) > _SETTLE_S:
-                raise StartRefusedError(self._node, "command", self._job.describe_end())
+                raise StartRefusedError(self.node, "command", self._job.describe_end())
             time.sleep(0.1)
-        raise StartRefusedError(self._node, "unreachable", f"no supervisor began there within {_START_S:g} s")
+        raise StartRefusedError(self.node, "unreachable", f"no supervisor began there within {_START_S:g} s")
 
     def follow(self) -> None:
         """Begin to ask Slurm."""
@@ -78,22 +69,13 @@ class SlurmLink:
     def poll(self) -> NodeStatus:
         """What the files say now, and what Slurm says where they are silent."""
         seen, job = self._read(), self._job
-        supervisor, outcome = seen["supervisor"], seen["outcome"]
-        news = (supervisor.get("updated_at"), (seen["health"] or {}).get("at"), outcome is not None)
+        supervisor, outcome = seen.supervisor, seen.outcome
+        news = (supervisor.get("updated_at"), (seen.health or {}).get("at"), outcome is not None)
         if news != self._news:
             self._news, self._heard_at = news, time.monotonic()
         has_job_ended = job is None or (job.ended_s or 0.0) > _SETTLE_S
-        status = NodeStatus(
-            self._node,
-            cast(Phase, seen["phase"]),
-            outcome,
-            seen["health"],
-            heard_s=0.0 if outcome is not None else time.monotonic() - self._heard_at,
-            is_synced=outcome is not None,
-            problem=self._problem,
-            supervisor=supervisor,
-            failure=None if job is None else job.failure(),
-        )
+        heard_s = 0.0 if outcome is not None else time.monotonic() - self._heard_at
+        status = replace(seen, heard_s=heard_s, failure=None if job is None else job.failure())
         self._is_at_limit = self._is_at_limit or supervisor.get("stop_cause") == TIME_LIMIT
         if job is not None and job.is_begun_again:
             return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_AT_LIMIT)
@@ -117,13 +99,13 @@ class SlurmLink:
 
     def stop(self, cause: str, grace_s: float) -> None:
         """Ask the supervisor for the end; where it does not come, have Slurm end the job."""
-        self._ask("stop", lambda: folder.request_stop(self._folder, self._node, cause, grace_s))
+        self._files.stop(cause, grace_s)
         if self._job is not None:
             self._job.stop_later(grace_s)
 
     def request_stacks(self, nonce: str) -> None:
         """Ask for stacks."""
-        self._ask("stacks", lambda: folder.request_stacks(self._folder, self._node, nonce))
+        self._files.request_stacks(nonce)
 
     def sweep(self, timeout_s: float) -> tuple[int, ...]:
         """Have Slurm end the whole job, which ends every process of it."""
@@ -131,9 +113,7 @@ class SlurmLink:
             return ()
         self._job.cancel()
         if not self._job.wait_ended(timeout_s):
-            raise ClusterError(
-                f"{self._node}: Slurm job {self._job.job_id} has not ended; `scancel {self._job.job_id}`"
-            )
+            raise ClusterError(f"{self.node}: Slurm job {self._job.job_id} has not ended; `scancel {self._job.job_id}`")
         return ()
 
     def close(self) -> None:
@@ -152,14 +132,6 @@ class SlurmLink:
         cause = "scancel" if job.state == "CANCELLED" and not self._job.is_cancelled_here else "failure"
         return replace(status, outcome={**outcome, "stop_cause": cause})
 
-    def _read(self) -> dict[str, Any]:
-        look_again(node_folder(self._run, self._node))
-        return folder.read_status(self._folder, self._node)
-
-    def _ask(self, what: str, write: Callable[[], None]) -> None:
-        """Leave a request; a disk that refuses is a problem until it takes the next one."""
-        try:
-            write()
-            self._problem = None
-        except OSError as error:
-            self._problem = f"{what}: {error.filename or self._folder}: {error.strerror or error}"
+    def _read(self) -> NodeStatus:
+        look_again(node_folder(self._run, self.node))
+        return self._files.poll()

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.access.hosts import is_host_name
@@ -22,11 +22,11 @@ from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, node_spec
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.plan_record import read_launch_plan
-from cluster.plan_torchrun import Rendezvous
 from cluster.probe.run import probe_local
 from cluster.slurm.granted import look_again, node_folder, write_granted
-from cluster.slurm.plan import TASK_FILE, NodeBuilder, NodeOnSite, RankCommand, node_folders
+from cluster.slurm.plan import TASK_FILE, RankCommand
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.supervise.node.daemon import run_foreground
 from cluster.supervise.node.sweep import sweep
@@ -87,15 +87,15 @@ def read_place(environment: Mapping[str, str]) -> Place:
     return Place(name, rank, num_nodes)
 
 
-def prepare(plan: LaunchPlan, place: Place, token: str, site: NodeOnSite) -> NodePlan:
+def prepare(plan: LaunchPlan, place: Place, token: str, site: Site) -> NodePlan:
     """The plan of this node, written down with its files. Raises ClusterError, OSError."""
     run_path = Path(plan.run_path)
     meeting = _agree(run_path, place, token, lambda: Rendezvous(site.address, _port(plan, site.address)))
-    builder = NodeBuilder(plan.config, plan.backend, run_path, _rank_command(run_path))
-    node = builder.node(place.rank, place.num_nodes, site, meeting)
+    builder = NodesBuilder(plan.config, plan.backend, run_path.name, place.num_nodes, rank_command(run_path).module)
+    node = builder.node(place.rank, site, meeting)
     run = RunFolder(run_path)
     _clear(node_folder(run, node.name))
-    for folder in node_folders(plan.config, site):
+    for folder in node_folders(plan.config, site.home):
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     (run_path / "env").mkdir(mode=0o700, exist_ok=True)
     replace_file(run_path / node.env_file, builder.environment_text(node))
@@ -103,7 +103,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: NodeOnSite) -> Nod
     return node
 
 
-def look_around(plan: LaunchPlan, place: Place) -> NodeOnSite:
+def look_around(plan: LaunchPlan, place: Place) -> Site:
     """The facts of this machine. Raises ClusterError when its network cannot be told."""
     settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
     facts = read_facts(probe_local(FACT_GROUPS, timeout_s=_PROBE_S, settings=settings), plan.config.cluster)
@@ -113,10 +113,11 @@ def look_around(plan: LaunchPlan, place: Place) -> NodeOnSite:
     except KeyError:
         user = str(os.getuid())
     owner = f"{os.getuid()}:{os.getgid()}"
-    return NodeOnSite(
-        name=place.name,
+    run_path = Path(plan.run_path)
+    return replace(
+        rank_command(run_path).site(place.name, node_address(place, facts), run_path),
         facts=facts,
-        address=node_address(place, facts),
+        cores=facts.cores,
         owner=owner,
         groups=tuple(sorted(os.getgroups())),
         home=str(home),
@@ -162,7 +163,8 @@ def _port(plan: LaunchPlan, address: str) -> int:
     return plan.config.cluster.master_port or free_port(address)
 
 
-def _rank_command(run_path: Path) -> RankCommand:
+def rank_command(run_path: Path) -> RankCommand:
+    """What starts the ranks of the run. Raises ClusterError."""
     try:
         return RankCommand(**(read_json_object(run_path / TASK_FILE) or {}))
     except (OSError, ValueError, TypeError) as error:

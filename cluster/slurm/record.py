@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -65,10 +64,3 @@ def _record(document: dict[str, Any]) -> JobRecord:
     if record.cluster is not None and not str(record.cluster).replace("_", "").replace("-", "").isalnum():
         raise ValueError("cluster")
     return record
-
-
-def is_of_attempt(document: dict[str, Any] | None, record: JobRecord) -> bool:
-    """Whether something that a node wrote belongs to this attempt."""
-    with contextlib.suppress(AttributeError):
-        return document is not None and document.get("token") == record.token
-    return False

@@ -17,8 +17,8 @@ from testkit.fake_plan import fake_plan
 from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
-from cluster.control.open import open_links
 from cluster.control.outcome import SilentObserver
+from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.plan import LaunchPlan

@@ -17,8 +17,8 @@ from typing import Any
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.local_link import LocalLink
-from cluster.control.open import open_links
 from cluster.control.outcome import LaunchOutcome, SilentObserver
+from cluster.control.runner import open_links
 from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming

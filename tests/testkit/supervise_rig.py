@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from cluster.supervise.node.daemon import start
-from cluster.supervise.node.folder import NodeFiles, beat, read_status
+from cluster.supervise.node.folder import NodeFiles, beat, read_status, request_stop
 from cluster.supervise.node.sweep import sweep
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
@@ -92,6 +92,10 @@ class Rig:
 
     def beat(self, node: str = "alpha") -> None:
         beat(str(self.folder / node), self.name(node))
+
+    def stop(self, grace_s: float, cause: str = "Ctrl-C", node: str = "alpha") -> None:
+        """Ask for the end."""
+        request_stop(str(self.folder / node), self.name(node), cause, grace_s)
 
     def processes(self, node: str = "alpha") -> list[psutil.Process]:
         """All living processes that carry the marks of the run and the node."""

@@ -11,9 +11,9 @@ import pytest
 from control_fakes import FakeLink, Observer, World
 
 from cluster.control.busy import ControllerBusyError, controlling
-from cluster.control.controller import Manner
+from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink
-from cluster.control.settle import Opener, Settled, request_cancel, settle, take_over
+from cluster.control.settle import Opener, Settled, request_cancel, settle
 from cluster.control.stopping import CANCEL_FILE, StopRequests, read_cancel
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError
@@ -167,17 +167,17 @@ def test_damaged_request_counts(world: World) -> None:
 # --- take over --------------------------------------------------------------------------------------------------------
 
 
-def test_take_over_leads_the_run_to_its_end(world: World) -> None:
+def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
     world.at(5, world.complete)
     manner = Manner(start=False, clock=world.clock)
-    outcome = take_over(world.run, Observer(), StopRequests(), opener(world), manner)
+    outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), manner)
     assert (outcome.status, world.state["state"], world.state["attempt"]) == ("completed", "completed", 1)
     assert all(link.beats for link in world.links)
 
 
 def test_run_with_a_controller_is_not_taken_over(world: World) -> None:
     with controlling(world.run), pytest.raises(ControllerBusyError):
-        take_over(world.run, Observer(), StopRequests(), opener(world))
+        control(world.plan, world.run, world.links, Observer(), StopRequests(), Manner(start=False))
 
 
 def test_request_that_a_beginning_controller_forgot_is_made_again(world: World) -> None:

@@ -51,7 +51,7 @@ class Led:
         clear_faults(self.testbed, self.node)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs of the run, bridges and supervisors included."""
+        """What runs of the run, agents and supervisors included."""
         return [process for process in psutil.process_iter(["pid"]) if self._is_ours(process)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -111,7 +111,7 @@ def test_a_run_is_started_followed_stopped_and_swept(led):
 @pytest.mark.parametrize("kind", ["link_down", "sshd_killed"])
 def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
     link = led.link()
-    link.start(led.run.chatty(4, 1600, 200.0))
+    link.start(led.run.chatty(4, 800, 200.0))
     link.follow()
     led_until(link, lambda seen: led.run.log(3).exists())
     if kind == "link_down":
@@ -122,14 +122,14 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
             kill_session(process)
     problem = led_until(link, lambda seen: seen.problem)
     assert problem
-    time.sleep(2.0)
+    time.sleep(1.0)
     here = led.run.log().stat().st_size
     led.mend()
     led_until(link, lambda seen: led.run.log().stat().st_size > here and seen.problem is None)
     outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
 
     assert outcome["exit_code"] == 0
-    assert led.run.check_logs(4) == 4 * 1600 * 100
+    assert led.run.check_logs(4) == 4 * 800 * 100
 
 
 @pytest.mark.thorough
@@ -202,7 +202,7 @@ def test_a_start_over_a_link_that_is_cut_meanwhile_starts_once(led):
 
 
 def kill_session(process: psutil.Process) -> None:
-    """Kill the sshd that serves a bridge's connection."""
+    """Kill the sshd that serves an agent's connection."""
     for parent in process.parents():
         if "sshd" in parent.name():
             parent.kill()

@@ -20,9 +20,12 @@ from testkit.fault_rig import confirm, send
 from testkit.fault_table import AROUND_RANKS, LEASE, Row
 from testkit.process_table import run_processes, wait_until_gone
 
+from cluster.control.controller import Manner, control
 from cluster.control.outcome import SilentObserver
-from cluster.control.settle import request_cancel, settle, take_over
+from cluster.control.runner import open_links
+from cluster.control.settle import request_cancel, settle
 from cluster.control.stopping import StopRequests
+from cluster.plan_record import read_launch_plan
 from engine.runs.folder import RunFolder
 
 AT_ONCE = 3
@@ -78,7 +81,8 @@ def lead(base: Path, row: Row) -> Ended:
 
 def take_up(run: RunFolder) -> int:
     assert settle(run, 20.0).state in ("running", "completed")
-    return take_over(run, SilentObserver(), StopRequests()).exit_code
+    plan = read_launch_plan(run.path)
+    return control(plan, run, open_links(plan, run), SilentObserver(), StopRequests(), Manner(start=False)).exit_code
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from testkit.fault_rig import FaultRig, send
 from testkit.testbed_fixture import Testbeds
+from testkit.waiting import wait_for
 
 from engine.runs.folder import FINAL_STATES, RunFolder
 
@@ -63,6 +64,9 @@ def _trial(rig: FaultRig, lane: int, rng: random.Random, *, while_training: bool
     if while_training:
         launched.wait_for_step(1)
         time.sleep(rng.uniform(0.0, 2.0))
+    elif lane:
+        wait_for(lambda: rig.run_paths() - launched.known, "the run folder")  # however slow this machine is
+        time.sleep(rng.uniform(0.0, 1.0))
     else:
         time.sleep(rng.uniform(0.5, 10.0))
     send(launched.process.pid, signal.SIGKILL)

@@ -9,8 +9,8 @@ from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
 
 from cluster.parse.fabric import HcaPort
 from cluster.plan import LaunchPlan, node_spec, with_files
-from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings, node_folders
-from cluster.preflight.facts import DataFacts
+from cluster.plan_nodes import node_folders
+from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 
@@ -177,15 +177,15 @@ def test_ranks_in_a_container_keep_the_groups_of_their_user_and_cache_kernels_wh
 
 
 def test_containers_see_data_and_mounts_under_their_own_names() -> None:
-    data = (DataFacts("/data/*.txt", 1, 2, "d"), DataFacts("/corpus/a.txt", 1, 2, "d"))
     settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}
-    config = run_config(cluster=settings, data={"format": "text", "paths": ["/data/*.txt"], "prepared_dir": "~/tokens"})
-    found = build_ssh_plan(config, fleet(2, data=data), RUN)
+    data = {"format": "text", "paths": ["/data/*.txt", "~/corpus/a.txt"], "prepared_dir": "~/tokens"}
+    config = run_config(cluster=settings, data=data)
+    found = build_ssh_plan(config, fleet(2), RUN)
     argv = found.nodes[0].argv
     volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
-    assert {"/data:/data:ro", "/corpus/a.txt:/corpus/a.txt:ro", "/models:/models:ro"} <= volumes
+    assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= volumes
     assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens"} <= volumes
-    assert node_folders(found, nodes(1)[0]) == ("/home/me/.burst/cache", "/home/me/tokens")
+    assert node_folders(found.config, "/home/me") == ("/home/me/.burst/cache", "/home/me/tokens")
 
 
 def test_environment_file_of_a_container_is_what_docker_reads() -> None:

@@ -18,8 +18,8 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
-from cluster.control.open import open_links
 from cluster.control.outcome import LaunchOutcome
+from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.facts import probe_local_node

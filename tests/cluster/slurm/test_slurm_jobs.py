@@ -40,6 +40,7 @@ def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_node
     assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3, 4, 5]
     assert "rank 1 in mode ok" in led.run.log_path(second, 1).read_text()
     assert led.run.read_state()["nodes"] == [first, second]
+    assert led.run.read_state()["lease_s"] is None  # a job outlives its launcher
     assert [node.name for node in read_launch_plan(led.run.path).nodes] == [first, second]
     assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.observer.notes
     assert bench.processes(led.run) == []

@@ -13,16 +13,16 @@ from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan
+from cluster.plan_nodes import Site
 from cluster.plan_record import PlanFileError, read_launch_plan
 from cluster.slurm.granted import granted_plan, write_granted
-from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
-from cluster.slurm.plan import NodeOnSite, build_slurm_plan
+from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, rank_command, read_place
+from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.record import JobRecord, write_record
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
 
-SITES = (NodeOnSite("n1", "127.0.0.1"), NodeOnSite("n2", "127.0.0.2"))
 TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}
 
 
@@ -37,6 +37,11 @@ def plan(tmp_path) -> LaunchPlan:
     plan = build_slurm_plan(config, probe_local_node(), path, environment={})
     create_run(path, dict(plan.files))
     return plan
+
+
+def site(plan: LaunchPlan, rank: int) -> Site:
+    run_path = Path(plan.run_path)
+    return rank_command(run_path).site(f"n{rank + 1}", f"127.0.0.{rank + 1}", run_path)
 
 
 def test_a_task_knows_its_node_by_what_srun_says():
@@ -66,7 +71,7 @@ def test_all_nodes_get_the_address_and_port_of_the_first(plan):
     made = {}
 
     def work(place: Place) -> None:
-        made[place.rank] = prepare(plan, place, "t", SITES[place.rank])
+        made[place.rank] = prepare(plan, place, "t", site(plan, place.rank))
 
     threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
     for thread in threads:
@@ -93,7 +98,7 @@ def test_a_node_alone_needs_no_network_and_several_need_one():
 def test_a_meeting_of_an_earlier_attempt_is_not_heeded(plan):
     run = Path(plan.run_path)
     (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
-    node = prepare(plan, Place("n1", 0, 2), "new", SITES[0])
+    node = prepare(plan, Place("n1", 0, 2), "new", site(plan, 0))
 
     assert "--master-addr=127.0.0.1" in node.argv
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
@@ -104,7 +109,7 @@ def test_what_an_earlier_supervisor_left_is_removed(plan):
     folder.mkdir(parents=True)
     (folder / "outcome.json").write_text("{}")
     (folder / "supervisor.json").write_text("{}")
-    prepare(plan, Place("n1", 0, 2), "t", SITES[0])
+    prepare(plan, Place("n1", 0, 2), "t", site(plan, 0))
 
     assert sorted(path.name for path in folder.iterdir()) == ["granted.json"]
 

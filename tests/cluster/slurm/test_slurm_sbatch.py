@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.fake_plan import node_facts
 
-from cluster.plan import Backend
-from cluster.plan_torchrun import Rendezvous
-from cluster.slurm.plan import NodeBuilder, NodeOnSite, RankCommand, build_slurm_plan
+from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
 from engine.config.cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from engine.config.errors import ConfigError
@@ -251,15 +249,3 @@ def test_the_plan_in_containers_mounts_the_run_folder_and_the_code():
 
     assert {"--init", f"{RUN}:{RUN}", "/src:/src:ro", "/data/x.txt:/data/x.txt:ro"} <= set(argv)
     assert argv[argv.index("--entrypoint") + 1] == "python3"
-
-
-def test_ranks_in_containers_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write():
-    container = ContainerConfig(runtime="docker", image="burst:cpu", run_options=())
-    settings, backend = config(num_nodes=1, container=container), Backend("gloo", "", 1, 1)
-    builder = NodeBuilder(settings, backend, RUN, RankCommand("/w", "python3", None, "engine.train"))
-    site = NodeOnSite("n1", "10.0.0.1", owner="1000:100", groups=(27, 100), home="/home/me", user="me")
-    node = builder.node(0, 1, site, Rendezvous("10.0.0.1", 1))
-
-    assert [word for word in node.argv if word.startswith("--group-add")] == ["--group-add=27"]
-    assert "/home/me/.burst/cache:/home/me/.burst/cache" in node.argv
-    assert {one.name: one.value for one in node.environment}["TRITON_CACHE_DIR"] == "/home/me/.burst/cache/triton"

@@ -100,13 +100,6 @@ def files(tmp_path: Path) -> NodeFiles:
     return made
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.close()
-
-
 def log(files: NodeFiles, name: str) -> Path:
     return Path(files.log_dir, name)
 
@@ -143,7 +136,7 @@ def test_a_run_is_started_once_followed_stopped_and_outlives_its_agent(rig: Rig,
 
 
 def test_a_lost_start_that_is_being_carried_out_is_waited_for(rig: Rig, open_agent: OpenAgent) -> None:
-    spec = {**rig.spec("polite"), "start_id": "one"}
+    spec = {**rig.spec("polite", exclusive=False), "start_id": "one"}  # the lock of the run does not wait
     agents = [open_agent(rig.folder / NODE, rig.name()) for _ in range(4)]
     answers: list[Any] = []
     threads = [
@@ -246,9 +239,9 @@ def test_log_that_was_begun_anew_replaces_the_old_one(files: NodeFiles, open_age
     log(files, "rank0000.log").write_text("old, and long\n")
     agent = open_agent(files.folder, NODE, {path: bytearray(b"from another world, and longer\n")})
     wait_for(lambda: agent.ask() and agent.copy.get(path) == b"old, and long\n", "the old one")
-    log(files, "new").write_text("new\n")
+    log(files, "new").write_text("new, and longer than the old one\n")
     log(files, "new").rename(log(files, "rank0000.log"))
-    wait_for(lambda: agent.ask() and agent.copy[path] == b"new\n", "the new one")
+    wait_for(lambda: agent.ask() and agent.copy[path] == b"new, and longer than the old one\n", "the new one")
     log(files, "rank0000.log").write_text("")
     wait_for(lambda: agent.ask() and agent.copy[path] == b"", "nothing")
 

@@ -15,7 +15,6 @@ from testkit.waiting import wait_for
 
 from cluster.supervise.node.container import Container
 from cluster.supervise.node.daemon import start
-from cluster.supervise.node.folder import request_stop
 from cluster.supervise.node.sweep import sweep
 
 POLITE = "trap 'echo finished; exit 0' TERM; echo ready; while :; do /bin/busybox sleep 0.1; done"
@@ -63,10 +62,6 @@ def log(rig: Rig) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def stop(rig: Rig, grace_s: float) -> None:
-    request_stop(str(rig.folder / "alpha"), rig.name(), "Ctrl-C", grace_s)
-
-
 def test_container_that_ends_by_itself_is_removed(rig: Rig, engine: LauncherEngine) -> None:
     launch(rig, engine, "echo ready; exit 3")
     assert (rig.outcome()["exit_code"], rig.outcome()["cause"]) == (3, "exit")
@@ -76,7 +71,7 @@ def test_container_that_ends_by_itself_is_removed(rig: Rig, engine: LauncherEngi
 def test_rank_in_a_container_is_found_and_finishes_when_asked(rig: Rig, engine: LauncherEngine) -> None:
     launch(rig, engine, POLITE)
     wait_for(lambda: rig.ranks(), "the rank")
-    stop(rig, 10.0)
+    rig.stop(10.0)
     outcome = rig.outcome()
     assert (outcome["exit_code"], outcome["cause"], outcome["error"]) == (0, "stop", None)
     assert b"finished" in log(rig)
@@ -86,7 +81,7 @@ def test_rank_in_a_container_is_found_and_finishes_when_asked(rig: Rig, engine: 
 def test_container_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig, engine: LauncherEngine) -> None:
     launch(rig, engine, STUBBORN)
     begin = machine_time()
-    stop(rig, 1.0)
+    rig.stop(1.0)
     assert rig.outcome()["exit_code"] == 137
     assert machine_time() - begin < 8.0
 

@@ -1,0 +1,49 @@
+"""`Runner` for Slurm, which chooses the nodes when their turn comes, and may begin a job again by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.control.link import NodeLink
+from cluster.control.outcome import LaunchObserver, LaunchOutcome
+from cluster.control.ssh_link import LinkTiming
+from cluster.control.stopping import StopRequests
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan
+from cluster.slurm.allocate import await_nodes
+from cluster.slurm.granted import granted_plan
+from cluster.slurm.job import REQUEUED, find_job
+from cluster.slurm.link import SlurmLink
+from cluster.slurm.record import read_record
+from engine.runs.folder import RunFolder
+
+
+class SlurmRunner:
+    """See `Runner`."""
+
+    is_queued = True
+
+    def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
+        """The launcher may not have lived to write down which nodes these are."""
+        run = RunFolder(Path(plan.run_path))
+        try:
+            record = read_record(run.path)
+        except ClusterError:
+            return plan
+        return plan if record is None else granted_plan(plan, run, record.token) or plan
+
+    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+        """Over the job that run.json's neighbour slurm.json names."""
+        job = find_job(run)
+        return [SlurmLink(run, node.name, job) for node in plan.nodes]
+
+    def await_nodes(
+        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
+    ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome:
+        """See `cluster.slurm.allocate`."""
+        return await_nodes(plan, run, observer, stop, start=start)
+
+    def goes_on(self, outcome: LaunchOutcome) -> bool:
+        """The batch file has begun, or will begin, the next attempt in the run folder."""
+        return outcome.failure is not None and outcome.failure.type == REQUEUED

@@ -1,0 +1,187 @@
+"""How a supervisor begins, is refused, and begins again on what an earlier one left, with fake ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from testkit import KIT
+from testkit.supervise_rig import Rig, is_gone
+from testkit.waiting import wait_for
+
+from cluster.supervise.node.daemon import start
+from cluster.supervise.node.locks import RefusedError, node_lock_path
+from cluster.supervise.node.sweep import sweep
+
+
+def test_run_that_completes_leaves_a_truthful_outcome(rig: Rig) -> None:
+    pid = rig.start("ok", ranks=0)
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["exit_code"], outcome["stop_cause"]) == ("exit", 0, None)
+    assert outcome["leftover_pids"] == []
+    assert outcome["started_at"] <= outcome["ended_at"]
+    assert rig.status()["phase"] == "ended"
+    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "rank 1 is there\n"
+    wait_for(lambda: is_gone(pid), "the end of the supervisor")
+
+
+def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
+    pid = rig.start()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(fields[1]) != os.getpid()
+    assert int(fields[3]) != os.getsid(0)
+    assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
+    assert Path(f"/proc/{pid}/fd/1").readlink() == Path(rig.files().own_log)
+
+
+def test_command_gets_environment_folder_and_marks(rig: Rig) -> None:
+    code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ)]))"
+    environment = {"ASKED": "yes", "RANK": "5"}
+    start(rig.spec(argv=[sys.executable, "-c", code], environment=environment))
+    rig.outcome()
+    cwd, seen = json.loads(Path(rig.files().torchrun_log).read_text())
+    assert cwd == str(KIT)
+    assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
+    assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
+    assert seen["BURST_RANK_LOGS"] == rig.files().log_dir
+
+
+def test_files_are_laid_for_this_user_alone(rig: Rig) -> None:
+    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
+    start(rig.spec("ok", files=files))
+    laid = rig.folder / "alpha" / "env" / "alpha.env"
+    assert (rig.folder / "alpha" / "config.yaml").read_text() == "a: é\n"
+    assert (laid.stat().st_mode & 0o777, laid.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert "A=1" not in Path(rig.files().spec).read_text()
+    rig.outcome()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [["../outside", "x"]]},
+        {"files": [["/etc/outside", "x"]]},
+        {"folder": "relative"},
+        {"argv": []},
+        {"argv": ["a\0b"]},
+        {"node": "../x"},
+        {"run_id": "-rf"},
+        {"environment": {"A=B": "c"}},
+        {"lease_s": "soon"},
+        {"stop_grace_s": float("nan")},
+        {"local_ranks": -1},
+        {"container": "--privileged"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(rig: Rig, change: dict[str, object]) -> None:
+    answer = start({**rig.spec(), **change})
+    assert answer["refused"]["kind"] == "command"
+    assert not rig.folder.exists()
+
+
+@pytest.mark.parametrize("argv", [["/nowhere/torchrun"], ["/etc/passwd"], [sys.executable]])
+def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: list[str]) -> None:
+    spec = rig.spec(argv=argv, cwd="/nowhere" if argv == [sys.executable] else "/")
+    assert "started" in start(spec)
+    outcome = rig.outcome()
+    assert (outcome["cause"], outcome["exit_code"]) == ("start_failed", None)
+    assert "/nowhere" in outcome["error"] or "/etc/passwd" in outcome["error"]
+
+
+def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answer = start(rig.spec(folder=str(tmp_path / "file" / "run")))
+    assert answer["refused"]["kind"] == "folder"
+    assert str(tmp_path / "file") in answer["refused"]["text"]
+
+
+# --- who holds the node -----------------------------------------------------------------------------------------------
+
+
+def test_busy_node_is_refused_and_the_holder_is_named(rig: Rig, tmp_path: Path) -> None:
+    pid = rig.start()
+    other = Rig(tmp_path)
+    answer = start(other.spec() | {"node": rig.name()})
+    assert answer["refused"]["kind"] == "busy"
+    assert rig.run_id in answer["refused"]["text"]
+    assert str(pid) in answer["refused"]["text"]
+    assert not other.folder.exists()
+    assert start(other.spec() | {"node": rig.name(), "exclusive": False})["started"]
+    assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
+
+
+def test_same_run_is_not_started_twice(rig: Rig) -> None:
+    rig.start()
+    assert start(rig.spec())["refused"]["kind"] == "exists"
+    assert start(rig.spec(exclusive=False))["refused"]["kind"] == "exists"
+
+
+def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: Rig) -> None:
+    folder = rig.folder / "alpha"
+    for attempt in (1, 2, 3):
+        rig.start("exits", ranks=0)
+        (folder / "metrics.jsonl").write_text(f"{attempt}\n")
+        Path(rig.files().log_dir, "rank0001.error.json").write_text("{}")
+        assert rig.outcome()["exit_code"] == 1
+        wait_for(lambda: is_gone(rig.status()["supervisor"]["pid"]), "the end of the supervisor")
+    assert [(folder / f"attempts/{number}/metrics.jsonl").read_text() for number in (1, 2)] == ["1\n", "2\n"]
+    assert (folder / "attempts/1/rank0001.error.json").exists()
+    assert json.loads((folder / f"attempts/2/nodes/{rig.name()}/outcome.json").read_text())["exit_code"] == 1
+    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "rank 1 is there\n"
+
+
+def test_next_attempt_of_another_node_leaves_the_records_of_the_run_alone(rig: Rig) -> None:
+    for _ in range(2):
+        pid = rig.start("ok", ranks=0, node_rank=1, num_nodes=2)
+        rig.outcome()
+        wait_for(lambda pid=pid: is_gone(pid), "the end of the supervisor")
+        (rig.folder / "alpha" / "metrics.jsonl").write_text("1\n")
+    assert (rig.folder / "alpha" / "metrics.jsonl").exists()
+
+
+def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
+    rigs = [Rig(tmp_path) for _ in range(4)]
+    node = rigs[0].name()
+    answers: list[dict[str, object]] = []
+    specs = [rig.spec() | {"node": node} for rig in rigs for _ in range(2)]
+    threads = [threading.Thread(target=lambda spec=spec: answers.append(start(spec))) for spec in specs]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(name for answer in answers for name in answer) == ["refused"] * 7 + ["started"]
+        assert {answer.get("kind") for answer in answers} <= {None, "busy", "exists"}
+    finally:
+        for rig in rigs:
+            assert sweep(str(rig.folder / "alpha"), node, rig.run_id) == []
+
+
+def test_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
+    path = Path(node_lock_path(rig.name()))
+    path.write_text('{"run_id": "another", "pid": 1, "since": "long ago"}')
+    rig.start("ok", ranks=0)
+    assert rig.outcome()["exit_code"] == 0
+
+
+def test_lock_folder_of_somebody_else_is_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / f"burst-{os.geteuid()}").symlink_to("/etc")
+    with pytest.raises(RefusedError, match="not a folder of this user"):
+        node_lock_path("alpha", str(tmp_path))
+
+
+def test_two_nodes_in_one_process_table_do_not_touch_each_other(rig: Rig) -> None:
+    rig.start("children", node="alpha")
+    rig.start("children", node="beta")
+    rig.stop(0.5, node="alpha")
+    rig.outcome("alpha")
+    assert rig.processes("alpha") == []
+    assert len(rig.ranks("beta")) == 2
+    rig.stop(0.5, node="beta")
+    rig.outcome("beta")
+    assert rig.processes("beta") == []
