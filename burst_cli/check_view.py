@@ -17,9 +17,8 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from cluster.access.nodes import fold_nodes
-from cluster.checks.changes import Change
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.fold import NodeFold, fold_reports
+from cluster.checks.fold import NodeFold, find_changed, fold_reports
 from cluster.checks.verdicts import FleetReport, NodeReport
 
 if TYPE_CHECKING:
@@ -183,23 +182,18 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print(Text.assemble(("warning: ", "yellow"), note), soft_wrap=True)
 
 
-def print_changes(console: Console, changes: Sequence[Change], report: FleetReport, at: str) -> None:
-    """What a repeated check found to be different, or that nothing is."""
-    if not changes:
-        console.print(Text.assemble((f"{at} ", "dim"), "no change; ", usable_line(report)), soft_wrap=True)
-        return
-    for change in changes:
-        before = _verdict(change.before) if change.before else Text("new", style="dim")
-        gone = f"  (over: {', '.join(change.gone)})" if change.gone else ""
-        line = Text.assemble((f"{at} ", "dim"), f"{change.nodes}: ", before, " → ", _verdict(change.after), gone)
-        console.print(line, soft_wrap=True)
-        for finding in _merge_devices(change.came):
-            _print_finding(console, finding)
-    console.print(Text.assemble((f"{at} ", "dim"), usable_line(report)), soft_wrap=True)
+def print_changes(console: Console, before: FleetReport, after: FleetReport, at: str) -> None:
+    """The nodes that a repeated check found to be different, folded, or that nothing is."""
+    for fold in fold_reports(find_changed(before, after)):
+        known = {before.nodes[name].verdict for name in fold.names if name in before.nodes}
+        was = Text(", ").join(_verdict(verdict) for verdict in sorted(known)) if known else Text("new", style="dim")
+        _print_fold(console, fold, Text(f"{at} ", "dim"), Text.assemble(was, " → "))
+    quiet = "" if find_changed(before, after) else "no change; "
+    console.print(Text.assemble((f"{at} ", "dim"), quiet, usable_line(after)), soft_wrap=True)
 
 
-def _print_fold(console: Console, fold: NodeFold) -> None:
-    console.print(Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict)), soft_wrap=True)
+def _print_fold(console: Console, fold: NodeFold, at: Text | str = "", was: Text | str = "") -> None:
+    console.print(Text.assemble(at, (fold.nodes, "bold"), ": ", was, _verdict(fold.verdict)), soft_wrap=True)
     for finding in _merge_devices(fold.findings):
         _print_finding(console, finding)
 

@@ -1,4 +1,4 @@
-"""Nodes that have the same things to say, said once: `node[1-3]: OK`."""
+"""Nodes that have the same things to say, said once: `node[1-3]: OK`; and those that say other things than before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.verdicts import NodeReport
+from cluster.checks.verdicts import FleetReport, NodeReport
 
 _ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
 _QUIET = frozenset({Verdict.OK, Verdict.SKIP})
@@ -102,3 +102,19 @@ def _with_nodes(finding: Finding, nodes: str) -> Finding:
         expected=finding.expected.replace(_PLACE, nodes),
         remedy=finding.remedy.replace(_PLACE, nodes),
     )
+
+
+def find_changed(before: FleetReport, after: FleetReport) -> list[NodeReport]:
+    """The nodes of `after` that are not as they were: another verdict, or other checks that are not OK.
+
+    Values that move while the check stays the same are no change.
+    """
+    return [
+        report
+        for name, report in after.nodes.items()
+        if name not in before.nodes or _state(before.nodes[name]) != _state(report)
+    ]
+
+
+def _state(report: NodeReport) -> tuple[Verdict, set[tuple[str, str | None, Verdict]]]:
+    return report.verdict, {(one.check, one.device, one.severity) for one in _shown(report, all_findings=False)}

@@ -270,7 +270,7 @@ def _compare(
     Only nodes that answered are compared.
     """
     probes = {node: view.probe for node, view in views.items() if view.probe is not None}
-    added = profile_findings({node: views[node].traits for node in probes}, config.expected)
+    added = profile_findings({node: views[node].traits for node in probes})
     for group in groups:
         added += _guarded(group.name, probes, partial(group.check_fleet, probes, config))
     skews, note = clock_findings(list(probes.values())) if clocks else ([], "")

@@ -11,7 +11,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config_cluster import ClusterConfig, ContainerConfig
+from engine.config_cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
@@ -294,7 +294,7 @@ def test_a_gpu_that_fell_off_the_bus_is_told_once() -> None:
     ("expected", "name", "severity"),
     [
         *(({"gpus": count}, "count", OK if count == 8 else FAIL) for count in (8, 7, 9, 0)),
-        ({"gpu_model": "H100"}, "model", OK),
+        *(({"gpu_model": name}, "model", OK) for name in ("H100", "h100")),
         *(({"driver": version}, "driver", OK) for version in ("550", "550.127", "550.127.05")),
         *(({"driver": version}, "driver", FAIL) for version in ("55", "550.12", "535")),
     ],
@@ -305,6 +305,12 @@ def test_expected_hardware(expected: dict[str, object], name: str, severity: Ver
 
 def test_another_model_than_expected_names_every_gpu() -> None:
     assert len(bad(check(healthy(), gpu_model="A100"), FAIL)) == 8
+
+
+def test_what_the_configuration_says_is_not_compared_between_nodes() -> None:
+    config = ClusterConfig(expected=ExpectedHardware(gpus=8, gpu_model="H100", driver="550"))
+    assert not {"gpu.count", "gpu.model", "gpu.driver"} & set(GROUP.traits(healthy(), config))
+    assert GROUP.traits(gpu_less("pci_devices\t30\tend"), config) == {}
 
 
 def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:
