@@ -13,7 +13,7 @@ from testkit.machine_clock import machine_time
 
 from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.run import CheckOptions, check_nodes, check_this_machine, watch
+from cluster.checks.run import CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
@@ -228,28 +228,6 @@ def test_no_more_than_fan_out_nodes_are_asked_at_once() -> None:
 
     check(FakeFleet({f"n{n}": counted for n in range(12)}), replace(CONFIG, ssh=SshConfig(fan_out=3)))
     assert most <= 3
-
-
-def test_nodes_of_a_flood_do_not_add_up_in_memory() -> None:
-    def flood(fence: str) -> Iterator[bytes]:
-        while True:
-            yield b"x" * 65536
-
-    report = check(FakeFleet({"n1": flood, "n2": HEALTHY}))
-    assert verdicts(report) == {"n1": "UNKNOWN", "n2": "OK"}
-
-
-def test_watching_pauses_between_checks() -> None:
-    events: list[str] = []
-    report = FleetReport({})
-
-    def once() -> FleetReport:
-        events.append("check")
-        return report
-
-    reports = watch(once, lambda: events.append("pause"))
-    next(reports), next(reports)
-    assert events == ["check", "pause", "check"]
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:

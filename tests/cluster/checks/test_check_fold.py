@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import string
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.access.nodes import fold_nodes, parse_nodes
+from cluster.access.nodes import parse_nodes
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.fold import fold_reports
 from cluster.checks.verdicts import NodeReport
@@ -103,16 +101,3 @@ def test_every_node_is_in_exactly_one_fold_with_its_own_verdict(
             assert sorted(f.check for f in bad) == sorted(f.check for f in fold.findings)
             exact = {(f.check, f.observed) for f in bad if f.severity is not Verdict.WARN}
             assert exact <= {(f.check, f.observed) for f in fold.findings}
-
-
-@given(
-    st.sets(
-        st.text(alphabet=string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=8).filter(
-            lambda name: name[0] not in "-."
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_folded_names_unfold_to_themselves(names: set[str]) -> None:
-    assert set(parse_nodes(fold_nodes(names), "test").names) == names
