@@ -77,7 +77,7 @@ def parse_adapters(section: Section) -> Adapters:
 
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
-    whole = whole_lines(section)
+    whole = _whole_lines(section)
     exists = {line[1]: line[2] for line in whole if line[0] == "exists" and len(line) == 3}
     told = {line[0]: line[1] for line in whole if len(line) == 2}
     module, peers = exists.pop("/sys/module/nvidia", None), exists
@@ -112,7 +112,7 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def whole_lines(section: Section) -> list[list[str]]:
+def _whole_lines(section: Section) -> list[list[str]]:
     """Lines of a section split at tabs, without `end`, which must be the last. Raises UnreadableError."""
     if not section.ok:
         raise UnreadableError(section.trouble())
@@ -124,7 +124,7 @@ def whole_lines(section: Section) -> list[list[str]]:
 
 def known_lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
     """(word, fields) of every line; `end` must count them. Raises UnreadableError."""
-    lines = whole_lines(section)
+    lines = _whole_lines(section)
     told = section.output.rsplit("\n", 1)[-1].split("\t")[1:]
     known = [line for line in lines if len(line) > 1 and all("=" in part for part in line[1:])]
     if told != [str(len(known))]:

@@ -90,43 +90,6 @@ printf 'apps\t%s\n' "$total"
 END
 fi
 
-# Lines of the NVIDIA drivers since boot, one per kind and device with how often it came: a flood of one hides no other.
-# The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see it.
-section gpu.kernel 20 <<'END'
-pick() {
-    awk -v reader="$1" '
-        BEGIN { code = 1 }
-        /^@@ended [0-9]+$/ { code = $2; next }
-        /^(-- |Hint: |No journal files|$)/ { next }
-        { lines++ }
-        /Linux version [0-9]/ { boot = 1 }
-        /NVRM|nvidia-nvswitch|fallen off the bus/ {
-            kind = $0
-            if (match($0, /S?Xid \([^)]*\): *[0-9]+/)) kind = substr($0, RSTART, RLENGTH)
-            else if (kinds[""]++ >= 200) next
-            else { sub(/^.*(NVRM|nvidia-nvswitch)/, "", kind); gsub(/[0-9]+/, "", kind) }
-            if (!(kind in count)) order[++total] = kind
-            count[kind]++
-            last[kind] = $0
-        }
-        END {
-            if (code != 0 || lines == 0) { print reader ": exit code " code ", " lines + 0 " lines"; exit 1 }
-            for (i = 1; i <= total; i++) printf "seen\t%s\t%s\n", count[order[i]], last[order[i]]
-            printf "log\t%s\t%s\t%s\n", reader, lines, boot ? "since boot" : "cut"
-        }'
-}
-if [ -n "$root" ]; then
-    { cat "$root/var/log/kernel-gpus.log" 2>&1; printf '\n@@ended %s\n' "$?"; } | pick log
-    exit
-fi
-if command -v journalctl >/dev/null; then
-    { journalctl -k -b -q --no-pager -o short-iso 2>&1; printf '\n@@ended %s\n' "$?"; } | pick journalctl && exit
-fi
-{ dmesg 2>&1; printf '\n@@ended %s\n' "$?"; } | pick dmesg && exit
-dmesg 2>&1 >/dev/null
-exit 1
-END
-
 section gpu.fabric_manager 10 <<'END'
 if [ -z "$root" ] && command -v systemctl >/dev/null; then
     printf 'unit\t%s\n' "$(systemctl is-active nvidia-fabricmanager 2>&1)"

@@ -226,7 +226,7 @@ def test_cards_without_nvlink_are_no_fault() -> None:
 
 def kernel(*lines: str, reach: str = "since boot") -> NodeProbe:
     seen = "".join(f"seen\t2\t{line}\n" for line in lines)
-    return with_section(healthy(), "gpu.kernel", output=f"{seen}log\tdmesg\t9\t{reach}")
+    return with_section(healthy(), "kernel.log", output=f"{seen}log\tdmesg\t9\t{reach}")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code:
 def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
     """The PCI bus lists none any more, and no tool is there to ask."""
     line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
-    log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="gpu.kernel")
+    log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="kernel.log")
     assert ("gpu.xid", "0000:52:00.0", FAIL) in bad(check(gpu_less("pci_devices\t30\tend", log=log)))
 
 
