@@ -56,38 +56,6 @@ END
 command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi nvlink --status
 END
-
-    # Compute processes with their owner and age. A process that /proc does not show belongs to another PID namespace.
-    section gpu.apps 20 <<'END'
-command -v nvidia-smi >/dev/null || exit 127
-apps=$(nvidia-smi --query-compute-apps=pid,gpu_uuid,used_memory,process_name --format=csv,noheader,nounits 2>&1)
-code=$?
-if [ "$code" -ne 0 ]; then
-    printf '%s\n' "$apps"
-    exit "$code"
-fi
-hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
-uptime=
-[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
-total=0
-while IFS= read -r app; do
-    pid=${app%%,*}
-    case $pid in '' | *[!0-9]*) continue ;; esac
-    total=$((total + 1))
-    owner= age=
-    if [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; then
-        read -r stat <"$root/proc/$pid/stat"
-        # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
-        start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
-        age=$((${uptime%.*} - start / hertz))
-        owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
-    fi
-    printf 'app\t%s\t%s\t%s\n' "$owner" "$age" "$app"
-done <<APPS
-$apps
-APPS
-printf 'apps\t%s\n' "$total"
-END
 fi
 
 section gpu.fabric_manager 10 <<'END'
@@ -107,17 +75,29 @@ fi
 printf 'scanned\t%s\tend\n' "$scanned"
 END
 
-# A second look, seconds after the first: GPUs that are still in use.
+# A second look, seconds after the first: GPUs that are still in use, then owner and age of each process on them. One that
+# /proc does not show belongs to another PID namespace.
 if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
     section gpu.again 35 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
 sleep "${BURST_SMI_PAUSE_S:-2}"
-exec 4>&1
-code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
+answer=$({ nvidia-smi -q -x 2>&1; printf '\n@@ended %s\n' "$?"; } |
     sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
-        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' \
+        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' -e '/^@@ended /p' \
         -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
-        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p' >&4; } 3>&1)
-exit "$code"
+        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p')
+printf '%s\n' "${answer%@@ended *}"
+hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
+uptime=
+[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
+for pid in $(printf '%s\n' "$answer" | sed -n 's/.*<pid>\([0-9][0-9]*\)<\/pid>.*/\1/p' | sort -u); do
+    { [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; } || continue
+    read -r stat <"$root/proc/$pid/stat"
+    # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
+    start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
+    owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
+    printf 'owner %s %s %s\n' "$pid" "$owner" "$((${uptime%.*} - start / hertz))"
+done
+exit "${answer##*@@ended }"
 END
 fi

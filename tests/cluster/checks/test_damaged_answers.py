@@ -55,7 +55,6 @@ GPU = {
     },
     "gpu.lspci": {"gpu.count", "gpu.fabric_manager"},
     "gpu.nvlink": {"gpu.nvlink"},
-    "gpu.apps": {"gpu.busy"},
     "gpu.again": {"gpu.busy"},
     "kernel.log": {"gpu.xid", "gpu.sxid"},
     "gpu.fabric_manager": {"gpu.fabric_manager"},
