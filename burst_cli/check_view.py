@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,10 +18,8 @@ from burst_cli.figures import DASH
 from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.fold import NodeFold, find_changed, fold_reports
+from cluster.checks.run import CheckObserver
 from cluster.checks.verdicts import FleetReport, NodeReport
-
-if TYPE_CHECKING:
-    from cluster.checks.run import CheckObserver
 
 STYLES = {
     Verdict.OK: "green",
@@ -56,7 +53,7 @@ class _Row:
     report: NodeReport | None = None
 
 
-class LiveCheckView:
+class LiveCheckView(CheckObserver):
     """One line per node with a verdict per group; the bad ones first when not all lines fit."""
 
     def __init__(
@@ -119,16 +116,13 @@ class LiveCheckView:
         return Text(" · ".join(parts), style="dim")
 
 
-class PlainCheckView:
+class PlainCheckView(CheckObserver):
     """A line per node as it is done; of a large fleet only the bad ones, and a count from time to time."""
 
     def __init__(self, console: Console, nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._nodes, self._clock = console, nodes, clock
         self._done = 0
         self._next_s = clock() + _COUNT_INTERVAL_S
-
-    def started(self, node: str) -> None:
-        """Nothing."""
 
     def finished(self, report: NodeReport) -> None:
         """One line, where it matters."""

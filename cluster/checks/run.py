@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
@@ -37,8 +37,11 @@ from engine.errors import BurstError, ConfigError
 Connect = Callable[[Host], Connection]
 
 
-class CheckObserver(Protocol):
-    """What is told while a check runs. `started` comes from the threads of the nodes, the rest from the caller's."""
+class CheckObserver:
+    """Is told what happens while a check runs, and does nothing.
+
+    `started` comes from the threads of the nodes, the rest from the caller's.
+    """
 
     def started(self, node: str) -> None:
         """Work on the node begins."""
@@ -48,19 +51,6 @@ class CheckObserver(Protocol):
 
     def phase(self, text: str) -> None:
         """What is being done now, for all nodes."""
-
-
-class SilentObserver:
-    """Tells nobody."""
-
-    def started(self, node: str) -> None:
-        """Nothing."""
-
-    def finished(self, report: NodeReport) -> None:
-        """Nothing."""
-
-    def phase(self, text: str) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ def check_nodes(
     observer: CheckObserver | None = None,
 ) -> FleetReport:
     """The report on all `hosts`, in their order. No node delays or hides another: each ends by its own timeouts."""
-    options, observer = options or CheckOptions(), observer or SilentObserver()
+    options, observer = options or CheckOptions(), observer or CheckObserver()
     begin = time.monotonic()
     tests, question = options.tests_between(config), options.question(config)
     with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:

@@ -21,11 +21,6 @@ for device in "$root"/sys/bus/pci/devices/*; do
     [ "$vendor" = 0x10de ] || continue
     printf 'pci\t%s' "${device##*/}"
     show class class
-    show device device
-    show width current_link_width
-    show width_max max_link_width
-    show speed current_link_speed
-    show speed_max max_link_speed
     show numa numa_node
     place=$(cd -P "$device" 2>/dev/null && pwd -P)
     printf '\tpath=%s\n' "${place#"$base"}"

@@ -13,7 +13,7 @@ from testkit.machine_clock import machine_time
 
 from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.run import CheckOptions, check_nodes, check_this_machine
+from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
@@ -88,9 +88,7 @@ def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
 def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
     told = threading.Event()
 
-    class Observer:
-        def started(self, node: str) -> None: ...
-        def phase(self, text: str) -> None: ...
+    class Observer(CheckObserver):
         def finished(self, report: NodeReport) -> None:
             if report.node == "fast":
                 told.set()
@@ -111,9 +109,7 @@ def test_every_connection_is_closed() -> None:
 
 
 def test_connections_are_closed_after_an_interrupt() -> None:
-    class Interrupted:
-        def started(self, node: str) -> None: ...
-        def phase(self, text: str) -> None: ...
+    class Interrupted(CheckObserver):
         def finished(self, report: NodeReport) -> None:
             raise KeyboardInterrupt
 
