@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, Verdict
@@ -13,6 +14,7 @@ from cluster.checks.verdicts import FleetReport, NodeReport
 _ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
 _QUIET = frozenset({Verdict.OK, Verdict.SKIP})
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
+_TEXTS = ("observed", "expected", "remedy")
 _GAP = "\1"  # where a measured number stood
 # A number that stands alone: no version, address, date, name or count within a word.
 _NUMBER = re.compile(r"(?<![\w.:/+-])\d+(?:\.\d+)?(?!\.?\w|[:/])")
@@ -81,27 +83,12 @@ def _anonymous(finding: Finding) -> Finding:
     """The finding with a place for the node's name where it stands as a whole word."""
     word = re.compile(rf"(?<![\w.-]){re.escape(finding.node)}(?![\w-]|\.\w)")
 
-    def strip(text: str) -> str:
-        return word.sub(_PLACE, text)
-
-    return replace(
-        finding,
-        node=_PLACE,
-        observed=strip(finding.observed),
-        expected=strip(finding.expected),
-        remedy=strip(finding.remedy),
-        evidence="",
-    )
+    texts: dict[str, Any] = {name: word.sub(_PLACE, getattr(finding, name)) for name in _TEXTS}
+    return replace(finding, node=_PLACE, evidence="", **texts)
 
 
 def _with_nodes(finding: Finding, nodes: str) -> Finding:
-    return replace(
-        finding,
-        node=nodes,
-        observed=finding.observed.replace(_PLACE, nodes),
-        expected=finding.expected.replace(_PLACE, nodes),
-        remedy=finding.remedy.replace(_PLACE, nodes),
-    )
+    return replace(finding, node=nodes, **{name: getattr(finding, name).replace(_PLACE, nodes) for name in _TEXTS})
 
 
 def find_changed(before: FleetReport, after: FleetReport) -> list[NodeReport]:

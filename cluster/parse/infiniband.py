@@ -6,6 +6,7 @@ asks for the ports of such an answer gets the reason instead of fewer ports.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -100,10 +101,8 @@ def pci_path(path: str) -> tuple[str, ...]:
 
 def ipv4_of_gid(gid: str) -> str | None:
     """The IPv4 address that a GID of RoCE stands for: `0000:...:0000:ffff:0a00:0001` is 10.0.0.1; None for others."""
-    if not gid.startswith("0000:0000:0000:0000:0000:ffff:") or not _GID.fullmatch(gid):
-        return None
-    number = int(gid[-9:].replace(":", ""), 16)
-    return ".".join(str(number >> shift & 255) for shift in (24, 16, 8, 0))
+    mapped = ipaddress.IPv6Address(gid).ipv4_mapped if _GID.fullmatch(gid) else None
+    return str(mapped) if mapped is not None else None
 
 
 def roce_gid_index(port: HcaPort) -> int | None:

@@ -369,6 +369,12 @@ def test_no_expected_gpus_and_no_sign_of_any_is_skipped(expected: int | None) ->
     assert GROUP.traits(probe, ClusterConfig()) == {"gpu.count": "0"}
 
 
+@pytest.mark.parametrize(("attached", "severity"), [("0", SKIP), ("1", FAIL)])
+def test_a_driver_without_gpus_is_skipped_unless_it_counts_some(attached: str, severity: Verdict) -> None:
+    said = f"<?xml version='1.0'?><nvidia_smi_log><attached_gpus>{attached}</attached_gpus></nvidia_smi_log>"
+    assert verdict(gpu_less("pci_devices\t30\tend", said, 0), "gpu.count") is severity
+
+
 @pytest.mark.parametrize(
     ("devices", "said", "code", "expected"),
     [
