@@ -16,10 +16,9 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from cluster.access.nodes import fold_nodes
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import NodeFold, find_changed, fold_reports
 from cluster.checks.run import CheckObserver
-from cluster.checks.verdicts import FleetReport, NodeReport
 
 STYLES = {
     Verdict.OK: "green",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cluster.access.hosts import Host
+    from cluster.checks.finding import FleetReport
     from cluster.checks.run import CheckOptions
-    from cluster.checks.verdicts import FleetReport
     from engine.config import RunConfig
 
 app = new_verb()

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.access.nodes import fold_nodes
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.verdicts import FleetReport, NodeReport
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 
 _ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
 _QUIET = frozenset({Verdict.OK, Verdict.SKIP})

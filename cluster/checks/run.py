@@ -21,12 +21,11 @@ from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
 from cluster.access.hosts import Host
 from cluster.checks.check import Check
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Finding, FleetReport, NodeReport
 from cluster.checks.group import CheckGroup, TestBetween, broken
 from cluster.checks.profile import merge_compared, profile_findings
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
-from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
 from cluster.probe.section import NodeProbe

@@ -14,9 +14,8 @@ from testkit.clock import Clock
 
 from burst_cli.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
 from burst_cli.commands.check_nodes import Output, run_check
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
-from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from engine.config import RunConfig
 

@@ -12,10 +12,9 @@ from testkit.check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, 
 from testkit.machine_clock import machine_time
 
 from cluster.access.hosts import Host
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
-from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from cluster.probe.section import NodeProbe
 from engine.config_cluster import ClusterConfig, SshConfig

@@ -11,10 +11,9 @@ from testkit.testbed_fixture import Testbeds
 
 from burst_cli.app import main
 from cluster.access.nodes import fold_nodes
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
-from cluster.checks.verdicts import FleetReport
 from cluster.errors import SshFailure
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault

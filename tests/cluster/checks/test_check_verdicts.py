@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import find_changed
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, Selection, read_selection
-from cluster.checks.verdicts import FleetReport, NodeReport
 from engine.errors import ConfigError
 
 SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
