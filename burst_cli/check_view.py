@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,13 +16,9 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from cluster.access.nodes import fold_nodes
-from cluster.checks.changes import Change
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.fold import NodeFold, fold_reports
-from cluster.checks.verdicts import FleetReport, NodeReport
-
-if TYPE_CHECKING:
-    from cluster.checks.run import CheckObserver
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.fold import NodeFold, find_changed, fold_reports
+from cluster.checks.run import CheckObserver
 
 STYLES = {
     Verdict.OK: "green",
@@ -57,7 +52,7 @@ class _Row:
     report: NodeReport | None = None
 
 
-class LiveCheckView:
+class LiveCheckView(CheckObserver):
     """One line per node with a verdict per group; the bad ones first when not all lines fit."""
 
     def __init__(
@@ -120,16 +115,13 @@ class LiveCheckView:
         return Text(" · ".join(parts), style="dim")
 
 
-class PlainCheckView:
+class PlainCheckView(CheckObserver):
     """A line per node as it is done; of a large fleet only the bad ones, and a count from time to time."""
 
     def __init__(self, console: Console, nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._nodes, self._clock = console, nodes, clock
         self._done = 0
         self._next_s = clock() + _COUNT_INTERVAL_S
-
-    def started(self, node: str) -> None:
-        """Nothing."""
 
     def finished(self, report: NodeReport) -> None:
         """One line, where it matters."""
@@ -183,23 +175,18 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print(Text.assemble(("warning: ", "yellow"), note), soft_wrap=True)
 
 
-def print_changes(console: Console, changes: Sequence[Change], report: FleetReport, at: str) -> None:
-    """What a repeated check found to be different, or that nothing is."""
-    if not changes:
-        console.print(Text.assemble((f"{at} ", "dim"), "no change; ", usable_line(report)), soft_wrap=True)
-        return
-    for change in changes:
-        before = _verdict(change.before) if change.before else Text("new", style="dim")
-        gone = f"  (over: {', '.join(change.gone)})" if change.gone else ""
-        line = Text.assemble((f"{at} ", "dim"), f"{change.nodes}: ", before, " → ", _verdict(change.after), gone)
-        console.print(line, soft_wrap=True)
-        for finding in _merge_devices(change.came):
-            _print_finding(console, finding)
-    console.print(Text.assemble((f"{at} ", "dim"), usable_line(report)), soft_wrap=True)
+def print_changes(console: Console, before: FleetReport, after: FleetReport, at: str) -> None:
+    """The nodes that a repeated check found to be different, folded, or that nothing is."""
+    for fold in fold_reports(find_changed(before, after)):
+        known = {before.nodes[name].verdict for name in fold.names if name in before.nodes}
+        was = Text(", ").join(_verdict(verdict) for verdict in sorted(known)) if known else Text("new", style="dim")
+        _print_fold(console, fold, Text(f"{at} ", "dim"), Text.assemble(was, " → "))
+    quiet = "" if find_changed(before, after) else "no change; "
+    console.print(Text.assemble((f"{at} ", "dim"), quiet, usable_line(after)), soft_wrap=True)
 
 
-def _print_fold(console: Console, fold: NodeFold) -> None:
-    console.print(Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict)), soft_wrap=True)
+def _print_fold(console: Console, fold: NodeFold, at: Text | str = "", was: Text | str = "") -> None:
+    console.print(Text.assemble(at, (fold.nodes, "bold"), ": ", was, _verdict(fold.verdict)), soft_wrap=True)
     for finding in _merge_devices(fold.findings):
         _print_finding(console, finding)
 

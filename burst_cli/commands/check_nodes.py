@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cluster.access.hosts import Host
+    from cluster.checks.finding import FleetReport
     from cluster.checks.run import CheckOptions
-    from cluster.checks.verdicts import FleetReport
     from engine.config.settings import RunConfig
 
 app = new_verb()
@@ -214,7 +214,6 @@ def _show_changes(reports: Iterable[FleetReport], output: Output) -> int:
 
     from burst_cli import render
     from burst_cli.check_view import print_changes
-    from cluster.checks.changes import find_changes
 
     before = None
     for report in reports:
@@ -222,6 +221,6 @@ def _show_changes(reports: Iterable[FleetReport], output: Output) -> int:
             _show(report, output)
         else:
             at = datetime.now().strftime("%H:%M:%S")
-            print_changes(render.stdout(), find_changes(before, report), report, at)
+            print_changes(render.stdout(), before, report, at)
         before = report
     return before.exit_code if before is not None else 0

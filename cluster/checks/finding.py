@@ -1,14 +1,11 @@
-"""Findings: what a check saw on a node, what it should have seen, and what to do about it."""
+"""Findings: what a check saw on a node, what it should have seen, what to do about it; and which nodes can be used."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
-
-from cluster.probe.section import NodeProbe
-from engine.config.cluster import ClusterConfig
+from typing import Any
 
 
 class Verdict(enum.StrEnum):
@@ -21,6 +18,8 @@ class Verdict(enum.StrEnum):
     FAIL = "FAIL"
 
 
+USABLE = frozenset({Verdict.OK, Verdict.WARN, Verdict.SKIP})
+EXIT_OK, EXIT_FAILED, EXIT_UNKNOWN = 0, 1, 3
 _RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
 
 
@@ -51,15 +50,75 @@ class Finding:
         return {**asdict(self), "severity": self.severity.value}
 
 
-class CheckGroup(Protocol):
-    """One group of checks: `gpu`, `ib`, `net`, `host`. Pure: everything comes from the probe's sections."""
+def overall(severities: Iterable[Verdict]) -> Verdict:
+    """The worst, where a skipped check says nothing as long as any other was made."""
+    told = list(severities)
+    return worst([severity for severity in told if severity is not Verdict.SKIP] or told)
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """All findings of one node."""
+
+    node: str
+    findings: tuple[Finding, ...]
+    elapsed_s: float = 0.0
 
     @property
-    def name(self) -> str:
-        """First part of the names of its checks, the word of --only and --skip, and the name of its probe script."""
+    def verdict(self) -> Verdict:
+        """See `overall`; UNKNOWN when there is no finding."""
+        return overall(finding.severity for finding in self.findings)
 
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        """Findings of one node, at least one for every check that applies: OK is a finding, too."""
+    @property
+    def usable(self) -> bool:
+        """Whether a run may start on it: nothing failed, and nothing that was to be seen stayed unseen."""
+        return self.verdict in USABLE
 
-    def traits(self, probe: NodeProbe) -> Mapping[str, str]:
-        """What must be the same on all nodes, by check: {"gpu.driver": "550.54"}; what is not known is left out."""
+    def group_verdict(self, group: str) -> Verdict | None:
+        """The verdict of one group; None when it gave no finding."""
+        found = [finding.severity for finding in self.findings if finding.check.partition(".")[0] == group]
+        return overall(found) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "verdict": self.verdict.value,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """All nodes, in the order in which they were named. notes: what is wrong here, not on a node."""
+
+    nodes: Mapping[str, NodeReport]
+    elapsed_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """Names of the nodes that can be used."""
+        return tuple(name for name, report in self.nodes.items() if report.usable)
+
+    @property
+    def exit_code(self) -> int:
+        """0: every node is usable; 1: one failed; 3: none failed, but of one it is not known. No nodes: not known."""
+        return exit_code(report.verdict for report in self.nodes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "nodes": {name: report.to_dict() for name, report in self.nodes.items()},
+            "usable": list(self.usable),
+            "elapsed_s": round(self.elapsed_s, 3),
+            "notes": list(self.notes),
+        }
+
+
+def exit_code(verdicts: Iterable[Verdict]) -> int:
+    """What the process returns for nodes with these verdicts."""
+    overall = worst(verdicts)
+    if overall is Verdict.FAIL:
+        return EXIT_FAILED
+    return EXIT_UNKNOWN if overall is Verdict.UNKNOWN else EXIT_OK

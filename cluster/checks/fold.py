@@ -1,18 +1,19 @@
-"""Nodes that have the same things to say, said once: `node[1-3]: OK`."""
+"""Nodes that have the same things to say, said once: `node[1-3]: OK`; and those that say other things than before."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.access.nodes import fold_nodes
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.verdicts import NodeReport
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 
 _ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
 _QUIET = frozenset({Verdict.OK, Verdict.SKIP})
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
+_TEXTS = ("observed", "expected", "remedy")
 _GAP = "\1"  # where a measured number stood
 # A number that stands alone: no version, address, date, name or count within a word.
 _NUMBER = re.compile(r"(?<![\w.:/+-])\d+(?:\.\d+)?(?!\.?\w|[:/])")
@@ -81,24 +82,25 @@ def _anonymous(finding: Finding) -> Finding:
     """The finding with a place for the node's name where it stands as a whole word."""
     word = re.compile(rf"(?<![\w.-]){re.escape(finding.node)}(?![\w-]|\.\w)")
 
-    def strip(text: str) -> str:
-        return word.sub(_PLACE, text)
-
-    return replace(
-        finding,
-        node=_PLACE,
-        observed=strip(finding.observed),
-        expected=strip(finding.expected),
-        remedy=strip(finding.remedy),
-        evidence="",
-    )
+    texts: dict[str, Any] = {name: word.sub(_PLACE, getattr(finding, name)) for name in _TEXTS}
+    return replace(finding, node=_PLACE, evidence="", **texts)
 
 
 def _with_nodes(finding: Finding, nodes: str) -> Finding:
-    return replace(
-        finding,
-        node=nodes,
-        observed=finding.observed.replace(_PLACE, nodes),
-        expected=finding.expected.replace(_PLACE, nodes),
-        remedy=finding.remedy.replace(_PLACE, nodes),
-    )
+    return replace(finding, node=nodes, **{name: getattr(finding, name).replace(_PLACE, nodes) for name in _TEXTS})
+
+
+def find_changed(before: FleetReport, after: FleetReport) -> list[NodeReport]:
+    """The nodes of `after` that are not as they were: another verdict, or other checks that are not OK.
+
+    Values that move while the check stays the same are no change.
+    """
+    return [
+        report
+        for name, report in after.nodes.items()
+        if name not in before.nodes or _state(before.nodes[name]) != _state(report)
+    ]
+
+
+def _state(report: NodeReport) -> tuple[Verdict, set[tuple[str, str | None, Verdict]]]:
+    return report.verdict, {(one.check, one.device, one.severity) for one in _shown(report, all_findings=False)}

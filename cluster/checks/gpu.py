@@ -121,7 +121,7 @@ def check_model(check: Check, view: GpuView) -> list[Finding]:
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
         model = gpu.word(MODEL)
-        if expected is not None and expected not in model:
+        if expected is not None and expected.lower() not in model.lower():
             remedy = "take the node out of the list, or correct cluster.expected.gpu_model"
             return check.expecting(f"model {expected}").fail(f"model {model}", remedy)
         if model != usual:
@@ -388,17 +388,22 @@ class GpuGroup(CheckGroup):
         return [Check(probe.node, "gpu.count").skip("no NVIDIA GPU in this node"), *lost]
 
     def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """What all nodes must have in common. A node without GPUs has the count 0: among others it stands out."""
+        """What all nodes must have in common, where the configuration does not say what is right.
+
+        A node without GPUs has the count 0: among others it stands out.
+        """
         view = GpuView.of(probe, ClusterConfig())
         if view.has_no_gpus:
-            return {"gpu.count": "0"}
+            return {"gpu.count": "0"} if config.expected.gpus is None else {}
         if not isinstance(view.smi, SmiLog) or not view.gpus:
             return {}
         driver = view.smi.look("driver_version")
         values = {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
         values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": nvlink_trait(view)}
         values["gpu.driver"] = driver if isinstance(driver, str) else None
-        return {name: value for name, value in sorted(values.items()) if value is not None}
+        expected = config.expected
+        said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model, "gpu.driver": expected.driver}
+        return {name: told for name, told in sorted(values.items()) if told is not None and said.get(name) is None}
 
 
 _TRAITS: Mapping[str, Callable[[Gpu], str]] = {

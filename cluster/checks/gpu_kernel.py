@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView
+from cluster.parse.kernel_log import KernelLog, read_kernel_log
 from cluster.parse.nvidia_smi import normal_address
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section
 from cluster.remote_text import one_line
 
-KERNEL_SECTION = "gpu.kernel"
-MAX_LINE = 2000  # characters; the patterns below take time in the square of it
 RECOVERY_XID = 154  # its text says what has to be done
 FALLEN_XID = 79
-_ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
 
 
 class XidClass(enum.Enum):
@@ -70,15 +65,9 @@ class SwitchXid:
 
 
 @dataclass
-class KernelLog:
-    """reader: journalctl or dmesg. reaches_boot: whether nothing since boot has been forgotten.
+class DriverErrors:
+    """unread: lines that speak of an Xid in a way that was not understood."""
 
-    unread: lines that speak of an Xid in a way that was not understood.
-    """
-
-    reader: str
-    lines: int
-    reaches_boot: bool
     xids: list[Xid] = field(default_factory=list)
     switch_xids: list[SwitchXid] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -86,26 +75,28 @@ class KernelLog:
 
 def check_xid(check: Check, view: GpuView) -> list[Finding]:
     """Errors (Xid) that the kernel logged for a GPU since boot: some need a reset, some a reboot."""
-    log = read_kernel_log(view.probe.section(KERNEL_SECTION))
+    log = read_kernel_log(view.probe)
+    errors = read_errors(log)
     standing: dict[str, list[Xid]] = {}
-    for xid in log.xids:
+    for xid in errors.xids:
         if xid.kind is not None:
             standing.setdefault(xid.address, []).append(xid)
     told = [_judge_gpu(check.on(view.device(address)), found) for address, found in standing.items()]
-    return told + _silence(check, log, "Xid", lambda line: "SXid" not in line, not told)
+    return told + _silence(check, log, "Xid", [line for line in errors.unread if "SXid" not in line], not told)
 
 
 def check_sxid(check: Check, view: GpuView) -> list[Finding]:
     """Errors (SXid) of NVSwitches since boot; a fatal one stops all traffic between GPUs of the node."""
-    log = read_kernel_log(view.probe.section(KERNEL_SECTION))
+    log = read_kernel_log(view.probe)
+    errors = read_errors(log)
     check = check.expecting("none")
     told = []
-    for xid in log.switch_xids:
+    for xid in errors.switch_xids:
         severity = {"fatal": Verdict.FAIL, "non-fatal": Verdict.WARN}.get(xid.grade, Verdict.UNKNOWN)
         remedy = "watch it" if severity is Verdict.WARN else "drain and reboot; if it recurs, replace the board"
         text = f"SXid {xid.code}, {xid.grade or 'of unknown gravity'}{_times(xid.count)}"
         told.append(check.on(xid.address).finding(severity, text, remedy, xid.line))
-    return told + _silence(check, log, "SXid", lambda line: "SXid" in line, not told)
+    return told + _silence(check, log, "SXid", [line for line in errors.unread if "SXid" in line], not told)
 
 
 def _judge_gpu(check: Check, found: list[Xid]) -> Finding:
@@ -120,16 +111,13 @@ def _judge_gpu(check: Check, found: list[Xid]) -> Finding:
     return check.finding(severity, words, f"{kind.value}: {_REMEDIES[kind]}", worst.line)
 
 
-def _silence(
-    check: Check, log: KernelLog, what: str, is_meant: Callable[[str], bool], nothing_found: bool
-) -> list[Finding]:
+def _silence(check: Check, log: KernelLog, what: str, unread: list[str], nothing_found: bool) -> list[Finding]:
     """What is not known beside what was found; nothing found is fine, if the log reaches back to the boot."""
-    unread = [line for line in log.unread if is_meant(line)]
     if unread or not nothing_found:
         return [check.unknown(f"a line about an {what} that was not understood", evidence=line) for line in unread]
     if log.reaches_boot:
         return [check.ok(f"no {what} since boot")]
-    observed = f"no {what} in {log.lines} lines of {log.reader}, but older ones are forgotten"
+    observed = f"no {what} in {log.total} lines of {log.reader}, but older ones are forgotten"
     return [check.expecting("a log since boot").warn(observed, "keep the journal on disk, or reboot")]
 
 
@@ -145,26 +133,15 @@ _NAME = re.compile(r"\bname=([^,<\s][^,]*)")
 _CHANGE = re.compile(r"\bto 0x[0-9a-f]+ \(([^)]*)\)", re.IGNORECASE)
 
 
-def read_kernel_log(section: Section) -> KernelLog:
-    """The log in `section`. Raises UnreadableError: no permission, no log, a broken answer."""
-    seen: list[tuple[int, str]] = []
-    log: KernelLog | None = None
-    for whole in section.output.splitlines() if section.ok else ():
-        line = whole[:MAX_LINE]
-        kind, *words = line.split("\t", 2 if line.startswith("seen") else 3)
-        if kind == "seen" and len(words) == 2 and words[0].isdigit():
-            seen.append((int(words[0]), words[1]))
-        elif kind == "log" and len(words) == 3 and words[1].isdigit():
-            log = KernelLog(one_line(words[0], 20), int(words[1]), words[2] == "since boot")
-    if log is None or log.lines == 0:
-        said = section.output.strip().splitlines()[-1:]
-        raise UnreadableError("the kernel log cannot be read", said[0][:200] if said else section.trouble(), _ALLOW)
-    for count, line in seen:
-        _take(log, count, line)
+def read_errors(log: KernelLog) -> DriverErrors:
+    """What the lines of NVIDIA's drivers say."""
+    errors = DriverErrors()
+    for count, line in log.counted:
+        _take(errors, count, line)
     # That a GPU fell off the bus is told by its Xid, too.
-    told = {xid.address for xid in log.xids if xid.code == FALLEN_XID and _XID.search(xid.line)}
-    log.xids = [xid for xid in log.xids if xid.address not in told or _XID.search(xid.line)]
-    return log
+    told = {xid.address for xid in errors.xids if xid.code == FALLEN_XID and _XID.search(xid.line)}
+    errors.xids = [xid for xid in errors.xids if xid.address not in told or _XID.search(xid.line)]
+    return errors
 
 
 def recovery_class(text: str) -> XidClass | None:
@@ -176,22 +153,22 @@ def recovery_class(text: str) -> XidClass | None:
     return XidClass.REBOOT if "reboot" in asks or not change else XidClass.RESET
 
 
-def _take(log: KernelLog, count: int, line: str) -> None:
+def _take(errors: DriverErrors, count: int, line: str) -> None:
     text = one_line(line)
     switch, xid = _SXID.search(line), _XID.search(line)
     if switch:
         place, code, grade = switch.groups()
-        log.switch_xids.append(SwitchXid(_place(place), int(code), (grade or "").lower(), count, text))
+        errors.switch_xids.append(SwitchXid(_place(place), int(code), (grade or "").lower(), count, text))
     elif xid:
         code, rest = int(xid[2]), xid[3]
         kind = recovery_class(rest) if code == RECOVERY_XID else XID_CLASSES.get(code, XidClass.UNKNOWN)
         name, pid = _NAME.search(rest), _PID.search(rest)
         process = f"{one_line(name[1], 60)}{f', pid {pid[1]}' if pid else ''}" if name else ""
-        log.xids.append(Xid(_place(xid[1]), code, kind, count, text, process))
+        errors.xids.append(Xid(_place(xid[1]), code, kind, count, text, process))
     elif _FALLEN.search(line):
-        log.xids.append(Xid(normal_address(line) or "?", FALLEN_XID, XidClass.REBOOT, count, text))
+        errors.xids.append(Xid(normal_address(line) or "?", FALLEN_XID, XidClass.REBOOT, count, text))
     elif re.search(r"\bS?Xid\b", line):
-        log.unread.append(text)
+        errors.unread.append(text)
 
 
 def _place(text: str) -> str:

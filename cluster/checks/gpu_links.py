@@ -38,12 +38,9 @@ Links = Mapping[int, float | None]
 
 def check_pcie(check: Check, view: GpuView) -> list[Finding]:
     """All PCIe lanes are up, and at full clocks the full generation. Fewer lanes slow copies to the host."""
-    places = {device.address: device for device in view.pci.gpus} if view.pci is not None else {}
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
-        place = places.get(gpu.address)
-        width = _lanes(gpu, "current_link_width", place.width if place else None)
-        most = _lanes(gpu, "max_link_width", place.width_max if place else None)
+        width, most = (gpu.number(f"{_PCIE}/link_widths/{name}") for name in ("current_link_width", "max_link_width"))
         if width < most:
             return check.expecting(f"{most:g} lanes").fail(f"{width:g} PCIe lanes", _RESEAT)
         state = gpu.look("performance_state")
@@ -57,15 +54,6 @@ def check_pcie(check: Check, view: GpuView) -> list[Finding]:
         return None
 
     return view.each(check, "PCIe lanes or generation", judge, "PCIe links at full width")
-
-
-def _lanes(gpu: Gpu, name: str, in_sysfs: int | None) -> float:
-    try:
-        return gpu.number(f"{_PCIE}/link_widths/{name}")
-    except GapError as error:
-        if error.gap is Gap.NOT_SUPPORTED and in_sysfs:
-            return in_sysfs
-        raise
 
 
 def check_nvlink(check: Check, view: GpuView) -> list[Finding]:

@@ -10,7 +10,8 @@ from cluster.checks.check import Check, age
 from cluster.checks.finding import Finding
 from cluster.checks.ib_ports import FabricView
 from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import GpuDirect, known_lines, parse_gpudirect, port_name, whole_lines
+from cluster.parse.infiniband import GpuDirect, known_lines, parse_gpudirect, port_name
+from cluster.parse.kernel_log import KernelLog, read_kernel_log
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import Section
 from cluster.remote_text import one_line
@@ -100,32 +101,21 @@ def check_health(check: Check, view: FabricView) -> list[Finding]:
 
 def _events(view: FabricView) -> list[tuple[HcaPort, list[KernelEvent]]]:
     """What the log says of each adapter for training. Raises UnreadableError."""
-    log = read_kernel(view.probe.section("ib.kernel"))
+    log = read_events(read_kernel_log(view.probe))
     devices = {port.pci_address: port for port in view.ports if port.pci_address}
     if not devices:
         raise UnreadableError("no adapter has a known place on the PCI bus")
     return [(port, [event for event in log if event.address == address]) for address, port in devices.items()]
 
 
-def read_kernel(section: Section) -> list[KernelEvent]:
-    """What the drivers of adapters said since boot. Raises UnreadableError."""
-    allow = "let the user read the kernel log: group systemd-journal or adm, or kernel.dmesg_restrict=0"
-    try:
-        lines = whole_lines(section)
-    except UnreadableError as error:
-        raise UnreadableError(f"kernel log: {error}", one_line(section.output), allow) from error
-    if not any(line[0] == "first" for line in lines):
-        raise UnreadableError(f"kernel log: {section.name}: no line of one", one_line(section.output), allow)
-    told = next((line[1] for line in lines if line[0] == "uptime" and len(line) == 2), "")
-    uptime_s = float(told) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", told) else None
+def read_events(log: KernelLog) -> list[KernelEvent]:
+    """What the drivers of adapters said since boot."""
     events = []
-    for line in lines:
-        if line[0] == "line":
-            text = one_line(" ".join(line[1:]), 300)
-            stamp, address = _STAMP.match(text), _KERNEL_DEVICE.search(text)
-            at_s = float(stamp[1]) if stamp else None
-            age_s = max(0.0, uptime_s - at_s) if at_s is not None and uptime_s is not None else None
-            events.append(KernelEvent(address[1] if address else None, text, at_s, age_s))
+    for text in log.lines:
+        stamp, address = _STAMP.match(text), _KERNEL_DEVICE.search(text)
+        at_s = float(stamp[1]) if stamp else None
+        age_s = max(0.0, log.uptime_s - at_s) if at_s is not None and log.uptime_s is not None else None
+        events.append(KernelEvent(address[1] if address else None, text, at_s, age_s))
     return events
 
 

@@ -15,18 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.access.connection import Connection
 from cluster.access.fanout import Outcome, fan_out
 from cluster.access.hosts import Host
 from cluster.checks.check import Check
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Finding, FleetReport, NodeReport
 from cluster.checks.group import CheckGroup, TestBetween, broken
 from cluster.checks.profile import merge_compared, profile_findings
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
-from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
 from cluster.probe.section import NodeProbe
@@ -37,8 +36,11 @@ from engine.config.errors import BurstError, ConfigError
 Connect = Callable[[Host], Connection]
 
 
-class CheckObserver(Protocol):
-    """What is told while a check runs. `started` comes from the threads of the nodes, the rest from the caller's."""
+class CheckObserver:
+    """Is told what happens while a check runs, and does nothing.
+
+    `started` comes from the threads of the nodes, the rest from the caller's.
+    """
 
     def started(self, node: str) -> None:
         """Work on the node begins."""
@@ -48,19 +50,6 @@ class CheckObserver(Protocol):
 
     def phase(self, text: str) -> None:
         """What is being done now, for all nodes."""
-
-
-class SilentObserver:
-    """Tells nobody."""
-
-    def started(self, node: str) -> None:
-        """Nothing."""
-
-    def finished(self, report: NodeReport) -> None:
-        """Nothing."""
-
-    def phase(self, text: str) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ def check_nodes(
     observer: CheckObserver | None = None,
 ) -> FleetReport:
     """The report on all `hosts`, in their order. No node delays or hides another: each ends by its own timeouts."""
-    options, observer = options or CheckOptions(), observer or SilentObserver()
+    options, observer = options or CheckOptions(), observer or CheckObserver()
     begin = time.monotonic()
     tests, question = options.tests_between(config), options.question(config)
     with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:
@@ -270,7 +259,7 @@ def _compare(
     Only nodes that answered are compared.
     """
     probes = {node: view.probe for node, view in views.items() if view.probe is not None}
-    added = profile_findings({node: views[node].traits for node in probes}, config.expected)
+    added = profile_findings({node: views[node].traits for node in probes})
     for group in groups:
         added += _guarded(group.name, probes, partial(group.check_fleet, probes, config))
     skews, note = clock_findings(list(probes.values())) if clocks else ([], "")

@@ -17,12 +17,10 @@ _PATH_STEP = re.compile(r"(?<=/)[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/
 
 @dataclass(frozen=True)
 class NvidiaDevice:
-    """One PCI device of NVIDIA. width, width_max: PCIe lanes. pci_path: as in `cluster.parse.fabric.HcaPort`."""
+    """One PCI device of NVIDIA. pci_path: as in `cluster.parse.fabric.HcaPort`."""
 
     address: str
     pci_class: int
-    width: int | None = None
-    width_max: int | None = None
     numa_node: int | None = None
     pci_path: tuple[str, ...] = ()
 
@@ -99,13 +97,6 @@ def _device(address: str, values: Mapping[str, str]) -> NvidiaDevice | None:
     return NvidiaDevice(
         address=name,
         pci_class=int(values["class"], 16),
-        width=_lanes(values.get("width", "")),
-        width_max=_lanes(values.get("width_max", "")),
         numa_node=int(numa) if numa.isdigit() and len(numa) < 6 else None,
         pci_path=tuple(_PATH_STEP.findall(values["path"])),
     )
-
-
-def _lanes(text: str) -> int | None:
-    """Lanes of a link; a device that no longer answers shows 0, 63 or 255."""
-    return int(text) if text.isdigit() and int(text) in (1, 2, 4, 8, 12, 16, 32) else None

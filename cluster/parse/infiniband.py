@@ -6,6 +6,7 @@ asks for the ports of such an answer gets the reason instead of fewer ports.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def parse_adapters(section: Section) -> Adapters:
 
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
-    whole = whole_lines(section)
+    whole = _whole_lines(section)
     exists = {line[1]: line[2] for line in whole if line[0] == "exists" and len(line) == 3}
     told = {line[0]: line[1] for line in whole if len(line) == 2}
     module, peers = exists.pop("/sys/module/nvidia", None), exists
@@ -100,10 +101,8 @@ def pci_path(path: str) -> tuple[str, ...]:
 
 def ipv4_of_gid(gid: str) -> str | None:
     """The IPv4 address that a GID of RoCE stands for: `0000:...:0000:ffff:0a00:0001` is 10.0.0.1; None for others."""
-    if not gid.startswith("0000:0000:0000:0000:0000:ffff:") or not _GID.fullmatch(gid):
-        return None
-    number = int(gid[-9:].replace(":", ""), 16)
-    return ".".join(str(number >> shift & 255) for shift in (24, 16, 8, 0))
+    mapped = ipaddress.IPv6Address(gid).ipv4_mapped if _GID.fullmatch(gid) else None
+    return str(mapped) if mapped is not None else None
 
 
 def roce_gid_index(port: HcaPort) -> int | None:
@@ -112,7 +111,7 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def whole_lines(section: Section) -> list[list[str]]:
+def _whole_lines(section: Section) -> list[list[str]]:
     """Lines of a section split at tabs, without `end`, which must be the last. Raises UnreadableError."""
     if not section.ok:
         raise UnreadableError(section.trouble())
@@ -124,7 +123,7 @@ def whole_lines(section: Section) -> list[list[str]]:
 
 def known_lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
     """(word, fields) of every line; `end` must count them. Raises UnreadableError."""
-    lines = whole_lines(section)
+    lines = _whole_lines(section)
     told = section.output.rsplit("\n", 1)[-1].split("\t")[1:]
     known = [line for line in lines if len(line) > 1 and all("=" in part for part in line[1:])]
     if told != [str(len(known))]:

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.parse.fabric import NetInterface
@@ -34,18 +34,6 @@ class InterfaceChoice:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Link:
-    """One interface as `ip` tells it."""
-
-    name: str
-    is_up: bool
-    mtu: int | None
-    kind: str
-    addresses: tuple[str, ...]
-    master: str | None
-
-
 def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed.
 
@@ -62,7 +50,7 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
         raise UnreadableError(f"{section.name}: no interface at all, not even lo")
     best = min((metric for metric, _ in routes), default=0)
     default = {name for metric, name in routes if metric == best}
-    return tuple(_interface(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
+    return tuple(_completed(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
 
 
 def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
@@ -113,17 +101,16 @@ def _names(interfaces: Sequence[NetInterface]) -> str:
     return f"{shown}, ..." if len(interfaces) > 12 else shown or "nothing"
 
 
-def _interface(link: _Link, details: Mapping[str, str], is_default_route: bool) -> NetInterface:
-    return NetInterface(
-        name=link.name,
-        is_up=link.is_up,
-        mtu=link.mtu,
+def _completed(interface: NetInterface, details: Mapping[str, str], is_default_route: bool) -> NetInterface:
+    """With what /sys and the routes tell."""
+    return replace(
+        interface,
         # ip does not tell kinds without linkinfo; /sys does.
-        kind=details["kind"] if link.kind == "ether" and details.get("kind") else link.kind,
-        addresses=link.addresses[:_MAX_ADDRESSES],
+        kind=details["kind"] if interface.kind == "ether" and details.get("kind") else interface.kind,
+        addresses=interface.addresses[:_MAX_ADDRESSES],
         is_default_route=is_default_route,
         pci_path=pci_path(details.get("path", "")),
-        master=link.master or details.get("master") or None,
+        master=interface.master or details.get("master") or None,
     )
 
 
@@ -154,7 +141,7 @@ def _list(text: str) -> list[Any]:
     return document
 
 
-def _json_links(text: str) -> list[_Link]:
+def _json_links(text: str) -> list[NetInterface]:
     """Interfaces of `ip -json -details addr show`."""
     found = []
     for item in _list(text):
@@ -168,7 +155,7 @@ def _json_links(text: str) -> list[_Link]:
         ]
         kind = item.get("linkinfo", {}).get("info_kind") or item.get("link_type") or "ether"
         found.append(
-            _Link(
+            NetInterface(
                 name=_name(item["ifname"]),
                 is_up="UP" in flags and "LOWER_UP" in flags,
                 mtu=_integer(str(item.get("mtu", ""))),
@@ -180,16 +167,16 @@ def _json_links(text: str) -> list[_Link]:
     return found
 
 
-def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], routes: Section) -> list[_Link]:
+def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], routes: Section) -> list[NetInterface]:
     """Interfaces of /sys, each with those addresses of this node that lie in a network which its routes lead to."""
 
-    def read(text: str) -> list[_Link]:
+    def read(text: str) -> list[NetInterface]:
         # The kernel lists an address in more than one of its tables.
         told = dict.fromkeys(line.split("\t")[1] for line in text.splitlines() if line.startswith("local\t"))
         local = [ipaddress.IPv4Address(address) for address in list(told)[:_MAX_PROC_LINES]]
         networks = _read(routes, {"proc": _proc_networks})[:_MAX_PROC_LINES]
         return [
-            _Link(
+            NetInterface(
                 name=name,
                 is_up=fields.get("carrier") == "1",
                 mtu=_integer(fields.get("mtu", "")),
@@ -200,12 +187,11 @@ def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], rout
                     for address in local
                     if device == name and network.prefixlen and address in network
                 ),
-                master=None,
             )
             for name, fields in details.items()
         ]
 
-    links: list[_Link] = _read(section, {"proc": read})
+    links: list[NetInterface] = _read(section, {"proc": read})
     return links
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.access.hosts import Host
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.fold import fold_reports
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import EXPLANATIONS, Selection
-from cluster.checks.verdicts import FleetReport
 from cluster.preflight.judge import NodeProblem, UnfitNodesError
 from engine.config.cluster import ClusterConfig
 

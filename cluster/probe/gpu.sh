@@ -21,11 +21,6 @@ for device in "$root"/sys/bus/pci/devices/*; do
     [ "$vendor" = 0x10de ] || continue
     printf 'pci\t%s' "${device##*/}"
     show class class
-    show device device
-    show width current_link_width
-    show width_max max_link_width
-    show speed current_link_speed
-    show speed_max max_link_speed
     show numa numa_node
     place=$(cd -P "$device" 2>/dev/null && pwd -P)
     printf '\tpath=%s\n' "${place#"$base"}"
@@ -51,76 +46,7 @@ if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
 command -v nvidia-smi >/dev/null || exit 127
 nvidia-smi nvlink --status
 END
-
-    # Compute processes with their owner and age. A process that /proc does not show belongs to another PID namespace.
-    section gpu.apps 20 <<'END'
-command -v nvidia-smi >/dev/null || exit 127
-apps=$(nvidia-smi --query-compute-apps=pid,gpu_uuid,used_memory,process_name --format=csv,noheader,nounits 2>&1)
-code=$?
-if [ "$code" -ne 0 ]; then
-    printf '%s\n' "$apps"
-    exit "$code"
 fi
-hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
-uptime=
-[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
-total=0
-while IFS= read -r app; do
-    pid=${app%%,*}
-    case $pid in '' | *[!0-9]*) continue ;; esac
-    total=$((total + 1))
-    owner= age=
-    if [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; then
-        read -r stat <"$root/proc/$pid/stat"
-        # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
-        start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
-        age=$((${uptime%.*} - start / hertz))
-        owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
-    fi
-    printf 'app\t%s\t%s\t%s\n' "$owner" "$age" "$app"
-done <<APPS
-$apps
-APPS
-printf 'apps\t%s\n' "$total"
-END
-fi
-
-# Lines of the NVIDIA drivers since boot, one per kind and device with how often it came: a flood of one hides no other.
-# The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see it.
-section gpu.kernel 20 <<'END'
-pick() {
-    awk -v reader="$1" '
-        BEGIN { code = 1 }
-        /^@@ended [0-9]+$/ { code = $2; next }
-        /^(-- |Hint: |No journal files|$)/ { next }
-        { lines++ }
-        /Linux version [0-9]/ { boot = 1 }
-        /NVRM|nvidia-nvswitch|fallen off the bus/ {
-            kind = $0
-            if (match($0, /S?Xid \([^)]*\): *[0-9]+/)) kind = substr($0, RSTART, RLENGTH)
-            else if (kinds[""]++ >= 200) next
-            else { sub(/^.*(NVRM|nvidia-nvswitch)/, "", kind); gsub(/[0-9]+/, "", kind) }
-            if (!(kind in count)) order[++total] = kind
-            count[kind]++
-            last[kind] = $0
-        }
-        END {
-            if (code != 0 || lines == 0) { print reader ": exit code " code ", " lines + 0 " lines"; exit 1 }
-            for (i = 1; i <= total; i++) printf "seen\t%s\t%s\n", count[order[i]], last[order[i]]
-            printf "log\t%s\t%s\t%s\n", reader, lines, boot ? "since boot" : "cut"
-        }'
-}
-if [ -n "$root" ]; then
-    { cat "$root/var/log/kernel-gpus.log" 2>&1; printf '\n@@ended %s\n' "$?"; } | pick log
-    exit
-fi
-if command -v journalctl >/dev/null; then
-    { journalctl -k -b -q --no-pager -o short-iso 2>&1; printf '\n@@ended %s\n' "$?"; } | pick journalctl && exit
-fi
-{ dmesg 2>&1; printf '\n@@ended %s\n' "$?"; } | pick dmesg && exit
-dmesg 2>&1 >/dev/null
-exit 1
-END
 
 section gpu.fabric_manager 10 <<'END'
 if [ -z "$root" ] && command -v systemctl >/dev/null; then
@@ -139,17 +65,29 @@ fi
 printf 'scanned\t%s\tend\n' "$scanned"
 END
 
-# A second look, seconds after the first: GPUs that are still in use.
+# A second look, seconds after the first: GPUs that are still in use, then owner and age of each process on them. One that
+# /proc does not show belongs to another PID namespace.
 if [ $(($(date +%s) - smi_began)) -lt "$smi_limit" ]; then
     section gpu.again 35 <<'END'
 command -v nvidia-smi >/dev/null || exit 127
 sleep "${BURST_SMI_PAUSE_S:-2}"
-exec 4>&1
-code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
+answer=$({ nvidia-smi -q -x 2>&1; printf '\n@@ended %s\n' "$?"; } |
     sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
-        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' \
+        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' -e '/^@@ended /p' \
         -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
-        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p' >&4; } 3>&1)
-exit "$code"
+        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p')
+printf '%s\n' "${answer%@@ended *}"
+hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
+uptime=
+[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
+for pid in $(printf '%s\n' "$answer" | sed -n 's/.*<pid>\([0-9][0-9]*\)<\/pid>.*/\1/p' | sort -u); do
+    { [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; } || continue
+    read -r stat <"$root/proc/$pid/stat"
+    # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
+    start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
+    owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
+    printf 'owner %s %s %s\n' "$pid" "$owner" "$((${uptime%.*} - start / hertz))"
+done
+exit "${answer##*@@ended }"
 END
 fi

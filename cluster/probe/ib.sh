@@ -1,4 +1,4 @@
-# Group ib: adapters from /sys, their counters twice, the kernel's words about them, and what GPUDirect needs.
+# Group ib: adapters from /sys, their counters twice, and what GPUDirect needs.
 #
 # One line per thing: a word, then KEY=VALUE fields, all separated by tabs. In a value % is %25 and a tab is %09.
 # `end` with the number of lines before it comes last: an answer without it is not whole.
@@ -166,36 +166,6 @@ sample 1
 sleep 1
 sample 2
 printf 'end\t%s\n' "$lines"
-END
-
-# Lines of the adapters' drivers since boot. The journal comes first, for the kernel's own buffer forgets.
-section ib.kernel 20 <<'END'
-# The log and, after it, the exit code of its reader: a pipe forgets that, and then no permission looks like no trouble.
-pick() {
-    awk '
-        /^reader ended [0-9]+$/ { code = $3; next }
-        /^(-- |Hint: |No journal files)/ || /^ *$/ { next }
-        { lines++; last = $0 }
-        lines == 1 { first = $0 }
-        /mlx[45]|infiniband|PCIe bandwidth/ { kept[total++ % 2000] = $0 }
-        END {
-            if (code != 0 || lines == 0) { print (lines ? last : "no line at all"); exit 1 }
-            print "first\t" first
-            for (i = (total > 2000 ? total - 2000 : 0); i < total; i++) print "line\t" kept[i % 2000]
-            print "end"
-        }'
-}
-uptime=
-[ -r "$root/proc/uptime" ] && read -r uptime rest <"$root/proc/uptime"
-printf 'uptime\t%s\n' "$uptime"
-if [ -n "$root" ]; then
-    { cat "$root/var/log/kernel-fabric.log" 2>&1; echo "reader ended $?"; } | pick
-    exit
-fi
-if command -v journalctl >/dev/null; then
-    { journalctl -k -b -q --no-pager -o short-monotonic 2>&1; echo "reader ended $?"; } | pick && exit
-fi
-{ dmesg 2>&1; echo "reader ended $?"; } | pick
 END
 
 section ib.gpudirect 15 <<'END'

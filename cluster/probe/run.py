@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from cluster.access.connection import Connection, RemoteProcess
 from cluster.access.hosts import is_host_name
 from cluster.errors import SshError, SshFailure
-from cluster.probe.local import LocalProcess
 from cluster.probe.script import build_script, is_complete, new_fence, read_sections
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
@@ -25,14 +27,6 @@ _CLOCK_TIMEOUT_S = 10.0
 _READ_BYTES = 1 << 16
 _CLOCK = re.compile(rb"\s*(\d{1,11})(\.\d{1,9})?")
 _END_WAIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """See the fields of the same name of `NodeProbe`."""
-
-    offset_s: float | None
-    error_s: float
 
 
 def probe_node(
@@ -51,20 +45,15 @@ def probe_node(
     sent too much is the answer, `trouble` says so, and what is missing in it is CUT_OFF or MISSING.
     """
     deadline = time.monotonic() + timeout_s
-    clock = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
-    script, fence = _script(groups, settings, fragments)
+    offset_s, error_s = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
+    fence = new_fence()
+    script = build_script(groups, fence, settings, fragments)
     process = connection.start(["sh", "-s"])
     try:
         answer, trouble = _converse(process, script, fence, deadline, timeout_s)
     finally:
         process.close()
-    return NodeProbe(
-        connection.host.name,
-        read_sections(answer, fence),
-        clock.offset_s,
-        clock.error_s,
-        trouble,
-    )
+    return NodeProbe(connection.host.name, read_sections(answer, fence), offset_s, error_s, trouble)
 
 
 def probe_local(
@@ -75,35 +64,46 @@ def probe_local(
     fragments: Sequence[str] = (),
 ) -> NodeProbe:
     """The answer of this machine to the probes of `groups`, named after it."""
-    deadline = time.monotonic() + timeout_s
     name = socket.gethostname()
-    script, fence = _script(groups, settings, fragments)
-    process = LocalProcess(["sh", "-s"])
-    try:
-        answer, trouble = _converse(process, script, fence, deadline, timeout_s)
-    finally:
-        process.close()
+    fence = new_fence()
+    trouble = ""
+    # Files, not pipes: what hangs in the kernel may hold a pipe open for ever. A session of its own, so that all of it
+    # can be ended; what runs under `timeout` ends by its own limit.
+    with tempfile.TemporaryFile() as script, tempfile.TemporaryFile() as output:
+        script.write(build_script(groups, fence, settings, fragments))
+        script.seek(0)
+        command = ["sh", "-s"]
+        with subprocess.Popen(command, stdin=script, stdout=output, stderr=output, start_new_session=True) as process:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                trouble = _late(timeout_s)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        answer = output.read(ANSWER_BYTES)
+    if not trouble and not is_complete(answer, fence):
+        trouble = f"the shell ended with exit code {process.returncode} before the answer was complete"
     return NodeProbe(name if is_host_name(name) else "localhost", read_sections(answer, fence), trouble=trouble)
 
 
-def _script(groups: Sequence[str], settings: Mapping[str, str], fragments: Sequence[str]) -> tuple[bytes, str]:
-    fence = new_fence()
-    return build_script(groups, fence, settings, fragments), fence
+def _read_clock(connection: Connection, timeout_s: float) -> tuple[float | None, float]:
+    """(offset, by how much that may be wrong) by a command that does next to nothing.
 
-
-def _read_clock(connection: Connection, timeout_s: float) -> _Clock:
-    """Round trip and clock by a command that does next to nothing; busybox tells whole seconds only."""
+    busybox tells whole seconds only.
+    """
     sent_at, begin = time.time(), time.monotonic()
     result = connection.run(["date", "+%s.%N"], timeout_s=timeout_s, max_output_bytes=100)
     round_trip = time.monotonic() - begin
     found = _CLOCK.match(result.stdout) if result.exit_code == 0 else None
     if found is None:
-        return _Clock(None, 0.0)
+        return None, 0.0
     fraction = found.group(2)
     # Whole seconds are cut, not rounded: the middle of that second is the best guess.
     told = float(found.group(1)) + (float(fraction) if fraction else 0.5)
     error = round_trip / 2 + (0.0 if fraction else 0.5)
-    return _Clock(told - (sent_at + round_trip / 2), error)
+    return told - (sent_at + round_trip / 2), error
 
 
 def _converse(
@@ -116,18 +116,22 @@ def _converse(
     while not is_complete(answer, fence):
         left = deadline - time.monotonic()
         if left <= 0:
-            return bytes(answer), f"the answer was not complete within {timeout_s:.3g} s"
+            return bytes(answer), _late(timeout_s)
         try:
             data = process.read(_READ_BYTES, left)
         except SshError as error:
             late = error.kind is SshFailure.COMMAND_TIMEOUT
-            return bytes(answer), f"the answer was not complete within {timeout_s:.3g} s" if late else error.detail
+            return bytes(answer), _late(timeout_s) if late else error.detail
         if not data:
             return bytes(answer), _why_ended(process, bytes(answer), fence)
         answer += data
         if len(answer) > ANSWER_BYTES:
             return bytes(answer[:ANSWER_BYTES]), f"the answer is longer than {ANSWER_BYTES >> 20} MiB; the rest is lost"
     return bytes(answer), ""
+
+
+def _late(timeout_s: float) -> str:
+    return f"the answer was not complete within {timeout_s:.3g} s"
 
 
 def _feed(process: RemoteProcess, script: bytes) -> None:

@@ -40,8 +40,13 @@ def build_script(
     settings: Mapping[str, str] = MappingProxyType({}),
     fragments: Iterable[str] = (),
 ) -> bytes:
-    """The script for `sh -s`: exported `settings`, the prelude, `cluster/probe/GROUP.sh` of each group, `fragments`."""
-    return assemble_script([*(_read(f"{group}.sh") for group in groups), *fragments], fence, settings)
+    """The script for `sh -s`: exported `settings`, the prelude, `cluster/probe/GROUP.sh` of each group, `fragments`.
+
+    Groups that read the kernel log share its section.
+    """
+    names = list(groups)
+    names += ["kernel"] if {"gpu", "ib"} & set(names) else []
+    return assemble_script([*(_read(f"{name}.sh") for name in names), *fragments], fence, settings)
 
 
 def assemble_script(fragments: Iterable[str], fence: str, settings: Mapping[str, str] = MappingProxyType({})) -> bytes:

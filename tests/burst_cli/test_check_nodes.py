@@ -14,10 +14,8 @@ from testkit.clock import Clock
 
 from burst_cli.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
 from burst_cli.commands.check_nodes import Output, run_check
-from cluster.checks.changes import find_changes
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
-from cluster.checks.verdicts import FleetReport, NodeReport
 from cluster.errors import SshError, SshFailure
 from engine.config.settings import RunConfig
 
@@ -73,6 +71,8 @@ def test_the_list_is_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "n[1-2,4]\n"
     check(FLEET, Output(names_only=True, one_per_line=True))
     assert capsys.readouterr().out == "n1\nn2\nn4\n"
+    check({"n1": answer({"host.disk": "fail"})}, Output(names_only=True))
+    assert capsys.readouterr().out == ""
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +190,7 @@ def test_no_usable_node_is_said_plainly() -> None:
 
 def test_a_new_node_is_a_change() -> None:
     before, after = fleet_report(), fleet_report(n1=(finding("n1", Verdict.WARN, "odd"),))
-    shown = text_of(lambda console: print_changes(console, find_changes(before, after), after, "12:00:00"))
+    shown = text_of(lambda console: print_changes(console, before, after, "12:00:00"))
     assert shown.splitlines()[0] == "12:00:00 n1: new → WARN"
     assert "odd" in shown
 

@@ -114,16 +114,11 @@ class FabricNode:
             for device, values in self.counters.items():
                 told = values | (self.later.get(device, {}) if number == 2 else {})
                 samples.append((f"sample{number}", {"dev": device, "port": 1, **told}))
-        kernel = [
-            "uptime\t900000.00",
-            f"first\t{self.kernel[0]}",
-            *(f"line\t{line}" for line in self.kernel[1:]),
-            "end",
-        ]
+        kernel = ["uptime\t900000.00", *(f"line\t{line}" for line in self.kernel), "log\tdmesg\t99\tsince boot"]
         made = {
             "ib.ports": ended("ib.ports", lines(listed)),
             "ib.counters": ended("ib.counters", lines(samples)),
-            "ib.kernel": ended("ib.kernel", "\n".join(kernel)),
+            "kernel.log": ended("kernel.log", "\n".join(kernel)),
             "ib.gpudirect": ended("ib.gpudirect", self._gpudirect()),
         }
         return NodeProbe(name, made | self.sections)

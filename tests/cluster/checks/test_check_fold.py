@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import string
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.access.nodes import fold_nodes, parse_nodes
-from cluster.checks.finding import Finding, Verdict
+from cluster.access.nodes import parse_nodes
+from cluster.checks.finding import Finding, NodeReport, Verdict
 from cluster.checks.fold import fold_reports
-from cluster.checks.verdicts import NodeReport
 
 NODE_NAMES = st.from_regex(r"[a-z][a-z0-9]{0,4}(-[a-z]{1,3})?[0-9]{0,3}(\.lan)?", fullmatch=True)
 TEXTS = st.sampled_from(["2 errors", "3 errors", "no tool", "driver 535.104.05", "driver 550.54.15", ""])
@@ -103,16 +100,3 @@ def test_every_node_is_in_exactly_one_fold_with_its_own_verdict(
             assert sorted(f.check for f in bad) == sorted(f.check for f in fold.findings)
             exact = {(f.check, f.observed) for f in bad if f.severity is not Verdict.WARN}
             assert exact <= {(f.check, f.observed) for f in fold.findings}
-
-
-@given(
-    st.sets(
-        st.text(alphabet=string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=8).filter(
-            lambda name: name[0] not in "-."
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_folded_names_unfold_to_themselves(names: set[str]) -> None:
-    assert set(parse_nodes(fold_nodes(names), "test").names) == names

@@ -11,25 +11,24 @@ from testkit.testbed_fixture import Testbeds
 
 from burst_cli.app import main
 from cluster.access.nodes import fold_nodes
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
-from cluster.checks.verdicts import FleetReport
 from cluster.errors import SshFailure
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 from engine.config.cluster import ClusterConfig
 
 CONNECT_TIMEOUT_S = 4.0
-# (node number, kind of fault, value): numbers 1 and 2 are healthy.
+# (node number, kind of fault, value): number 1 is healthy.
 FAULTS = (
-    (3, "link_down", None),
-    (4, "sshd_stop", None),
-    (5, "sshd_hang", None),
-    (6, "key_swap", None),
-    (7, "slow_shell", "1.5"),
-    (7, "hardware", "busy:0"),
-    (8, "hardware", "driver:535.104.05"),
+    (2, "link_down", None),
+    (3, "sshd_stop", None),
+    (4, "sshd_hang", None),
+    (5, "key_swap", None),
+    (6, "slow_shell", "1.5"),
+    (6, "hardware", "busy:0"),
+    (7, "hardware", "driver:535.104.05"),
 )
 
 
@@ -41,10 +40,10 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(testbed_machine: None, config_dir: Path) -> Iterator[Testbed]:
-    """Eight nodes with fake GPUs, six of them with faults."""
+    """Seven nodes with fake GPUs, six of them with faults."""
     testbeds = Testbeds(config_dir)
     try:
-        testbed = testbeds.make(nodes=8, hardware="h100x8")
+        testbed = testbeds.make(nodes=7, hardware="h100x8")
         for number, kind, value in FAULTS:
             set_fault(testbed, testbed.node_names[number - 1], kind, value)
         yield testbed
@@ -68,41 +67,40 @@ def bad(report: FleetReport, name: str) -> list[Finding]:
 
 def test_each_node_is_named_with_its_own_fault_and_no_other(report: FleetReport) -> None:
     names = list(report.nodes)
-    told = {number: [(f.check, f.severity) for f in bad(report, names[number - 1])] for number in range(1, 9)}
+    told = {number: [(f.check, f.severity) for f in bad(report, names[number - 1])] for number in range(1, 8)}
     unreachable = [("ssh.reach", Verdict.FAIL)]
     assert told == {
         1: [],
-        2: [],
+        2: unreachable,
         3: unreachable,
         4: unreachable,
         5: unreachable,
-        6: unreachable,
-        7: [("gpu.busy", Verdict.FAIL)],
-        8: [("gpu.driver", Verdict.FAIL)],
+        6: [("gpu.busy", Verdict.FAIL)],
+        7: [("gpu.driver", Verdict.FAIL)],
     }
-    assert report.usable == tuple(names[number - 1] for number in (1, 2))
+    assert report.usable == (names[0],)
     assert report.exit_code == 1
 
 
 def test_ways_of_not_being_reached_are_different_answers(report: FleetReport) -> None:
     names = list(report.nodes)
-    assert [bad(report, names[number - 1])[0].evidence for number in (3, 4, 5, 6)] == [
+    assert [bad(report, names[number - 1])[0].evidence for number in (2, 3, 4, 5)] == [
         SshFailure.TIMEOUT.value,
         SshFailure.REFUSED.value,
         SshFailure.TIMEOUT.value,
         SshFailure.HOST_KEY_CHANGED.value,
     ]
-    assert "silent" in bad(report, names[4])[0].observed
-    assert "silent" not in bad(report, names[2])[0].observed
+    assert "silent" in bad(report, names[3])[0].observed
+    assert "silent" not in bad(report, names[1])[0].observed
 
 
 def test_findings_say_what_was_seen_and_what_should_be(report: FleetReport) -> None:
     names = list(report.nodes)
-    (busy,), (driver,) = bad(report, names[6]), bad(report, names[7])
+    (busy,), (driver,) = bad(report, names[5]), bad(report, names[6])
     assert busy.device == "GPU 0"
     assert "root" in busy.observed
     assert driver.observed == "535.104.05"
-    assert "as 3 of 4 nodes have" in driver.expected
+    assert "as 2 of 3 nodes have" in driver.expected
     assert busy.remedy
     assert driver.remedy
 
@@ -115,7 +113,7 @@ def test_the_whole_takes_as_long_as_the_slowest_node(report: FleetReport) -> Non
 
 def test_a_node_with_a_changed_host_key_is_asked_nothing(broken: Testbed) -> None:
     """The script that this verb replaces took any host key."""
-    name = broken.node_names[5]
+    name = broken.node_names[4]
     report = check(broken, ["host"], name)
     assert [finding.check for finding in report.nodes[name].findings] == ["ssh.reach"]
     assert "burst hosts" in report.nodes[name].findings[0].remedy
@@ -123,7 +121,7 @@ def test_a_node_with_a_changed_host_key_is_asked_nothing(broken: Testbed) -> Non
 
 def test_two_checks_at_once_see_their_own_nodes(broken: Testbed) -> None:
     reports: dict[str, FleetReport] = {}
-    names = broken.node_names[0], broken.node_names[6]
+    names = broken.node_names[0], broken.node_names[5]
 
     def run(name: str) -> None:
         reports[name] = check(broken, ["gpu.busy"], name)
@@ -149,7 +147,7 @@ def test_a_node_that_hangs_after_the_login_is_given_up(broken: Testbed) -> None:
 
 
 def test_healthy_nodes_can_talk_to_each_other(broken: Testbed) -> None:
-    names = broken.node_names[0], broken.node_names[1], broken.node_names[6]
+    names = broken.node_names[0], broken.node_names[5], broken.node_names[6]
     report = check(broken, ["net"], *names)
     for name in names:
         found = {f.check: f.severity for f in report.nodes[name].findings}
@@ -166,7 +164,7 @@ def test_the_verb_lists_the_usable_nodes_and_nothing_else(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config_dir))
     timeout = f"cluster.ssh.connect_timeout_s={CONNECT_TIMEOUT_S}"
     names = broken.node_names
-    hosts = fold_nodes([names[number - 1] for number in (1, 2, 4, 7)])  # the others take as long as the timeout
+    hosts = fold_nodes([names[number - 1] for number in (1, 3, 6)])  # the others take as long as the timeout
     code = main(["check-nodes", f"cluster={broken.name}", timeout, "--hosts", hosts, "--only", "gpu", "--list"])
-    assert capsys.readouterr().out == fold_nodes(names[:2]) + "\n"
+    assert capsys.readouterr().out == names[0] + "\n"
     assert code == 1

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cluster
-from cluster.checks.changes import find_changes
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_smoke import SMOKE_SECTION
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.fold import find_changed
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, Selection, read_selection
-from cluster.checks.verdicts import FleetReport, NodeReport
 from engine.config.errors import ConfigError
 
 SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
@@ -55,15 +49,6 @@ def test_exit_codes(nodes: dict[str, list[Verdict]]) -> None:
     else:
         assert checked.exit_code == 0
         assert checked.usable == tuple(nodes)
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), SEVERITIES, max_size=5), st.sampled_from("abcdef"), SEVERITIES)
-def test_one_more_finding_never_makes_a_fleet_better(
-    nodes: dict[str, list[Verdict]], node: str, more: list[Verdict]
-) -> None:
-    grown = {**nodes, node: [*nodes.get(node, []), *more]}
-    if nodes.get(node):
-        assert set(fleet(**grown).usable) <= set(fleet(**nodes).usable)
 
 
 def test_the_document_names_verdict_findings_and_usable_nodes() -> None:
@@ -137,43 +122,19 @@ def test_a_near_miss_is_told_what_was_meant() -> None:
         read_selection(["gpu.bsy"])
 
 
-def test_every_check_is_explained() -> None:
-    """Names in the code that are no sections of probes are names of checks."""
-    root = Path(cluster.__file__).parent
-    quoted = {
-        name
-        for path in (root / "checks").glob("*.py")
-        for name in re.findall(r'"((?:ssh|gpu|ib|net|host)\.[a-z0-9_]+)"', path.read_text())
-    }
-    sections = {
-        name
-        for path in (root / "probe").glob("*.sh")
-        for name in re.findall(r"^\s*section (\S+)", path.read_text(), re.MULTILINE)
-    } | {SMOKE_SECTION}
-    assert quoted - sections <= set(EXPLANATIONS)
-    assert set(EXPLANATIONS) <= quoted
+def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:
+    assert all(text.endswith(".") for text in EXPLANATIONS.values())
+    assert {name.partition(".")[0] for name in EXPLANATIONS} == {"ssh", *GROUP_NAMES}
 
 
 # What changed between two checks.
 
 
-def test_an_unchanged_fleet_has_no_changes() -> None:
-    before = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL])
-    assert find_changes(before, fleet(n1=[Verdict.OK], n2=[Verdict.FAIL])) == []
-
-
-def test_nodes_that_change_alike_are_one_change() -> None:
-    before = fleet(n1=[Verdict.OK], n2=[Verdict.OK], n3=[Verdict.OK])
-    (change,) = find_changes(before, fleet(n1=[Verdict.FAIL], n2=[Verdict.FAIL], n3=[Verdict.OK]))
-    assert (change.nodes, change.before, change.after) == ("n[1-2]", Verdict.OK, Verdict.FAIL)
-    assert [finding.check for finding in change.came] == ["gpu.ecc"]
-
-
-def test_what_is_over_is_named() -> None:
-    (change,) = find_changes(fleet(n1=[Verdict.FAIL]), fleet(n1=[Verdict.OK]))
-    assert (change.after, change.gone, change.came) == (Verdict.OK, ("gpu.ecc",), ())
-
-
-def test_a_check_that_gets_worse_did_not_go() -> None:
-    (change,) = find_changes(fleet(n1=[Verdict.WARN]), fleet(n1=[Verdict.FAIL]))
-    assert (len(change.came), change.gone) == (1, ())
+def test_what_changed_is_a_verdict_or_a_check_that_is_not_ok() -> None:
+    before = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL], n3=[Verdict.WARN], n4=[Verdict.WARN])
+    same = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL], n3=[Verdict.WARN], n4=[Verdict.WARN, Verdict.OK])
+    assert find_changed(before, same) == []
+    after = fleet(n1=[Verdict.FAIL], n2=[Verdict.OK], n3=[Verdict.FAIL], n5=[Verdict.OK])
+    assert [node.node for node in find_changed(before, after)] == ["n1", "n2", "n3", "n5"]
+    other = FleetReport({"n2": report("n2", Verdict.FAIL, check="gpu.xid")})
+    assert len(find_changed(before, other)) == 1

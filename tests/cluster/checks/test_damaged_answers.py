@@ -36,14 +36,14 @@ HOST = {
 }
 FABRIC = {
     "ib.counters": {"ib.counters"},
-    "ib.kernel": {"ib.flaps", "ib.health"},
+    "kernel.log": {"ib.flaps", "ib.health"},
     "ib.gpudirect": {"ib.gpudirect"},
     "net.links": {"net.interface", "net.mtu"},
     "net.route": {"net.interface", "net.mtu"},
 }
 # Without the ports nobody knows whose counters or log lines matter.
 FABRIC["ib.ports"] = {"ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie"}.union(
-    *(FABRIC[name] for name in ("ib.counters", "ib.kernel", "ib.gpudirect"))
+    *(FABRIC[name] for name in ("ib.counters", "kernel.log", "ib.gpudirect"))
 )
 GPU = {
     "gpu.smi": {
@@ -55,9 +55,8 @@ GPU = {
     },
     "gpu.lspci": {"gpu.count", "gpu.fabric_manager"},
     "gpu.nvlink": {"gpu.nvlink"},
-    "gpu.apps": {"gpu.busy"},
     "gpu.again": {"gpu.busy"},
-    "gpu.kernel": {"gpu.xid", "gpu.sxid"},
+    "kernel.log": {"gpu.xid", "gpu.sxid"},
     "gpu.fabric_manager": {"gpu.fabric_manager"},
 }
 # Where other traits of the node than its checks' are lost.
@@ -222,14 +221,14 @@ def test_garbage_anywhere_breaks_no_check(case: tuple[str, str], garbage: str, s
         ("gpu.smi", "<?xml?>" + "<!DOCTYPE" * 100_000 + "</nvidia_smi_log>"),
         ("gpu.smi", "<nvidia_smi_log>" + "<a>" * 300_000 + "</nvidia_smi_log>"),
         ("gpu.smi", "<nvidia_smi_log>" + '<gpu id="x"/>' * 70_000 + "</nvidia_smi_log>"),
-        ("gpu.kernel", "seen\t1\t" + "Xid (" * 200_000 + "\nlog\tdmesg\t9\tsince boot"),
+        ("kernel.log", "seen\t1\t" + "Xid (" * 200_000 + "\nlog\tdmesg\t9\tsince boot"),
         ("gpu.nvlink", "GPU 0: x\n" + " " * 1_000_000),
         ("gpu.lspci", "pci\t" + "0000:" * 200_000),
     ],
-    ids=lambda value: value if value.startswith("gpu.") else value[:20].split("\t")[0],
+    ids=lambda value: value if value.startswith(("gpu.", "kernel.")) else value[:20].split("\t")[0],
 )
 def test_hostile_output_passes_nothing_and_takes_no_time(section: str, text: str) -> None:
     begin = time.process_time()
-    asked = {"gpu.xid"} if section == "gpu.kernel" else GPU[section]  # no word of an NVSwitch in that text
+    asked = {"gpu.xid"} if section == "kernel.log" else GPU[section]  # no word of an NVSwitch in that text
     assert not node("h100x8").ok(with_output("h100x8", section, text)) & asked
     assert time.process_time() - begin < 5

@@ -253,7 +253,7 @@ def fleet(*nodes: FabricNode, **expected: object) -> set[tuple[str, str, Verdict
     """What comparing nodes says of who is odd."""
     config = ClusterConfig(expected=ExpectedHardware(**expected))
     traits = {f"n{at}": GROUP.traits(one.probe(f"n{at}"), config) for at, one in enumerate(nodes, start=1)}
-    found = profile_findings(traits, config.expected)
+    found = profile_findings(traits)
     return {(one.node, one.check, one.severity) for one in found if one.severity in (WARN, FAIL)}
 
 

@@ -167,7 +167,7 @@ def test_samples_about_different_ports_and_what_is_no_counter_tell_nothing(node:
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_kernel_log_that_may_not_be_read_is_not_a_quiet_one(node: FabricNode, code: int):
     text = "uptime\t900\ndmesg: read kernel buffer failed: Operation not permitted"
-    node.sections = {"ib.kernel": ended("ib.kernel", text, code)}
+    node.sections = {"kernel.log": ended("kernel.log", text, code)}
     assert node.complaints() == [("ib.flaps", None, UNKNOWN), ("ib.health", None, UNKNOWN)]
     assert "kernel.dmesg_restrict" in of(node.check(), "ib.flaps").remedy
 

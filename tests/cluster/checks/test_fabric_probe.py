@@ -14,7 +14,6 @@ from fabric_nodes import complaints
 
 from cluster.checks.finding import Verdict
 from cluster.checks.ib import GROUP
-from cluster.checks.ib_health import read_kernel
 from cluster.checks.ib_ports import FabricView
 from cluster.parse.fabric import HcaPort
 from cluster.parse.infiniband import parse_adapters, roce_gid_index
@@ -246,29 +245,6 @@ def script(folder: Path, name: str, text: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    "journal", ["exit 1", "exit 0", "echo '-- No entries --'", "echo 'Hint: You are not seeing all'"]
-)
-def test_a_kernel_log_that_may_not_be_read_is_unreadable(tmp_path: Path, journal: str):
-    script(tmp_path / "bin", "journalctl", journal)
-    script(tmp_path / "bin", "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
-    section = ask(None, path=str(tmp_path / "bin")).section("ib.kernel")
-    assert section.exit_code == 1
-    assert "not permitted" in section.output
-    with pytest.raises(UnreadableError):
-        read_kernel(section)
-
-
-def test_the_journal_is_read_first_and_dmesg_where_there_is_none(tmp_path: Path):
-    line = "[   12.100000] node1 kernel: mlx5_core 0000:9c:00.0 ib3: Link down"
-    script(tmp_path / "bin", "journalctl", f"echo '[    0.000000] node1 kernel: Linux'; echo '{line}'")
-    script(tmp_path / "bin", "dmesg", "echo '[    0.000000] from dmesg'")
-    (event,) = read_kernel(ask(None, path=str(tmp_path / "bin")).section("ib.kernel"))
-    assert (event.address, event.at_s) == ("0000:9c:00.0", 12.1)
-    script(tmp_path / "bin", "journalctl", "exit 1")
-    assert "from dmesg" in ask(None, path=str(tmp_path / "bin")).section("ib.kernel").output
 
 
 OLD_IP = (

@@ -11,7 +11,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
 from cluster.probe.section import NodeProbe, Section, SectionState
-from engine.config.cluster import ClusterConfig, ContainerConfig
+from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
@@ -226,7 +226,7 @@ def test_cards_without_nvlink_are_no_fault() -> None:
 
 def kernel(*lines: str, reach: str = "since boot") -> NodeProbe:
     seen = "".join(f"seen\t2\t{line}\n" for line in lines)
-    return with_section(healthy(), "gpu.kernel", output=f"{seen}log\tdmesg\t9\t{reach}")
+    return with_section(healthy(), "kernel.log", output=f"{seen}log\tdmesg\t9\t{reach}")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_gpu_that_fell_off_the_bus_is_told_once() -> None:
     ("expected", "name", "severity"),
     [
         *(({"gpus": count}, "count", OK if count == 8 else FAIL) for count in (8, 7, 9, 0)),
-        ({"gpu_model": "H100"}, "model", OK),
+        *(({"gpu_model": name}, "model", OK) for name in ("H100", "h100")),
         *(({"driver": version}, "driver", OK) for version in ("550", "550.127", "550.127.05")),
         *(({"driver": version}, "driver", FAIL) for version in ("55", "550.12", "535")),
     ],
@@ -305,6 +305,12 @@ def test_expected_hardware(expected: dict[str, object], name: str, severity: Ver
 
 def test_another_model_than_expected_names_every_gpu() -> None:
     assert len(bad(check(healthy(), gpu_model="A100"), FAIL)) == 8
+
+
+def test_what_the_configuration_says_is_not_compared_between_nodes() -> None:
+    config = ClusterConfig(expected=ExpectedHardware(gpus=8, gpu_model="H100", driver="550"))
+    assert not {"gpu.count", "gpu.model", "gpu.driver"} & set(GROUP.traits(healthy(), config))
+    assert GROUP.traits(gpu_less("pci_devices\t30\tend"), config) == {}
 
 
 def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:
@@ -363,6 +369,12 @@ def test_no_expected_gpus_and_no_sign_of_any_is_skipped(expected: int | None) ->
     assert GROUP.traits(probe, ClusterConfig()) == {"gpu.count": "0"}
 
 
+@pytest.mark.parametrize(("attached", "severity"), [("0", SKIP), ("1", FAIL)])
+def test_a_driver_without_gpus_is_skipped_unless_it_counts_some(attached: str, severity: Verdict) -> None:
+    said = f"<?xml version='1.0'?><nvidia_smi_log><attached_gpus>{attached}</attached_gpus></nvidia_smi_log>"
+    assert verdict(gpu_less("pci_devices\t30\tend", said, 0), "gpu.count") is severity
+
+
 @pytest.mark.parametrize(
     ("devices", "said", "code", "expected"),
     [
@@ -382,7 +394,7 @@ def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code:
 def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
     """The PCI bus lists none any more, and no tool is there to ask."""
     line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
-    log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="gpu.kernel")
+    log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="kernel.log")
     assert ("gpu.xid", "0000:52:00.0", FAIL) in bad(check(gpu_less("pci_devices\t30\tend", log=log)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from gpu_rehearsal import NODE, ask, bad, check, fixture_text, healthy, only, re
 
 from cluster.checks.finding import Verdict
 from cluster.checks.gpu import GROUP
-from cluster.checks.gpu_kernel import read_kernel_log
+from cluster.checks.gpu_kernel import read_errors
+from cluster.parse.kernel_log import read_kernel_log
+from cluster.probe.script import assemble_script, new_fence, read_sections
 from cluster.probe.section import NodeProbe, SectionState
 from cluster.testbed.hardware.faults import BUSY_PID, FAULTS
 from cluster.testbed.hardware.files import hardware_files, pci_folder
@@ -128,10 +131,11 @@ def kernel_section(folder: Path, text: str) -> NodeProbe:
 
 
 def test_lines_of_a_real_kernel_log_reach_the_parser(tmp_path: Path) -> None:
-    log = read_kernel_log(kernel_section(tmp_path, fixture_text("kernel.log")).section("gpu.kernel"))
+    log = read_kernel_log(kernel_section(tmp_path, fixture_text("kernel.log")))
+    errors = read_errors(log)
     assert log.reaches_boot
-    assert log.unread == []
-    assert {(xid.address, xid.code): xid.count for xid in log.xids} == {
+    assert errors.unread == []
+    assert {(xid.address, xid.code): xid.count for xid in errors.xids} == {
         ("0000:0f:00.0", 94): 1,
         ("0000:0f:00.0", 64): 1,
         ("0000:43:00.0", 13): 2,
@@ -139,7 +143,7 @@ def test_lines_of_a_real_kernel_log_reach_the_parser(tmp_path: Path) -> None:
         ("0000:c3:00.0", 154): 1,
         ("0000:c3:00.0", 999): 1,
     }
-    assert [(xid.code, xid.grade) for xid in log.switch_xids] == [(12028, "non-fatal"), (22013, "fatal")]
+    assert [(xid.code, xid.grade) for xid in errors.switch_xids] == [(12028, "non-fatal"), (22013, "fatal")]
 
 
 def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
@@ -147,10 +151,10 @@ def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
     fatal = "[2.0] NVRM: Xid (PCI:0000:43:00): 79, pid=1, GPU has fallen off the bus.\n"
     noise = "".join(f"[3.0] NVRM: something {number} about {'x' * (number % 300)}\n" for number in range(600))
     text = "Linux version 6\n" + flood * 3000 + fatal + noise + flood * 20000
-    section = kernel_section(tmp_path, text).section("gpu.kernel")
-    log = read_kernel_log(section)
-    assert {xid.code: xid.count for xid in log.xids} == {13: 23000, 79: 1}
-    assert len(section.output) < 100_000
+    probe = kernel_section(tmp_path, text)
+    xids = read_errors(read_kernel_log(probe)).xids
+    assert {xid.code: xid.count for xid in xids} == {13: 23000, 79: 1}
+    assert len(probe.section("kernel.log").output) < 100_000
 
 
 def test_a_log_without_its_beginning_and_a_log_without_lines(tmp_path: Path) -> None:
@@ -190,16 +194,9 @@ def reader(folder: Path, name: str, body: str) -> None:
 
 def ask_real_log(folder: Path) -> NodeProbe:
     """The section of the kernel log as on a real node: without a rehearsal tree, with `folder`/bin first in PATH."""
-    from cluster.probe.script import build_script, new_fence, read_sections
-
-    fence = new_fence()
-    script = build_script(["gpu"], fence).decode()
-    start, end = script.index("section gpu.kernel"), script.index("section gpu.fabric_manager")
-    head = script[: script.index("# The GPUs of a node.")]
-    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    answer = subprocess.run(
-        ["sh", "-s"], input=(head + script[start:end]).encode(), capture_output=True, env=environment, timeout=200
-    )
+    fence, environment = new_fence(), {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    script = assemble_script([(files("cluster.probe") / "kernel.sh").read_text()], fence)
+    answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, timeout=200)
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 
 
@@ -210,8 +207,8 @@ XID = "kernel: NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus
 def test_the_journal_is_read_before_the_buffer_of_the_kernel(tmp_path: Path) -> None:
     reader(tmp_path, "journalctl", f"printf '{BOOT}{XID}'")
     reader(tmp_path, "dmesg", "echo '[9.0] nothing of interest'")
-    log = read_kernel_log(ask_real_log(tmp_path).section("gpu.kernel"))
-    assert (log.reader, [xid.code for xid in log.xids]) == ("journalctl", [79])
+    log = read_kernel_log(ask_real_log(tmp_path))
+    assert (log.reader, [xid.code for xid in read_errors(log).xids]) == ("journalctl", [79])
 
 
 @pytest.mark.parametrize(
@@ -226,8 +223,8 @@ def test_the_journal_is_read_before_the_buffer_of_the_kernel(tmp_path: Path) -> 
 def test_a_journal_that_shows_nothing_is_no_clean_journal(tmp_path: Path, journal: str) -> None:
     reader(tmp_path, "journalctl", journal)
     reader(tmp_path, "dmesg", f"printf '{BOOT}{XID}'")
-    log = read_kernel_log(ask_real_log(tmp_path).section("gpu.kernel"))
-    assert (log.reader, [xid.code for xid in log.xids]) == ("dmesg", [79])
+    log = read_kernel_log(ask_real_log(tmp_path))
+    assert (log.reader, [xid.code for xid in read_errors(log).xids]) == ("dmesg", [79])
 
 
 @pytest.mark.parametrize(

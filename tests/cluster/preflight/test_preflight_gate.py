@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.verdicts import FleetReport, NodeReport
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.preflight.gate import gate_selection, judge_health
 from cluster.preflight.judge import UnfitNodesError
 from engine.config.cluster import ClusterConfig

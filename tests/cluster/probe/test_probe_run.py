@@ -166,3 +166,16 @@ def test_this_machine_is_asked_without_ssh() -> None:
     assert probe.trouble == ""
     assert probe.section("host.memory").ok
     assert probe.clock_offset_s is None
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [("sleep 60", "not complete within 5 s"), ("exit 4", "exit code 4"), ("setsid sleep 20 &", "")],
+)
+def test_this_machine_is_given_up_in_time_and_may_break_off_or_leave_processes_behind(end: str, words: str) -> None:
+    begin = machine_time()
+    probe = probe_local([], timeout_s=5, fragments=[f"section t.one 5 <<'END'\necho here\nEND\n{end}\n"])
+    assert probe.section("t.one").output == "here"
+    assert words in probe.trouble
+    assert bool(words) == bool(probe.trouble)
+    assert machine_time() - begin < 15

@@ -21,7 +21,7 @@ from cluster.probe.script import (
     new_fence,
     read_sections,
 )
-from cluster.probe.section import Section, SectionState
+from cluster.probe.section import SectionState
 
 FENCE = "@@" + "ab" * 16
 SHELLS = [["dash"], ["bash", "--posix"], ["busybox", "sh"]]
@@ -102,16 +102,6 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
 def test_settings_are_names_of_variables(name: str) -> None:
     with pytest.raises(ValueError, match="not a variable"):
         assemble_script([], FENCE, {name: "x"})
-
-
-def test_a_fence_is_new_every_time() -> None:
-    assert len({new_fence() for _ in range(100)}) == 100
-
-
-def test_the_script_holds_the_fragment_of_each_group_once() -> None:
-    script = build_script(["host"], FENCE).decode()
-    assert script.count("section host.limits ") == 1
-    assert script.count(FENCE) == 1
 
 
 # What an answer is believed.
@@ -201,9 +191,3 @@ def test_any_bytes_can_be_read(raw: bytes) -> None:
         for section in read_sections(answer, FENCE).values():
             assert "\x1b" not in section.output
             assert "\x00" not in section.output
-
-
-def test_a_missing_section_is_not_healthy() -> None:
-    section = Section("gpu.kernel")
-    assert not section.ok
-    assert section.trouble() == "gpu.kernel: missing"
