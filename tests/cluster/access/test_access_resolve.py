@@ -195,7 +195,7 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     ]
     assert host.jump is not None
     with pytest.raises(SshError, match="unknown") as caught:
-        HostKeys((), ()).check(host, RSAKey.generate(1024).asbytes())
+        HostKeys(()).check(host, RSAKey.generate(1024).asbytes())
     assert command in caught.value.remedy
 
 
