@@ -136,7 +136,7 @@ def report_view(report: CheckReport) -> RenderableType:
             Text(fold_nodes(nodes)),
             Text(difference.place),
             Text(difference.name),
-            Text(difference.kind.value, style="yellow"),
+            Text(difference.kind, style="yellow"),
             Text("-" if difference.live is None else difference.live),
             Text("-" if difference.planned is None else difference.planned),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from burst_cli import render
@@ -26,7 +27,7 @@ def run_push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool
         plan = push.plan(options, width=cluster.ssh.fan_out)
         if dry_run:
             if as_json:
-                render.emit_json(plan.to_dict())
+                render.emit_json(asdict(plan))
             else:
                 render.stdout().print(plan_view(plan))
             return 1 if any(node.problem for node in plan.nodes) else 0
@@ -39,7 +40,7 @@ def run_push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool
     if as_json:
         received = sum(result.received_bytes for result in results)
         head = {"image": plan.image, "identity": plan.identity, "ok": is_ok, "seconds": elapsed_s}
-        nodes = [result.to_dict() for result in results]
+        nodes = [asdict(result) for result in results]
         render.emit_json({**head, "sent_bytes": sent, "received_bytes": received, "nodes": nodes})
     else:
         render.stdout().print(results_view(results, elapsed_s))

@@ -55,8 +55,8 @@ def select_targets(
     from cluster.access.resolve import resolve_hosts
 
     config = compose(overrides, config_dirs).config
-    named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
-    if or_here and all(one is None for one in named):
+    is_named = any(one is not None for one in (hosts, hostfile, config.cluster.nodes))
+    if or_here and not is_named and slurm_nodes(os.environ) is None:
         return Targets(config, (), "this machine")
     nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
     return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)

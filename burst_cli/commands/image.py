@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -134,7 +135,7 @@ def status(
     found = [one.value or NodeImage(one.host.name, problem=str(one.error)) for one in outcomes]
     result = build_status(name, found, local)
     if as_json:
-        render.emit_json(result.to_dict())
+        render.emit_json(asdict(result))
     else:
         render.stdout().print(status_view(result))
     raise typer.Exit(result.exit_code)
@@ -157,8 +158,6 @@ def prune(
     that --image or cluster.container.image names stays. Containers and other
     images are never touched, not even those that were built upon ours.
     """
-    from dataclasses import asdict
-
     from burst_cli import render
     from burst_cli.image_view import prune_view
     from burst_cli.targets import select_targets

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +77,7 @@ def up(
     elapsed_s = time.monotonic() - begin_s
     status = read_status(name)
     if as_json:
-        render.emit_json({**status.to_dict(), "elapsed_s": elapsed_s})
+        render.emit_json({**asdict(status), "elapsed_s": elapsed_s})
         return
     from burst_cli.testbed_view import next_steps, status_table
 
@@ -102,7 +103,7 @@ def status(
     check_machine()
     found = [read_status(one) for one in ([name] if name is not None else standing_names())]
     if as_json:
-        render.emit_json({"testbeds": [one.to_dict() for one in found]})
+        render.emit_json({"testbeds": [asdict(one) for one in found]})
     else:
         from burst_cli.testbed_view import status_table
 
@@ -219,7 +220,7 @@ def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
 
     plan = build_plan(spec, config_file)
     if as_json:
-        render.emit_json(plan.to_dict())
+        render.emit_json(asdict(plan))
         return
     from burst_cli.testbed_view import plan_lines
 

@@ -51,12 +51,11 @@ class HostKeys:
     """Trusted and revoked keys of any number of files."""
 
     keys: tuple[KnownKey, ...]
-    files: tuple[str, ...]
 
     @classmethod
     def load(cls, files: Sequence[str]) -> HostKeys:
         """The keys in `files`; files that are not there are empty, lines that make no sense are passed over."""
-        return cls(tuple(key for file in files for key in _read(file)), tuple(files))
+        return cls(tuple(key for file in files for key in _read(file)))
 
     def find(self, names: Sequence[str]) -> tuple[KnownKey, ...]:
         """Trusted keys that any of `names` is known by."""

@@ -35,15 +35,6 @@ _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]\s]+)\]|(
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}\$?")
 
 
-@dataclass(frozen=True)
-class JumpHop:
-    """One element of a ProxyJump list, as written."""
-
-    name: str
-    user: str | None = None
-    port: int | None = None
-
-
 def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str] = ()) -> tuple[Host, ...]:
     """The hosts that `names` stand for, in order. Raises HostsError with every name that cannot be reached this way.
 
@@ -87,9 +78,9 @@ class Resolver:
         if depth >= MAX_JUMPS:
             raise HostsError(f"{target.name}: more than {MAX_JUMPS} jump hosts in a row; do they point at each other?")
         *before, last = chain.split(",")
-        hop = parse_jump(last, f"{target.name}: jump host")
-        options = self._options(hop.name, hop.user, hop.port)
-        host = self._host(hop.name, options, hop.user, hop.port)
+        name, user, port = parse_jump(last, f"{target.name}: jump host")
+        options = self._options(name, user, port)
+        host = self._host(name, options, user, port)
         if (host.address, host.port) == (target.address, target.port):
             return None  # a jump host that a pattern of the configuration sends through itself
         if self.ssh.identity_file is not None:
@@ -192,8 +183,8 @@ class Resolver:
         return re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)
 
 
-def parse_jump(text: str, source: str) -> JumpHop:
-    """[USER@]HOST[:PORT], or an ssh:// address, in parts. Raises HostsError."""
+def parse_jump(text: str, source: str) -> tuple[str, str | None, int | None]:
+    """(host, user, port) of [USER@]HOST[:PORT], or of an ssh:// address. Raises HostsError."""
     found = _JUMP.fullmatch(text.strip())
     name = (found["v6"] or found["host"]) if found else ""
     user = found["user"] if found else None
@@ -201,7 +192,7 @@ def parse_jump(text: str, source: str) -> JumpHop:
     is_port = port is None or 1 <= port <= 65535
     if not found or not is_host_name(name) or (user and not _USER.fullmatch(user)) or not is_port:
         raise HostsError(f"{source} {one_line(text, 80)!r}: expected [USER@]HOST[:PORT]")
-    return JumpHop(name, user, port)
+    return name, user, port
 
 
 def key_name(address: str, port: int) -> str:

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from cluster.access.deadline import Deadline
 from cluster.access.hosts import Host
@@ -19,11 +20,8 @@ from cluster.errors import SshError, SshFailure
 _TELLING = (SshFailure.REFUSED, SshFailure.TIMEOUT, SshFailure.UNREACHABLE)
 
 
-class NameService(Protocol):
-    """`socket.getaddrinfo`, as it is used here."""
-
-    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
-        """(family, type, protocol, name, address) of every address of `host`, best first."""
+# (family, type, protocol, name, address) of every address of a name, best first: `socket.getaddrinfo`.
+NameService = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 
 class CommandSocket(socket.socket):
@@ -50,11 +48,11 @@ class CommandSocket(socket.socket):
             self._process.wait()
 
 
-def open_socket(host: Host, deadline: Deadline, ask: NameService = socket.getaddrinfo) -> socket.socket:
+def open_socket(host: Host, deadline: Deadline, ask: NameService | None = None) -> socket.socket:
     """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE. ask: the name service."""
     if host.proxy_command is not None:
         return CommandSocket(host.proxy_command)
-    addresses = _look_up(host, deadline, ask)
+    addresses = _look_up(host, deadline, ask or _ask_system)
     failures: list[SshError] = []
     for number, (family, kind, protocol, _, address) in enumerate(addresses):
         share = deadline.at_most(deadline.left_s / (len(addresses) - number))
@@ -70,6 +68,10 @@ def open_socket(host: Host, deadline: Deadline, ask: NameService = socket.getadd
     raise min(failures, key=lambda failure: _TELLING.index(failure.kind))
 
 
+def _ask_system(name: str, port: int) -> Sequence[tuple[Any, ...]]:
+    return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+
+
 def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any, ...]]:
     """Addresses in the system's order of preference, without waiting longer than the deadline for a name server."""
     try:
@@ -82,7 +84,7 @@ def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any
 
     def wait() -> None:
         try:
-            answers.put(list(ask(host.address, host.port, type=socket.SOCK_STREAM)))
+            answers.put(list(ask(host.address, host.port)))
         except (OSError, UnicodeError) as error:
             answers.put(error)
 

@@ -10,15 +10,6 @@ from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
 
 
 @dataclass(frozen=True)
-class Route:
-    """One line of a node's IPv4 routes: packets to `destination` (a prefix, or `default`) leave by `interface`."""
-
-    destination: str
-    interface: str
-    gateway: str | None = None
-
-
-@dataclass(frozen=True)
 class StorageRoute:
     """A network file system that the node has mounted, and the interface by which it reaches the server."""
 
@@ -39,9 +30,9 @@ class DriverFacts:
 class NodeEnvironmentFacts:
     """One node, as far as its environment depends on it.
 
-    routes: None when they could not be read. lower_interfaces: what lies below a bond, bridge or VLAN: `bond0` ->
-    (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any; interface_reason: why it, or none. cores:
-    CPUs of a login. notes: what could not be read, in words.
+    gateways: interfaces with a router behind them; None when routes could not be read. lower_interfaces: what lies
+    below a bond, bridge or VLAN: `bond0` -> (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any;
+    interface_reason: why it, or none. cores: CPUs of a login. notes: what could not be read, in words.
     """
 
     node: str
@@ -50,7 +41,7 @@ class NodeEnvironmentFacts:
     gpus: tuple[GpuAddress, ...] = ()
     interface: NetInterface | None = None
     interface_reason: str = ""
-    routes: tuple[Route, ...] | None = None
+    gateways: frozenset[str] | None = None
     storage: tuple[StorageRoute, ...] = ()
     lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cores: int | None = None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from cluster.access.hosts import node_command
-from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, Route, StorageRoute
+from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
 from cluster.parse.fabric import GpuAddress, NetInterface
 from cluster.parse.gpus import parse_gpu_addresses
@@ -25,9 +25,7 @@ FACT_SECTIONS = (
     *("env.cores", "env.routes", "env.storage", "env.lower"),
 )
 _DEVICE = re.compile(r"\bdev (\S+)")
-_GATEWAY = re.compile(r"\bvia (\S+)")
-_ROUTE_KINDS = frozenset({"local", "broadcast", "multicast", "anycast"})
-_MAX_ROUTES = 4096
+_GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
 
 
 def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
@@ -54,7 +52,7 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
         gpus=_gpus(probe, adapters, notes),
         interface=choice.interface,
         interface_reason=choice.reason,
-        routes=_routes(probe.section("env.routes")),
+        gateways=_gateways(probe.section("env.routes")),
         storage=_storage(probe.section("env.storage"), notes),
         lower_interfaces=_lower(probe.section("env.lower"), interfaces),
         cores=_cores(probe.section("env.cores")),
@@ -75,16 +73,9 @@ def _gpus(probe: NodeProbe, adapters: Adapters, notes: list[str]) -> tuple[GpuAd
     return tuple(GpuAddress(index, path) for index, path in enumerate(ordered))
 
 
-def _routes(section: Section) -> tuple[Route, ...] | None:
-    """IPv4 routes to other machines, of all tables; None when they could not be read."""
-    if not section.ok:
-        return None
-    found = []
-    for line in section.output.splitlines()[:_MAX_ROUTES]:
-        words, device, gateway = line.split(), _DEVICE.search(line), _GATEWAY.search(line)
-        if words and device and words[0] not in _ROUTE_KINDS:
-            found.append(Route(words[0], device[1], gateway[1] if gateway else None))
-    return tuple(found)
+def _gateways(section: Section) -> frozenset[str] | None:
+    """Interfaces by which an IPv4 route leads to a gateway, of all tables; None when routes could not be read."""
+    return frozenset(_GATEWAY.findall(section.output)) if section.ok else None
 
 
 def _storage(section: Section, notes: list[str]) -> tuple[StorageRoute, ...]:

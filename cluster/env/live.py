@@ -5,10 +5,9 @@ Only variables of the families below are read and shown: an environment also hol
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.env.facts import NodeEnvironment
@@ -25,14 +24,6 @@ _RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
 _HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
 # A launch sets these for its run folder, which a plan made without that folder does not know.
 _OF_A_RUN = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"})
-
-
-class DifferenceKind(enum.StrEnum):
-    """How something that is set differs from the plan."""
-
-    DIFFERS = "differs"
-    UNKNOWN = "unknown"  # set on the node, and not by the plan
-    MISSING = "missing"  # planned, and a running process lacks it
 
 
 @dataclass(frozen=True)
@@ -53,19 +44,17 @@ class Difference:
 
     place: str
     name: str
-    kind: DifferenceKind
     planned: str | None
     live: str | None
 
+    @property
+    def kind(self) -> str:
+        """`unknown` to the plan, `missing` in a running process, or it `differs`."""
+        return "unknown" if self.planned is None else "missing" if self.live is None else "differs"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, with these names as keys."""
-        return {
-            "place": self.place,
-            "name": self.name,
-            "kind": self.kind.value,
-            "planned": self.planned,
-            "live": self.live,
-        }
+        return asdict(self) | {"kind": self.kind}
 
 
 def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
@@ -99,16 +88,11 @@ def compare_live(environment: NodeEnvironment, live: Iterable[LiveSource]) -> tu
     found: list[Difference] = []
     for source in live:
         for name, value in sorted(source.values.items()):
-            if name in planned and value != planned[name]:
-                found.append(Difference(source.place, name, DifferenceKind.DIFFERS, planned[name], value))
-            elif name not in planned and _matters(name, source):
-                found.append(Difference(source.place, name, DifferenceKind.UNKNOWN, None, value))
-        if source.is_process:
-            found += [
-                Difference(source.place, name, DifferenceKind.MISSING, value, None)
-                for name, value in planned.items()
-                if name not in source.values
-            ]
+            if value != planned.get(name) and (name in planned or _matters(name, source)):
+                found.append(Difference(source.place, name, planned.get(name), value))
+        for name, value in planned.items() if source.is_process else ():
+            if name not in source.values:
+                found.append(Difference(source.place, name, value, None))
     return tuple(found)
 
 

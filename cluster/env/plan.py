@@ -133,11 +133,11 @@ def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -
             )
         return LeftOut(name, "all ports lie in one InfiniBand subnet, as far as their GIDs tell: rails may cross")
     networks = _rail_networks(facts, ordered)
-    if networks is None or facts.routes is None:
+    if networks is None or facts.gateways is None:
         return LeftOut(name, "whether rails reach each other is not known (no IPv4 addresses or routes); NCCL decides")
     if len(set(networks.values())) < len(networks):
         return LeftOut(name, "rails share IPv4 networks: they may cross")
-    gateways = sorted({route.interface for route in facts.routes if route.interface in networks and route.gateway})
+    gateways = sorted(facts.gateways & networks.keys())
     if gateways:
         return LeftOut(name, f"rails have gateways ({', '.join(gateways)}): they may cross")
     return EnvironmentVariable(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cluster.image.archive import Packing
 
@@ -69,10 +68,6 @@ class ImagePlan:
     def pulling(self) -> tuple[NodePlan, ...]:
         """Nodes that get layers."""
         return tuple(node for node in self.nodes if node.route in (Route.DIRECT, Route.CHAIN))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def choose_feeders(nodes: Sequence[NodePlan], route: str) -> tuple[NodePlan, ...]:

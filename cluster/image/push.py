@@ -6,8 +6,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from cluster.access.fanout import fan_out
 from cluster.access.hosts import Host
@@ -54,10 +54,6 @@ class NodeResult:
         if self.error or not self.ok:
             return "failed" if self.error else "receiving"
         return "up to date" if self.route == Route.NONE.value else "done"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 class PushObserver(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.access.connection import Connection
@@ -54,10 +54,6 @@ class ImageStatus:
         if any(group.differs and not group.problem for group in self.groups):
             return 1
         return 3 if any(group.problem for group in self.groups) else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def read_node_image(connection: Connection, engine: Sequence[str], image: str) -> NodeImage:

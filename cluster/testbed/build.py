@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cluster.access.hosts import Host
 from cluster.testbed.folder import (
@@ -101,22 +100,12 @@ class TestbedPlan:
 
     __test__ = False
 
-    spec: TestbedSpec
+    name: str
+    nodes: tuple[str, ...]
     folder: str
     config_file: str
     commands: tuple[Command, ...]
     files: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "name": self.spec.name,
-            "nodes": list(self.spec.node_names),
-            "folder": self.folder,
-            "config_file": self.config_file,
-            "commands": [list(command) for command in self.commands],
-            "files": self.files,
-        }
 
 
 def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
@@ -136,7 +125,7 @@ def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
         files |= {str(path): text for path, text in testbed.slurm.files().items()}
         commands += testbed.slurm.commands()
         commands += [(*_inside(node), *testbed.slurm.node_command(node.name)) for node in testbed.nodes]
-    return TestbedPlan(spec, str(folder.path), str(config_file), tuple(commands), files)
+    return TestbedPlan(spec.name, spec.node_names, str(folder.path), str(config_file), tuple(commands), files)
 
 
 def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: None) -> Testbed:

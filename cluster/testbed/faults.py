@@ -33,8 +33,6 @@ _FULL_KIB = 64
 class FaultKind:
     """One switch. value: what its value is called, None without; several may be in force with different values."""
 
-    name: str
-    help: str
     enforce: Callable[[Node, Sequence[Fault]], None]
     value: str | None = None
     value_needed: bool = False
@@ -155,19 +153,16 @@ def _docker(node: Node, faults: Sequence[Fault]) -> None:
 
 
 FAULT_KINDS = {
-    kind.name: kind
-    for kind in (
-        FaultKind("link_down", "cut its links: nobody answers", _links, "INTERFACE", several=True),
-        FaultKind("link_slow", "its links carry no more than this", _rates, "RATE", value_needed=True),
-        FaultKind("sshd_stop", "no sshd: connections are refused, sessions go on", _sshd),
-        FaultKind("sshd_hang", "sshd accepts and stays silent", _sshd),
-        FaultKind("key_swap", "sshd shows another host key", _sshd),
-        FaultKind("login_refused", "sshd accepts no key", _login),
-        FaultKind("slow_shell", "every command begins so much later", _shell, "SECONDS", value_needed=True),
-        FaultKind("disk_full", "no space in this folder, or only so much", _disks, "PATH[:FREE]", True, True),
-        FaultKind("docker_stop", "no Docker engine", _docker),
-        FaultKind("hardware", "a fault of its fake hardware", _hardware, "FAULT", True, True),
-    )
+    "link_down": FaultKind(_links, "INTERFACE", several=True),
+    "link_slow": FaultKind(_rates, "RATE", value_needed=True),
+    "sshd_stop": FaultKind(_sshd),
+    "sshd_hang": FaultKind(_sshd),
+    "key_swap": FaultKind(_sshd),
+    "login_refused": FaultKind(_login),
+    "slow_shell": FaultKind(_shell, "SECONDS", value_needed=True),
+    "disk_full": FaultKind(_disks, "PATH[:FREE]", True, True),
+    "docker_stop": FaultKind(_docker),
+    "hardware": FaultKind(_hardware, "FAULT", True, True),
 }
 
 

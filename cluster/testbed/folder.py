@@ -92,6 +92,9 @@ class NodeFolder:
         self.bin = path / "bin"  # fake tools, first in PATH
         self.fake = path / "root"  # of the fake /sys, /proc, ...: what BURST_PROBE_ROOT names
         self.holder_pid = path / "holder.pid"  # of the process that holds the node's namespaces
+        self.holder_log = path / "holder.log"
+        self.sshd_pid, self.sshd_log = self.ssh / "sshd.pid", self.ssh / "sshd.log"
+        self.docker_pid, self.docker_log = self.docker / "docker.pid", self.docker / "dockerd.log"
 
     @property
     def testbed(self) -> TestbedFolder:

@@ -88,7 +88,7 @@ class Node:
 
     def sshd_command(self) -> tuple[str, ...]:
         """What starts sshd, inside the node."""
-        return (tool_path("sshd"), "-f", str(self.folder.ssh / "sshd_config"), "-E", str(self._sshd_log))
+        return (tool_path("sshd"), "-f", str(self.folder.ssh / "sshd_config"), "-E", str(self.folder.sshd_log))
 
     def docker_command(self) -> tuple[str, ...]:
         """What starts the Docker engine, inside the node."""
@@ -96,17 +96,17 @@ class Node:
 
     def start_holder(self) -> None:
         """Start the process that holds the namespaces; `wait_for_holder` says when they are complete."""
-        run_command(self.hold_command(), environment=self._environment, log=self._holder_log)
+        run_command(self.hold_command(), environment=self._environment, log=self.folder.holder_log)
 
     def wait_for_holder(self) -> None:
         """Return as soon as the node's namespaces are complete."""
 
         def complete() -> bool:
             if (self.folder.path / "holder.failed").exists():
-                raise TestbedError(f"{self.name}: cannot set up its namespaces: {last_lines(self._holder_log)}")
+                raise TestbedError(f"{self.name}: cannot set up its namespaces: {last_lines(self.folder.holder_log)}")
             return self.folder.holder_pid.exists()
 
-        self._wait(complete, "its namespaces", self._holder_log)
+        self._wait(complete, "its namespaces", self.folder.holder_log)
 
     def inside(self, *argv: str) -> tuple[str, ...]:
         """`argv` as it runs inside the node."""
@@ -126,18 +126,18 @@ class Node:
 
     def wait_for_sshd(self) -> None:
         """Return as soon as sshd answers."""
-        self._wait(lambda: self.sshd_service(0.5) is Service.UP, "sshd", self._sshd_log)
+        self._wait(lambda: self.sshd_service(0.5) is Service.UP, "sshd", self.folder.sshd_log)
 
     def stop_sshd(self) -> None:
         """End the listener; sessions go on."""
         pid = self.sshd_pid()
         if pid is not None:
             stop_process(pid, signal.SIGKILL, timeout_s=5)
-        self._sshd_pid_file.unlink(missing_ok=True)
+        self.folder.sshd_pid.unlink(missing_ok=True)
 
     def sshd_pid(self) -> int | None:
         """Number of the listener, None when none runs."""
-        return self.pid_of(self._sshd_pid_file)
+        return self.pid_of(self.folder.sshd_pid)
 
     def sshd_service(self, timeout_s: float) -> Service:
         """What of an SSH server is at its address."""
@@ -154,21 +154,19 @@ class Node:
 
     def start_docker(self) -> None:
         """Start the Docker engine; `wait_for_docker` says when it answers."""
-        log = self.folder.docker / "dockerd.log"
-        run_command(self.inside(*self.docker_command()), environment=self._environment, log=log)
+        run_command(self.inside(*self.docker_command()), environment=self._environment, log=self.folder.docker_log)
 
     def wait_for_docker(self) -> None:
         """Return as soon as the Docker engine answers."""
-        self._wait(self.docker_answers, "the Docker engine", self.folder.docker / "dockerd.log")
+        self._wait(self.docker_answers, "the Docker engine", self.folder.docker_log)
 
     def stop_docker(self) -> None:
         """End the Docker engine and its containers in good order; its images stay."""
-        docker = self.folder.docker
-        pid = self.pid_of(docker / "docker.pid")
+        pid = self.pid_of(self.folder.docker_pid)
         if pid is not None and not stop_process(pid, signal.SIGTERM, timeout_s=_DOCKER_STOP_S):
             stop_process(pid, signal.SIGKILL, timeout_s=5)
-        for name in ("docker.pid", "docker.sock"):
-            (docker / name).unlink(missing_ok=True)
+        for path in (self.folder.docker_pid, self.folder.docker_socket):
+            path.unlink(missing_ok=True)
 
     def docker_answers(self) -> bool:
         """Whether the Docker engine answers /_ping with OK."""
@@ -204,18 +202,6 @@ class Node:
     @property
     def _environment(self) -> dict[str, str]:
         return {MARK_VARIABLE: self._testbed, "HOME": str(self.folder.home)}
-
-    @property
-    def _sshd_pid_file(self) -> Path:
-        return self.folder.ssh / "sshd.pid"
-
-    @property
-    def _sshd_log(self) -> Path:
-        return self.folder.ssh / "sshd.log"
-
-    @property
-    def _holder_log(self) -> Path:
-        return self.folder.path / "holder.log"
 
     def _wait(self, ready: Callable[[], bool], what: str, log: Path) -> None:
         deadline = time.monotonic() + _READY_S

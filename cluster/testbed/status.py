@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.testbed.build import Testbed
 from cluster.testbed.folder import TestbedError, folder_of
@@ -46,10 +45,6 @@ class TestbedStatus:
     ssh_config: str | None = None
     slurm_conf: str | None = None
     leftovers: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def read_status(name: str) -> TestbedStatus:

@@ -54,7 +54,7 @@ def sshd_config_text(state: TestbedState, node: str, folder: NodeFolder, extra: 
         "AddressFamily inet",
         "ListenAddress 0.0.0.0",
         f"HostKey {ssh / 'host_key'}",
-        f"PidFile {ssh / 'sshd.pid'}",
+        f"PidFile {folder.sshd_pid}",
         "AuthorizedKeysFile .ssh/authorized_keys",
         f"AllowUsers {SSH_USER}",
         "PermitRootLogin prohibit-password",
@@ -123,7 +123,7 @@ def daemon_json_text(state: TestbedState, folder: NodeFolder) -> str:
         "hosts": [f"unix://{folder.docker_socket}"],
         "data-root": str(docker / "data"),
         "exec-root": str(docker / "exec"),
-        "pidfile": str(docker / "docker.pid"),
+        "pidfile": str(folder.docker_pid),
         "deprecated-key-path": str(docker / "key.json"),  # else all engines of this machine have one ID
         "bridge": "none",
         "iptables": False,

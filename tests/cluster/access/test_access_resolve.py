@@ -135,9 +135,9 @@ def test_a_jump_host_that_is_no_host_is_refused(jump: str) -> None:
 
 
 def test_jump_hosts_come_in_every_spelling() -> None:
-    assert parse_jump("ssh://u@h:22", "").port == 22
-    assert parse_jump("[::1]:2200", "").name == "::1"
-    assert parse_jump("h", "").user is None
+    assert parse_jump("ssh://u@h:22", "") == ("h", "u", 22)
+    assert parse_jump("[::1]:2200", "") == ("::1", None, 2200)
+    assert parse_jump("h", "") == ("h", None, None)
 
 
 def test_every_bad_name_is_told_at_once(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     ]
     assert host.jump is not None
     with pytest.raises(SshError, match="unknown") as caught:
-        HostKeys((), ()).check(host, RSAKey.generate(1024).asbytes())
+        HostKeys(()).check(host, RSAKey.generate(1024).asbytes())
     assert command in caught.value.remedy
 
 
@@ -207,10 +207,10 @@ def test_options_keep_their_order_and_repeat() -> None:
     }
 
 
-def test_five_hundred_names_are_resolved_in_seconds(tmp_path: Path) -> None:
-    names = parse_nodes("n[1-512]", "test").names
+def test_hundreds_of_names_are_resolved_in_seconds(tmp_path: Path) -> None:
+    names = parse_nodes("n[1-256]", "test").names
     blocks = "".join(f"Host {name}\n  HostName 127.0.0.1\n  Port {3000 + k}\n" for k, name in enumerate(names))
     begin = os.times().elapsed
     hosts = resolve(tmp_path, blocks, *names)
-    assert [host.port for host in hosts] == list(range(3000, 3512))
-    assert os.times().elapsed - begin < 20  # 2 s on two idle cores
+    assert [host.port for host in hosts] == list(range(3000, 3256))
+    assert os.times().elapsed - begin < 10  # 1 s on two idle cores

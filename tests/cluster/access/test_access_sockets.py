@@ -20,9 +20,12 @@ from cluster.errors import SshError, SshFailure
 def names(*addresses: str) -> NameService:
     """A name service that knows one name."""
 
-    def ask(host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+    def ask(host: str, port: int) -> list[tuple[Any, ...]]:
         families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses]
-        return [(family, type, 0, "", (address, port)) for family, address in zip(families, addresses, strict=True)]
+        return [
+            (family, socket.SOCK_STREAM, 0, "", (address, port))
+            for family, address in zip(families, addresses, strict=True)
+        ]
 
     return ask
 
@@ -81,7 +84,7 @@ def test_an_address_that_hangs_ends_with_the_deadline() -> None:
 def test_a_name_service_that_hangs_ends_with_the_deadline() -> None:
     never = threading.Event()
 
-    def ask(host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+    def ask(host: str, port: int) -> list[tuple[Any, ...]]:
         never.wait(200)
         return []
 

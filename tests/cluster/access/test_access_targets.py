@@ -75,6 +75,13 @@ def test_the_first_list_that_is_given_counts(tmp_path: Path, monkeypatch: pytest
     assert [targets.source for targets in found] == sources
 
 
+def test_what_slurm_says_is_not_read_where_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "s[1-")
+    for or_here in (False, True):
+        targets = select_targets([], [], hosts="h1", hostfile=None, or_here=or_here)
+        assert [host.name for host in targets.hosts] == ["h1"]
+
+
 def test_two_lists_or_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HostsError, match="one of them"):
         select_targets([], [], hosts="a", hostfile=tmp_path / "x")

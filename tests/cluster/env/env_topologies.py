@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, Route, StorageRoute
+from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, StorageRoute
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
 from engine.config.cluster import ClusterConfig
@@ -35,7 +35,7 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
         ),
         "interface": next(one for one in interfaces if one.name == given["interface"]),
         "interface_reason": "the default route leaves here",
-        "routes": tuple(Route(**entry) for entry in given["routes"]) if "routes" in given else None,
+        "gateways": frozenset(given["gateways"]) if "gateways" in given else None,
         "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
         "lower_interfaces": {upper: tuple(names) for upper, names in given.get("lower", {}).items()},
         "cores": given["cores"],

@@ -52,7 +52,7 @@ def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
     assert len(facts.gpus) == 8
     assert facts.cores is not None
     assert facts.interface is not None
-    assert facts.routes is not None
+    assert facts.gateways is not None
     assert facts.notes == ()
     environment = plan_environment(facts, CONFIG)
     assert kept(environment) == [f"mlx5_{index}" for index in range(8)]
@@ -103,6 +103,17 @@ def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> No
     (h100 / "sys/class/net/bond7/lower_eth8").symlink_to("../eth8")
     facts = read_facts(asked_again(answer, "env"), CONFIG)
     assert facts.carriers("bond7") == {"bond7", "eth8"}
+
+
+def test_interfaces_with_a_gateway_are_found_in_every_kind_of_route(answer: NodeProbe) -> None:
+    text = (
+        "default via 10.0.0.254 dev eth0 proto dhcp\n10.1.0.0/16 dev eth1 scope link\nlocal 10.1.0.1 dev eth1\n"
+        "10.2.0.0/16 proto static\n\tnexthop via 10.3.0.1 dev eth2 weight 1\n\tnexthop via inet6 fe80::1 dev eth3\n"
+    )
+    told = with_sections(answer, section("env.routes", text))
+    assert read_facts(told, CONFIG).gateways == {"eth0", "eth2", "eth3"}
+    late = with_sections(answer, section("env.routes", "", None, SectionState.TIMED_OUT))
+    assert read_facts(late, CONFIG).gateways is None
 
 
 def test_unknown_ways_to_storage_are_a_note(answer: NodeProbe) -> None:

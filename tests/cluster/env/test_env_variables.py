@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from env_topologies import MACHINES, interface, machine, node, port
 
-from cluster.env.facts import DriverFacts, NodeEnvironment, Route
+from cluster.env.facts import DriverFacts, NodeEnvironment
 from cluster.env.plan import plan_environment
 from cluster.parse.fabric import GpuAddress
 from engine.config.cluster import ClusterConfig
@@ -62,17 +62,16 @@ def test_roce_without_an_ipv4_address_is_a_warning() -> None:
 def test_rails_in_networks_of_their_own_without_gateway_cannot_cross() -> None:
     ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
     known = {"interfaces": rails("10.0.0.1/24", "10.1.0.1/24")}
-    assert node(*ports, routes=(), **known).value("NCCL_CROSS_NIC") == "0"
-    assert "not known" in left_out(node(*ports, routes=None, **known), "NCCL_CROSS_NIC")
-    gateway = (Route("10.1.0.0/16", "eth1", "10.0.0.254"),)
-    assert "rails have gateways (eth1)" in left_out(node(*ports, routes=gateway, **known), "NCCL_CROSS_NIC")
-    elsewhere = (Route("default", "eth0", "10.0.0.254"),)
-    assert node(*ports, routes=elsewhere, **known).value("NCCL_CROSS_NIC") == "0"
+    assert node(*ports, gateways=frozenset(), **known).value("NCCL_CROSS_NIC") == "0"
+    assert "not known" in left_out(node(*ports, gateways=None, **known), "NCCL_CROSS_NIC")
+    there = left_out(node(*ports, gateways=frozenset({"eth1"}), **known), "NCCL_CROSS_NIC")
+    assert "rails have gateways (eth1)" in there
+    assert node(*ports, gateways=frozenset({"eth0"}), **known).value("NCCL_CROSS_NIC") == "0"
 
 
 def test_rails_in_one_network_may_cross() -> None:
     ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
-    environment = node(*ports, routes=(), interfaces=rails("10.0.0.1/16", "10.0.1.1/16"))
+    environment = node(*ports, gateways=frozenset(), interfaces=rails("10.0.0.1/16", "10.0.1.1/16"))
     assert "share IPv4 networks" in left_out(environment, "NCCL_CROSS_NIC")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
@@ -90,7 +91,7 @@ def test_a_plan_folds_equal_nodes_and_shows_the_chain():
 
 
 def test_a_plan_is_plain_json():
-    document = json.loads(json.dumps(plan_of(EMPTY["a"]).to_dict()))
+    document = json.loads(json.dumps(asdict(plan_of(EMPTY["a"]))))
 
     assert (document["nodes"][0]["route"], document["packing"]) == ("direct", "zstd")
 

@@ -12,6 +12,7 @@ import pytest
 from testkit.testbed_fixture import next_name
 
 from burst_cli.app import main
+from cluster.testbed.faults import FAULT_KINDS
 from cluster.testbed.folder import folder_of
 from cluster.testbed.teardown import leftovers
 
@@ -113,6 +114,13 @@ def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):
 
     assert code == 2
     assert text in err
+
+
+def test_every_kind_of_fault_can_be_read_about(burst):
+    code, out, _ = burst("testbed", "fault", "--help")
+
+    assert code == 0
+    assert [kind for kind in FAULT_KINDS if f" {kind} " not in out] == []
 
 
 def test_what_does_not_stand_is_named_with_the_way_to_build_it(burst, name):

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.access.ssh import connect
 from cluster.errors import SshError, SshFailure
-from cluster.testbed.faults import FAULT_KINDS, clear_faults, set_fault
+from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import TestbedError
 from cluster.testbed.status import read_status
 from engine.config.errors import ConfigError
@@ -157,7 +157,3 @@ def test_a_fault_without_sense_is_refused_in_words(testbed, node, kind, value, t
 def test_a_node_that_is_not_there_is_named_with_those_that_are(testbed):
     with pytest.raises(TestbedError, match=r"no node 'elsewhere'; it has .*\[1-2\]"):
         set_fault(testbed, "elsewhere", "sshd_stop")
-
-
-def test_every_kind_of_fault_can_be_read_about():
-    assert all(kind.help and (kind.value or not kind.value_needed) for kind in FAULT_KINDS.values())

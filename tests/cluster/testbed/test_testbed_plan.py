@@ -185,9 +185,9 @@ def test_other_systems_are_told_that_they_cannot():
 
 
 def test_the_plan_holds_every_command_and_file_and_touches_nothing(tmp_path):
-    plan = build_plan(TestbedSpec("lab", nodes=2, docker=True), tmp_path / "lab.yaml").to_dict()
+    plan = build_plan(TestbedSpec("lab", nodes=2, docker=True), tmp_path / "lab.yaml")
 
-    starts = [word for command in plan["commands"] for word in command if word.endswith(("/sshd", "/dockerd"))]
+    starts = [word for command in plan.commands for word in command if word.endswith(("/sshd", "/dockerd"))]
     assert len(starts) == 4
-    assert str(tmp_path / "lab.yaml") in plan["files"]
+    assert str(tmp_path / "lab.yaml") in plan.files
     assert list(tmp_path.iterdir()) == []
