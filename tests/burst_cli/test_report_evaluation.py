@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from report_samples import make_run, report, variant
 
-from burst_cli.evaluation_view import evaluation_tables
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.draw import panel_svg
+from burst_cli.report.evaluation import evaluation_tables
 from burst_cli.report.panels import needle_panels
 from burst_cli.report.records import effective_time
 from burst_cli.report.write import report_page

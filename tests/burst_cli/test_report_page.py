@@ -303,13 +303,3 @@ def test_picture_is_a_png_that_replaces_only_its_own_kind(
     capsys.readouterr()
     assert report(tmp_path / "none", "--png", str(tmp_path / "p.png")) == 2
     assert "nothing to draw" in capsys.readouterr().err
-
-
-def test_latex_escapes_what_tex_would_run(
-    methods_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", attention_preset="a_b & \\input{x} 100%")
-    assert report(tmp_path, "--format", "latex") == 0
-    output = capsys.readouterr().out
-    assert r"a\_b \& \textbackslash{}input\{x\} 100\%" in output
-    assert output.count("\\begin{tabular}") == output.count("\\end{tabular}") == 1
