@@ -153,10 +153,10 @@ def test_page_is_written_before_a_gate_fails(methods, tmp_path: Path) -> None:
 # --- sweeps: every cell is a row, also the ones that never ran --------------------------------------------------------
 
 
-def cell(name: str, preset: str, seq_len: int, state: str, run: Path | None = None, **facts: Any) -> dict[str, Any]:
+def cell(name: str, preset: str, seq_len: int, run: Path | None = None, **facts: Any) -> dict[str, Any]:
     known = config_facts(replace(variant(preset, seq_len), exp="tiny"))
     path = str(run) if run else None
-    return {"id": name, "exp": "tiny", "facts": known, "run_path": path, "state": state, **facts}
+    return {"id": name, "exp": "tiny", "facts": known, "run_path": path, **facts}
 
 
 @pytest.fixture
@@ -167,12 +167,12 @@ def runs_dir(tmp_path: Path) -> Path:
     lost = make_run(folder, "tiny/20260101-000003-cccccc", config=variant("burst", 1024), final="oom", steps=0)
     make_run(folder, "tiny/20260101-000004-dddddd", config=variant("ulysses", 512))
     cells = [
-        cell("c1", "ring", 512, "completed", first.path),
-        cell("c2", "burst", 512, "completed", Path("tiny/20260101-000002-bbbbbb")),
-        cell("c3", "burst", 1024, "oom", lost.path),
-        cell("c4", "ring", 1024, "pending"),
-        cell("c5", "ring", 2048, "oom", None, result={"predicted": True, "message": "needs 90 GiB"}),
-        cell("c6", "burst", 2048, "completed", folder / "tiny/20260101-999999-ffffff"),
+        cell("c1", "ring", 512, first.path),
+        cell("c2", "burst", 512, Path("tiny/20260101-000002-bbbbbb")),
+        cell("c3", "burst", 1024, lost.path),
+        cell("c4", "ring", 1024),
+        cell("c5", "ring", 2048, None, short_of_memory="needs 90 GiB"),
+        cell("c6", "burst", 2048, folder / "tiny/20260101-999999-ffffff"),
     ]
     write(folder, "lengths-12ab", {"cells": cells})
     return folder
