@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
-from burst_cli.figures import count_of, fitting
+from burst_cli.figures import count_of
 from burst_cli.render import PIPE_WIDTH
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
@@ -36,6 +36,7 @@ from burst_cli.report.panels import (
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
+from burst_cli.tables import fitting
 from engine.errors import BurstError, ConfigError
 from engine.runs import STATES
 

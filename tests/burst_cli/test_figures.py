@@ -9,13 +9,13 @@ from burst_cli.figures import (
     clean,
     count,
     duration,
-    fitting,
     flops_per_s,
     percent,
     plain,
     seconds,
     sparkline,
 )
+from burst_cli.tables import fitting
 
 
 @pytest.mark.parametrize(
