@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 1
-_LEAST_WITH_NOTES = 60  # columns of a terminal; from there on a quarter of them is for notes
+_LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,22 @@ def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]
 
 def is_too_wide(columns: Sequence[Column], rows: Sequence[Sequence[Text]], notes: Sequence[Text], width: int) -> bool:
     """Whether `fitted_table` would leave out columns."""
-    return sum(_widths(columns, rows)) > _room(notes, width)
+    return sum(_widths(columns, rows)) > width - _notes_room(notes, width)
 
 
-def fitted_table(columns: Sequence[Column], rows: Sequence[Sequence[Text]], notes: Sequence[Text], width: int) -> Table:
-    """The cells of `rows` that have room, and the note of each row."""
+def fitted_table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Text]],
+    notes: Sequence[Text],
+    width: int,
+    *,
+    notes_room: int | None = None,
+) -> Table:
+    """The cells of `rows` that have room, and the note of each row, for which `notes_room` is kept free."""
     has_notes = any(notes)
+    room = width - (_notes_room(notes, width) if notes_room is None or not has_notes else notes_room)
     widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes
-    kept = fitting([column.rank for column in columns], widths, _room(notes, width))
+    kept = fitting([column.rank for column in columns], widths, room)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
     table.width = width if has_notes else None
     for place in kept:
@@ -51,8 +59,8 @@ def fitted_table(columns: Sequence[Column], rows: Sequence[Sequence[Text]], note
     return table
 
 
-def _room(notes: Sequence[Text], width: int) -> int:
-    return width - (width // 4 if any(notes) and width >= _LEAST_WITH_NOTES else 0)
+def _notes_room(notes: Sequence[Text], width: int) -> int:
+    return width // 4 if any(notes) and width >= _LEAST_WITH_NOTES else 0
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> list[int]:
