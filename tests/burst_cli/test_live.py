@@ -20,7 +20,7 @@ from testkit.clock import Clock
 
 from burst_cli.logs.alarms import FRESH_S, AlarmWatch
 from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, draw, hang_text, open_view
-from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, node_rows, nodes_table
+from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, heard_text, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import RunFacts, read_facts
 from cluster.control.link import NodeStatus
@@ -129,6 +129,10 @@ def test_what_is_left_out_is_counted(marks: list[str], room: int) -> None:
     assert [row for row in shown if row.mark == "ok"] == well[: max(0, min(room, len(well)))]
 
 
+def test_age_of_news_is_short() -> None:
+    assert [heard_text(value) for value in (None, 0.4, 7.2, 300.0, 9000.0)] == ["–", "now", "7 s", "5 min", "2 h"]
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +150,14 @@ def test_phase_is_shown_until_the_first_step(bare: RunFolder) -> None:
     assert progress.poll() is True
     assert (progress.phase, progress.step, progress.remaining_s()) == ("build model", 0, None)
     assert progress.poll() is False
+
+
+def test_time_left_is_the_median_step_times_the_steps_left(bare: RunFolder) -> None:
+    progress = RunProgress(bare, 10)
+    for number, seconds in enumerate((60.0, 2.0, 3.0), start=1):
+        bare.append_metrics({"step": number, "step_time_s": seconds})
+    progress.poll()
+    assert progress.remaining_s() == 3.0 * 7
 
 
 def test_unknown_figures_are_none_and_damaged_rows_are_ignored(bare: RunFolder) -> None:
