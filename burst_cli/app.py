@@ -39,7 +39,7 @@ class Verb:
 VERBS = (
     Verb("launch", "burst_cli.commands.launch", "Train: write the run folder, start the ranks, show progress."),
     Verb("sweep", "burst_cli.commands.sweep", "Run every combination of listed values, resumable, and fill a table."),
-    Verb("runs", "burst_cli.commands.runs", "List runs, newest first: state, step, loss, why one failed."),
+    Verb("runs", "burst_cli.commands.runs", "List runs, newest first: state, speed, MFU, loss, why one failed."),
     Verb("status", "burst_cli.commands.status", "Show how a run is: progress, nodes, what went wrong, what to type."),
     Verb("logs", "burst_cli.commands.logs", "Show what the ranks say, equal lines as one; -f follows to the end."),
     Verb("cancel", "burst_cli.commands.cancel", "Stop runs and wait for their end, from any terminal."),

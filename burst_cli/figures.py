@@ -125,12 +125,3 @@ def fold_names(names: Sequence[str]) -> str:
         return fold_nodes(unique)
     except Exception:  # the library has no common error for names that it does not understand
         return ",".join(unique)
-
-
-def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]:
-    """The places of the columns of a table that fit into `room`, those of the lowest ranks; at least one."""
-    kept: list[int] = []
-    for place in sorted(range(len(ranks)), key=lambda place: ranks[place]):
-        if not kept or sum(widths[one] for one in kept) + widths[place] <= room:
-            kept.append(place)
-    return sorted(kept)

@@ -14,12 +14,12 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.data_progress import show_progress
 from burst_cli.evaluation import weights_of
-from burst_cli.evaluation_view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.launch_request import LaunchRequest, prepare_launch
 from burst_cli.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.next_attempt import lead_attempts
 from burst_cli.plan_view import launch_notes, show_plan
+from burst_cli.report.evaluation import evaluation_view, is_evaluation
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress

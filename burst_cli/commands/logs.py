@@ -63,7 +63,7 @@ def logs(
 
     Logs carry no common clock: without -f they come in the order of ranks, with -f as they arrive. Terminal escapes
     are removed, bytes that are no text are shown as replacement marks, and long lines are cut on the screen. When
-    more arrives than can be read, lines are left out and counted; the log itself always has all of them.
+    more arrives than can be read, lines are left out, and it is said how much; the log itself has all of them.
 
     -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
     """

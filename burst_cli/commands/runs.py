@@ -52,7 +52,7 @@ def runs(
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, newest first: state, step, loss, duration, nodes x ranks, and why one failed.
+    """List runs, newest first: state, step, speed, MFU, loss, duration, nodes x ranks, and why one failed.
 
     Exit code 0, also when there are none. A run marked `lost` says that it runs, but the process that controlled it is
     gone: `burst status RUN` finds out what became of it, `burst resume RUN` takes it over.

@@ -38,7 +38,7 @@ from burst_cli.report.columns import (
 from burst_cli.report.compare import Comparison, compare
 from burst_cli.report.records import Record, effective_time, read_record, text, with_hardware
 from burst_cli.runs.choose import select_runs
-from burst_cli.sweep.store import SweepError, find_sweep
+from burst_cli.sweep.store import SweepError, cell_now, find_sweep
 from burst_cli.values import age_s, number, table, word
 from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
@@ -310,16 +310,16 @@ def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
     run = _run_of(cell.get("run_path"), runs_dir)
     if run is not None:
         return {**read_record(run), "cell": str(cell.get("id"))}
-    state = str(cell.get("state") or "pending")
-    overrides = cell.get("overrides")
+    now, overrides = cell_now(cell), cell.get("overrides")
+    state = {"pending": NOT_RUN, "running": MISSING}.get(now["state"], now["state"])
     return {
         **table(cell, "facts"),
         "cell": str(cell.get("id")),
         "run_id": None,
-        "status": {"pending": NOT_RUN, "running": MISSING, "completed": MISSING}.get(state, state),
+        "status": MISSING if cell.get("run_path") and state == NOT_RUN else state,
         "path": None,
         "exp": word(cell, "exp") or "?",
-        "failure_text": word(table(cell, "result"), "message"),
+        "failure_text": word(now["result"], "message"),
         "overrides": " ".join(map(str, overrides)) if isinstance(overrides, list) else None,
     }
 

@@ -90,8 +90,9 @@ def pooled(records: Iterable[Record], name: str) -> Pooled | None:
 
     middles = figures(name)
     low, high = figures(f"{name}_p25") or middles, figures(f"{name}_p75") or middles
-    steps = sum(figures("step_time_s_n"))
-    return Pooled(statistics.median(middles), min(low), max(high), int(steps), len(runs))
+    middle, steps = statistics.median(middles), sum(figures("step_time_s_n"))
+    # A damaged summary may have quartiles on one side of its median, which no bar can show.
+    return Pooled(middle, min(middle, *low), max(middle, *high), int(steps), len(runs))
 
 
 def share_a_peak(records: Iterable[Record]) -> bool:

@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
-from burst_cli.evaluation_view import evaluation_tables, evaluation_view, is_evaluation, weights_text
-from burst_cli.figures import count_of, fitting
+from burst_cli.figures import count_of
 from burst_cli.render import PIPE_WIDTH
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
+from burst_cli.report.evaluation import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,
@@ -35,6 +35,7 @@ from burst_cli.report.panels import (
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
+from burst_cli.tables import fitting
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import replace_file
 from engine.runs.folder import STATES

@@ -13,17 +13,25 @@ from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, percent
 from burst_cli.runs.read import RunFacts
+from burst_cli.tables import Column, fitted_table
 from burst_cli.values import number, rows, table, word
 from cluster.control.link import NodeStatus
 
-WIDE = 100  # columns for figures and notes
-MIDDLE = 72  # columns for figures or notes
 QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
 LITTLE_DISK_BYTES = 2**30
 MUCH_MEMORY = 0.95
 HOT_C = 90.0
 _RANK_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "gone": "gone"}
 _NOT_THROTTLED = ("none", "not active", "0x0000000000000000")
+_COLUMNS = (
+    Column("node", 0, is_number=False),
+    Column("state", 1, is_number=False),
+    Column("heard", 4),
+    Column("ranks", 3, is_number=False),
+    Column("GPU", 2),
+    Column("load", 5),
+    Column("memory", 6),
+)
 _STYLES = {"bad": "bold red", "warn": "yellow", "ok": ""}
 _PHASE_STYLES = {"running": "green", "stopping": "yellow", "lost": "bold red", "none": "dim", "ended": ""}
 
@@ -189,40 +197,28 @@ def nodes_table(rows: Sequence[NodeRow], width: int, height: int) -> RenderableT
 
 
 def _table(rows: Sequence[NodeRow], width: int) -> Table:
-    has_notes = any(row.notes for row in rows) or width < MIDDLE
-    table = Table(
-        box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0), width=width if has_notes else None
-    )
-    room = max(8, width // 4)
-    titles = ["node", "state"]
-    if width >= MIDDLE:
-        # Where there is little room, notes say more than the figures of nodes that are well.
-        titles += ["heard", "ranks", "GPU", *(["load", "memory"] if width >= WIDE or not has_notes else [])]
-    cells = [_cells(row, room) for row in rows]
-    titles = [title for title in titles if any(row[title].plain != DASH for row in cells)]
-    for title in titles:
-        is_text = title in ("node", "state", "ranks")
-        table.add_column(title, no_wrap=True, justify="left" if is_text else "right", overflow="ellipsis")
-    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1 if has_notes else None)
-    for row, texts in zip(rows, cells, strict=True):
-        notes = "; ".join(row.notes) or ("" if width >= MIDDLE else _most_telling(row))
-        table.add_row(*(texts[title] for title in titles), Text(notes, style=_STYLES[row.mark] if row.notes else "dim"))
-    return table
+    cells = [_cells(row, max(8, width // 4)) for row in rows]
+    told = [place for place in range(len(_COLUMNS)) if any(row[place].plain != DASH for row in cells)]
+    columns = [_COLUMNS[place] for place in told]
+    texts = [[row[place] for place in told] for row in cells]
+    notes = [Text("; ".join(row.notes), style=_STYLES[row.mark]) for row in rows]
+    # Notes say more than the figures of nodes that are well.
+    return fitted_table(columns, texts, notes, width, notes_room=width // 2)
 
 
-def _cells(row: NodeRow, room: int) -> dict[str, Text]:
+def _cells(row: NodeRow, room: int) -> list[Text]:
     name = row.name if len(row.name) <= room or len(row.nodes) == 1 else f"{len(row.nodes)} nodes"
     unknown = "unknown" if row.notes else "not started"
     ranks = " ".join(f"{count} {letter}" for letter, count in sorted(Counter(row.ranks).items()))
-    return {
-        "node": Text(name, style=_STYLES[row.mark]),
-        "state": Text(unknown if row.phase == "none" else row.phase, style=_PHASE_STYLES.get(row.phase, "")),
-        "heard": Text(heard_text(max(row.heard_s, default=None))),
-        "ranks": Text(ranks or DASH),  # `3 R 1 T`: how many are in which state
-        "GPU": Text(_span(row.gpu, "%")),
-        "load": Text(_span(row.load, "", 1)),
-        "memory": Text(_span([100 * share for share in row.memory], "%")),
-    }
+    return [
+        Text(name, style=_STYLES[row.mark]),
+        Text(unknown if row.phase == "none" else row.phase, style=_PHASE_STYLES.get(row.phase, "")),
+        Text(heard_text(max(row.heard_s, default=None))),
+        Text(ranks or DASH),  # `3 R 1 T`: how many are in which state
+        Text(_span(row.gpu, "%")),
+        Text(_span(row.load, "", 1)),
+        Text(_span([100 * share for share in row.memory], "%")),
+    ]
 
 
 def heard_text(seconds: float | None) -> str:
@@ -234,11 +230,6 @@ def heard_text(seconds: float | None) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def _most_telling(row: NodeRow) -> str:
-    """What a narrow table says of nodes that are well."""
-    return f"GPU {_span(row.gpu, '%')}" if row.gpu else f"load {_span(row.load, '', 1)}" if row.load else ""
 
 
 def _span(values: Sequence[float], unit: str, digits: int = 0) -> str:

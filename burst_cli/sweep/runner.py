@@ -17,27 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from burst_cli.runs.read import run_record
-from burst_cli.sweep.store import SweepFolder
+from burst_cli.sweep.store import SweepFolder, cell_now
 from cluster.control.evidence import tail_text
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
-from engine.runs.records import utc_now
 
 POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.
 MOST_LAUNCHES = 3
+EXIT_INTERRUPTED = 130
 _MESSAGE_BYTES = 4096
-# Of a run, for the table of cells.
-_FIGURES = (
-    "tokens_per_s_per_device",
-    "mfu",
-    "peak_memory_bytes",
-    "final_train_loss",
-    "final_validation_loss",
-    "steps",
-)
 
 
 @dataclass(frozen=True)
@@ -97,19 +87,21 @@ class SweepRunner:
     observer: SweepObserver
     stop: Stops
     _jobs: list[_Job] = field(default_factory=list)
-    _cells: list[dict[str, Any]] = field(default_factory=list)
+    _cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _waiting: list[str] = field(default_factory=list)
     _launched: Counter[str] = field(default_factory=Counter)  # by this process: those of a killed sweep do not count
 
     def run(self) -> list[dict[str, Any]]:
         """The cells at the end. Raises SweepError while another process runs this sweep."""
         with self.folder.locked():
-            self._cells = self.folder.read()["cells"]
-            self._reopen()
+            self._cells = {cell["id"]: cell for cell in self.folder.cells()}
+            self._waiting = [cell["id"] for cell in self._cells.values() if self._is_to_run(cell)]
+            self._waiting.sort(key=lambda name: self._cells[name]["run_path"] is None)  # what was begun goes on first
             try:
                 self._loop()
             finally:
                 self._end_children()
-            return self._cells
+            return list(self._cells.values())
 
     def _loop(self) -> None:
         while True:
@@ -119,36 +111,33 @@ class SweepRunner:
             self._pass_on_stop()
             if self.stop.count == 0 and not self._has_failed_enough():
                 self._fill_lanes()
-            self.observer.tick(self._cells)
+            self.observer.tick(list(self._cells.values()))
             if not self._jobs:
                 return
             time.sleep(POLL_S)
 
     # --- which cells ------------------------------------------------------------------------------------------------
 
-    def _reopen(self) -> None:
-        """Cells whose result is to be tried once more, and those that were cancelled, wait again."""
-        for cell in self._cells:
-            predicted = (cell.get("result") or {}).get("predicted")
-            again = "--force" in self.manner.arguments if predicted else cell["state"] in self.manner.retry
-            if again or cell["state"] == "cancelled":
-                self._update(cell["id"], state="pending", launches=0, result=None, exit_code=None)
+    def _is_to_run(self, cell: Mapping[str, Any]) -> bool:
+        """Whether it has no result yet, or one that is to be tried once more."""
+        if (cell["result"] or {}).get("predicted"):
+            return "--force" in self.manner.arguments
+        return cell["state"] in {"pending", "running", "cancelled", *self.manner.retry}
 
     def _has_failed_enough(self) -> bool:
-        failures = sum(cell["state"] == "failed" for cell in self._cells)
+        failures = sum(cell["state"] == "failed" for cell in self._cells.values())
         return self.manner.max_failures is not None and failures >= self.manner.max_failures
 
     def _fill_lanes(self) -> None:
-        """Start the next cell of every lane that is free: first those that an earlier sweep had begun."""
-        busy = {job.cell_id for job in self._jobs}
-        waiting = [cell for cell in self._cells if cell["state"] in ("running", "pending") and cell["id"] not in busy]
-        waiting.sort(key=lambda cell: cell["state"] != "running")
+        """Start the next cell of every lane that is free."""
         taken = {job.lane for job in self._jobs}
         for lane in (lane for lane in self.manner.lanes if lane not in taken):
-            while cell := next((cell for cell in waiting if self._suits(cell, lane)), None):
-                waiting.remove(cell)
-                if self._begin(cell, lane):
-                    break
+            cell = next(
+                (cell for cell in map(self._cells.get, self._waiting) if cell and self._suits(cell, lane)), None
+            )
+            if cell is not None:
+                self._waiting.remove(cell["id"])
+                self._begin(cell, lane)
 
     def _suits(self, cell: Mapping[str, Any], lane: Lane) -> bool:
         """A run that was begun stays on its nodes, which are those of its lane."""
@@ -157,29 +146,20 @@ class SweepRunner:
 
     # --- one cell ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, cell: Mapping[str, Any], lane: Lane) -> bool:
-        """Whether the lane is now taken; not by a cell whose result was there already, or that is given up."""
+    def _begin(self, cell: dict[str, Any], lane: Lane) -> None:
+        """Launch a cell, or its next attempt where its run is there; wait for a run that another launcher leads."""
         stays = cell["run_path"] and cell["lane"] == lane.name
         run = RunFolder(Path(cell["run_path"]) if stays else new_run_path(self.manner.runs_dir, cell["exp"]))
-        if self._launched[cell["id"]] >= MOST_LAUNCHES:
-            message = f"its launcher was lost {MOST_LAUNCHES} times; see {self.folder.output_path(cell['id'])}"
-            self._update(cell["id"], state="failed", ended_at=utc_now(), result={"message": message})
-            return False
         state = _state(run)
         job = _Job(cell["id"], lane, run)
-        if state in FINAL_STATES and state != "cancelled" and cell["state"] == "running":
-            self._conclude(job)
-            return False
+        self._jobs.append(job)
         if state in ("starting", "running") and run.is_alive() is not False:
             self.observer.note(f"{cell['id']} still runs under another launcher; waiting for it")
-            self._jobs.append(job)
-            return True
-        facts = {"run_path": str(run.path), "lane": lane.name, "started_at": utc_now()}
-        self._update(cell["id"], state="running", launches=cell["launches"] + 1, **facts)
+            return
+        self._update(cell, run_path=str(run.path), lane=lane.name, launches=cell["launches"] + 1, refused=None)
+        cell.update(state="running", result=None)
         self._launched[cell["id"]] += 1
         job.process = self._spawn(self._command(cell, lane, run, taken_up=state is not None), cell["id"])
-        self._jobs.append(job)
-        return True
 
     def _command(self, cell: Mapping[str, Any], lane: Lane, run: RunFolder, *, taken_up: bool) -> list[str]:
         """A launch into the recorded folder; of a run that is there already, its next attempt."""
@@ -212,28 +192,21 @@ class SweepRunner:
         return _state(job.run) in FINAL_STATES or job.run.is_alive() is False
 
     def _conclude(self, job: _Job) -> None:
-        """Record what came of a cell: what run.json says, or, where no run was created, what the launch said."""
-        code = None if job.process is None else job.process.returncode
+        """See what came of a cell: what run.json says, or, where no run was created, what the launch said."""
+        cell, code = self._cells[job.cell_id], None if job.process is None else job.process.returncode
         state = _state(job.run)
-        if state is None:
-            if code is not None and code < 0:
-                return  # killed before it had a run; the cell stays as it is recorded, and is begun again
-            cancelled = code == 130 or self.stop.count > 0
-            said = None if cancelled else {"message": last_words(self.folder.output_path(job.cell_id))}
-            state = "pending" if cancelled else "failed"
-            self._update(job.cell_id, state=state, ended_at=utc_now(), exit_code=code, result=said)
-            return
-        if state not in FINAL_STATES:
-            return  # its launcher was lost; the cell is still recorded as running, and is begun again
-        if state == "cancelled" and job.process is None and self.stop.count == 0:
-            return  # likewise: the launch of a killed sweep, which was still on its way out
-        record = run_record(job.run)
-        result = {
-            "message": (record.get("failure") or {}).get("message"),
-            **{name: record.get(name) for name in _FIGURES},
-        }
-        facts = {"exit_code": record.get("exit_code"), "ended_at": utc_now(), "result": result}
-        self._update(job.cell_id, state=state, run_path=str(job.run.path), **facts)
+        # The launch of a killed sweep may have cancelled its run on its way out.
+        is_left = state == "cancelled" and job.process is None and self.stop.count == 0
+        if state not in FINAL_STATES or is_left:
+            was_refused = state is None and code is not None and code >= 0 and code != EXIT_INTERRUPTED
+            if was_refused and self.stop.count == 0:
+                self._update(cell, refused=last_words(self.folder.output_path(job.cell_id)))
+            elif self._launched[job.cell_id] < MOST_LAUNCHES:
+                self._waiting.insert(0, job.cell_id)
+            else:
+                log = self.folder.output_path(job.cell_id)
+                self._update(cell, refused=f"its launcher was lost {MOST_LAUNCHES} times; see {log}")
+        cell.update(cell_now(cell))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -250,11 +223,9 @@ class SweepRunner:
             if job.process is not None and job.process.poll() is None:
                 job.process.terminate()
 
-    def _update(self, cell_id: str, **facts: Any) -> None:
-        self.folder.update_cell(cell_id, **facts)
-        for cell in self._cells:
-            if cell["id"] == cell_id:
-                cell.update(facts)
+    def _update(self, cell: dict[str, Any], **facts: Any) -> None:
+        self.folder.update_cell(cell["id"], **facts)
+        cell.update(facts)
 
 
 def last_words(log: Path) -> str:

@@ -1,11 +1,12 @@
-"""A sweep on disk: runs/sweeps/<sweep id>/sweep.json, written before and after every step of every cell.
+"""A sweep on disk: runs/sweeps/<sweep id>/sweep.json: its cells, and the run folder of each that was begun.
 
 The path of a cell's run folder is recorded before its launch is started, and a launch refuses a folder that exists. So
-whatever is killed at whatever moment, a cell has one run folder, and who comes back finds it.
+whatever is killed at whatever moment, a cell has one run folder, and who comes back finds it. What became of a cell is
+recorded once, by its run; `SweepFolder.cells` reads it there:
 
-    pending -> running -> completed, failed, oom, cancelled
-    pending -> oom (expected not to fit), illegal (cannot run)
-    cancelled, and running without a launcher -> running again, in the same run folder
+    pending, running, completed, failed, oom, cancelled    as its run says, which may not be there yet
+    oom (predicted), illegal                               of a cell that is expected not to fit, or cannot run
+    failed                                                 also when its launch was refused or lost, with `refused`
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.runs.choose import SWEEPS
-from burst_cli.sweep.plan import Cell, SweepPlan
+from burst_cli.runs.read import run_record
+from burst_cli.sweep.plan import SweepPlan
+from burst_cli.values import table
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
+from engine.runs.folder import FINAL_STATES, RunFolder
 from engine.runs.records import read_json_object, replace_json, utc_now
 
 FORMAT = 1
+# Of a run, for the table of cells.
+FIGURES = (
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "final_train_loss",
+    "final_validation_loss",
+    "steps",
+)
 
 
 class SweepError(BurstError):
@@ -51,6 +64,10 @@ class SweepFolder:
         if document is None or document.get("format") != FORMAT or not isinstance(document.get("cells"), list):
             raise SweepError(f"{self.path / 'sweep.json'} does not describe a sweep that this version knows")
         return document
+
+    def cells(self) -> list[dict[str, Any]]:
+        """The recorded cells with {state, started_at, ended_at, exit_code, result} of each. Raises SweepError."""
+        return [{**cell, **cell_now(cell)} for cell in self.read()["cells"] if isinstance(cell, dict)]
 
     def update_cell(self, cell_id: str, **facts: Any) -> None:
         """Merge `facts` into one cell. Only the holder of `locked` calls this."""
@@ -123,22 +140,34 @@ def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
     raise ConfigError(f"sweep {name}: not in {sweeps_dir(runs_dir)}; {advice}")
 
 
-def _document(plan: SweepPlan) -> dict[str, Any]:
-    return {**plan.to_dict(), "format": FORMAT, "created_at": utc_now(), "cells": [_cell(cell) for cell in plan.cells]}
-
-
-def _cell(cell: Cell) -> Mapping[str, Any]:
-    """A cell that has not run; one that cannot, or is not expected to fit, has its result already."""
-    state = "illegal" if cell.problems else "oom" if cell.short_of_memory else "pending"
-    result = {"predicted": True, "message": cell.short_of_memory} if state == "oom" else None
+def cell_now(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """{state, started_at, ended_at, exit_code, result} of a recorded cell, as its run tells them; None is not known."""
+    path, refused = cell.get("run_path"), cell.get("refused")
+    record: Mapping[str, Any] = {}
+    if isinstance(path, str) and (Path(path) / "run.json").exists():
+        record = run_record(RunFolder(Path(path)))
+    result: dict[str, Any] | None = None
+    if record.get("status") in FINAL_STATES:
+        state = str(record["status"])
+        result = {"message": table(record, "failure").get("message"), **{key: record.get(key) for key in FIGURES}}
+    elif refused:
+        state, result = "failed", {"message": refused}
+    elif record:
+        state = "running"
+    elif cell.get("problems"):
+        state = "illegal"
+    elif cell.get("short_of_memory") and path is None:
+        state, result = "oom", {"predicted": True, "message": cell["short_of_memory"]}
+    else:
+        state = "pending"
     return {
-        **cell.to_dict(),
         "state": state,
-        "run_path": None,
-        "lane": None,
-        "launches": 0,
-        "started_at": None,
-        "ended_at": None,
-        "exit_code": None,
         "result": result,
+        **{key: record.get(key) for key in ("started_at", "ended_at", "exit_code")},
     }
+
+
+def _document(plan: SweepPlan) -> dict[str, Any]:
+    begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
+    cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
+    return {**plan.to_dict(), "format": FORMAT, "created_at": utc_now(), "cells": cells}

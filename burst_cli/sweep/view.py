@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,24 +14,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, clean, count, duration, fitting, percent, plain, shortened
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain, shortened
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.table import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
+from burst_cli.tables import Column, fitted_table
 from engine.runs.folder import RunFolder
 
 _STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
-# Heading, name of the figure, how it reads, rank: who stays on a narrow terminal, lowest first.
-_FIGURES: tuple[tuple[str, str, Callable[[float | None], str], int], ...] = (
-    ("tokens/s\n/device", "tokens_per_s_per_device", count, 1),
-    ("MFU", "mfu", percent, 3),
-    ("peak\nmemory", "peak_memory_bytes", binary_bytes, 4),
-    ("loss", "final_train_loss", plain, 2),
-)
+# Speed, loss and MFU go last on a narrow terminal, after what tells the cells apart.
+_FIGURES = (Column("tokens/s\n/device", 1), Column("MFU", 3), Column("peak\nmemory", 4), Column("loss", 2))
 _REDRAW_S = 0.5
 _MESSAGE = 70
-_GAP, _EDGES = 3, 2  # columns between those of a table, and at its sides
 
 
 def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
@@ -76,36 +71,24 @@ def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
 def cells_table(
     cells: Sequence[Mapping[str, Any]], progress: Mapping[str, str], width: int, rows: int | None = None
 ) -> Table:
-    """All cells with what is known of each; `rows`: at most so many, around those that run.
-
-    On a narrow terminal figures are left out, memory first, speed last.
-    """
+    """All cells with what is known of each; `rows`: at most so many, around those that run."""
+    shown = window(cells, rows)
     keys = list(dict.fromkeys(key for cell in cells for key in cell["values"]))
-    texts = []
-    for cell in window(cells, rows):
-        result = cell.get("result") or {}
-        figures = [show(result.get(name)) for _, name, show, _ in _FIGURES]
-        note = Text(progress.get(cell["id"]) or _note(cell), "dim")
-        texts.append((cell, [str(cell["values"].get(key, "")) for key in keys], figures, note))
-    state_width = max([len("state"), *(len(_state_text(cell)) for cell, *_ in texts)])
-    used = state_width + sum(
-        _GAP + max([len(key), *(len(values[place]) for _, values, *_ in texts)]) for place, key in enumerate(keys)
-    )
-    widths = [
-        _GAP + max([*map(len, title.split("\n")), *(len(figures[place]) for *_, figures, _ in texts)])
-        for place, (title, *_) in enumerate(_FIGURES)
+    columns = [*(Column(key, is_number=False) for key in (*keys, "state")), *_FIGURES]
+    notes = [Text(progress.get(cell["id"]) or _note(cell), "dim") for cell in shown]
+    return fitted_table(columns, [_cells(cell, keys) for cell in shown], notes, width)
+
+
+def _cells(cell: Mapping[str, Any], keys: Sequence[str]) -> list[Text]:
+    result = cell.get("result") or {}
+    return [
+        *(Text(str(cell["values"].get(key, ""))) for key in keys),
+        Text(_state_text(cell), _STYLES.get(cell["state"], "")),
+        Text(count(result.get("tokens_per_s_per_device"))),
+        Text(percent(result.get("mfu"))),
+        Text(binary_bytes(result.get("peak_memory_bytes"))),
+        Text(plain(result.get("final_train_loss"))),
     ]
-    kept = fitting([rank for *_, rank in _FIGURES], widths, width - used - _GAP - _EDGES)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in (*keys, "state"):
-        table.add_column(title, no_wrap=True)
-    for place in kept:
-        table.add_column(_FIGURES[place][0], justify="right", no_wrap=True)
-    table.add_column("", overflow="ellipsis", no_wrap=True)
-    for cell, values, figures, note in texts:
-        state = Text(_state_text(cell), _STYLES.get(cell["state"], ""))
-        table.add_row(*map(Text, values), state, *(figures[place] for place in kept), note)
-    return table
 
 
 def window(cells: Sequence[Mapping[str, Any]], rows: int | None) -> Sequence[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Small runs on disk for the tests of `burst report`, and the verb itself in this process."""
+"""Small runs on disk for the tests of `burst report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from burst_cli.app import main
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
 from engine.runs.folder import RunFolder, create_run
@@ -105,8 +104,3 @@ def make_methods(runs_dir: Path) -> None:
                 row=row,
                 predicted_peak_bytes=1.05 * GIB,
             )
-
-
-def report(runs_dir: Path, *arguments: str) -> int:
-    """The exit code of `burst report ARGUMENTS`."""
-    return main(["report", *arguments, "--runs-dir", str(runs_dir)])

@@ -128,6 +128,7 @@ def test_report_shows_the_run(document: dict[str, Any], folder: Path, capsys: py
     }
 
 
+@pytest.mark.thorough  # test_journey_of_weights evaluates over SSH
 def test_its_weights_are_evaluated_by_a_run_of_their_own(
     document: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

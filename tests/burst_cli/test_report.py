@@ -1,4 +1,4 @@
-"""`burst report`: which runs, which figures, and every way to write them."""
+"""`burst report`: which runs, in which order and groups, with which figures, in every way to write them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,41 @@ import io
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from report_samples import CONFIG, make_run, report
+from report_samples import CONFIG, PROVENANCE, make_methods, make_run
 
-from burst_cli.report.build import Request, build_report
-from burst_cli.report.columns import COLUMNS, default_columns
+from burst_cli.report.build import Request, build_report, parse_since
+from burst_cli.report.columns import COLUMNS, choose_columns, default_columns
+from burst_cli.report.records import provenance_facts, with_hardware
 from burst_cli.report.write import report_csv, report_markdown
 from burst_cli.runs.choose import select_runs
 from burst_cli.runs.read import run_record
 from engine.config.settings import dump_config
 from engine.runs.folder import RunFolder, create_run
 
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+ON_H100 = {**PROVENANCE, "hardware": {"gpus": ["NVIDIA H100, 81559 MiB, 570"]}}
+
 
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
-    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", final="failed")
-    make_run(tmp_path, "small/20260103-000000-cccccc")
-    return tmp_path
+    folder = tmp_path / "runs"
+    make_run(folder, "tiny/20260101-000000-aaaaaa")
+    make_run(folder, "tiny/20260102-000000-bbbbbb", final="failed")
+    make_run(folder, "small/20260103-000000-cccccc", mfu=0.9)
+    return folder
 
 
 def names(runs: list[RunFolder]) -> list[str]:
     return [run.run_id[-6:] for run in runs]
+
+
+def ids(runs_dir: Path, **request: object) -> list[str]:
+    found = build_report(Request(runs_dir, **request))  # type: ignore[arg-type]
+    return [str(record["run_id"])[-6:] for record in found.records]
 
 
 # --- which runs -------------------------------------------------------------------------------------------------------
@@ -40,51 +51,133 @@ def names(runs: list[RunFolder]) -> list[str]:
     ("arguments", "expected"),
     [
         ([], ["aaaaaa", "bbbbbb", "cccccc"]),
-        (["tiny"], ["aaaaaa", "bbbbbb"]),
         (["small", "tiny"], ["aaaaaa", "bbbbbb", "cccccc"]),
         (["20260102-000000-bbbbbb"], ["bbbbbb"]),
         (["20260102"], ["bbbbbb"]),
-        (["bbbbbb"], ["bbbbbb"]),
-        (["small/20260103"], ["cccccc"]),
         (["bbbbbb", "bbbbbb"], ["bbbbbb"]),
+        (["small/20260103"], ["cccccc"]),
     ],
 )
-def test_names_select_runs(runs_dir: Path, arguments: list[str], expected: list[str]) -> None:
-    assert names(select_runs(runs_dir, arguments)) == expected
-    folders = [str(run.path) for run in select_runs(runs_dir, arguments)]
-    assert not folders or names(select_runs(Path("nowhere"), folders)) == expected
+def test_names_and_folders_select_runs(runs_dir: Path, arguments: list[str], expected: list[str]) -> None:
+    (runs_dir / "sweeps/20260101-000000-dddddd").mkdir(parents=True)  # a folder of sweeps holds no runs
+    found = select_runs(runs_dir, arguments)
+    assert names(found) == expected
+    assert names(select_runs(Path("nowhere"), [str(run.path) for run in found])) == expected
 
 
-def test_unknown_names_are_all_listed_with_the_nearest(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(runs_dir, "tinny", "99999999") == 2
-    message = capsys.readouterr().err
-    assert "did you mean tiny?" in message
-    assert "99999999" in message
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"exps": ("ti*",)}, ["aaaaaa", "bbbbbb"]),
+        ({"statuses": ("failed,completed",)}, ["aaaaaa", "bbbbbb", "cccccc"]),
+        ({"since": "2026-01-02"}, ["bbbbbb", "cccccc"]),
+        ({"since": "2026-01-02T00:00:01"}, ["cccccc"]),
+        ({"limit": 2}, ["bbbbbb", "cccccc"]),
+        ({"limit": 1, "statuses": ("completed",), "exps": ("tiny",)}, ["aaaaaa"]),
+        ({"latest": True, "exps": ("tiny",)}, ["bbbbbb"]),
+        ({"sort": "-mfu"}, ["cccccc", "aaaaaa", "bbbbbb"]),
+    ],
+)
+def test_filters_and_order(runs_dir: Path, request_: dict[str, object], expected: list[str]) -> None:
+    assert ids(runs_dir, **request_) == expected
 
 
-def test_no_runs_at_all_are_an_error_only_for_who_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(tmp_path / "runs", "tiny") == 2
-    assert f"{tmp_path / 'runs'} holds no runs" in capsys.readouterr().err
-    assert report(tmp_path / "runs") == 0
-    assert "burst launch" in capsys.readouterr().out
-    assert report(tmp_path / "runs", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"runs": []}
+def test_a_limit_reads_no_more_runs_than_it_shows(runs_dir: Path) -> None:
+    (runs_dir / "tiny/20260101-000000-aaaaaa/run.json").write_text("damaged")
+    assert not build_report(Request(runs_dir, limit=1)).warnings
+
+
+def test_unknown_values_come_last_in_both_directions(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", mfu=None)
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", mfu=0.2)
+    assert ids(tmp_path, sort="mfu") == ids(tmp_path, sort="-mfu") == ["bbbbbb", "aaaaaa"]
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("90m", NOW - timedelta(minutes=90)),
+        ("2w", NOW - timedelta(weeks=2)),
+        ("2026-01-31", datetime(2026, 1, 31, tzinfo=UTC)),
+        ("20260131", datetime(2026, 1, 31, tzinfo=UTC)),
+        ("2026-01-31T12:00+02:00", datetime(2026, 1, 31, 10, tzinfo=UTC)),
+        ("99999999999999d", datetime.min.replace(tzinfo=UTC)),
+        (None, None),
+    ],
+)
+def test_since_takes_dates_and_ages(text: str | None, moment: datetime | None) -> None:
+    assert parse_since(text, NOW) == moment
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--since", "yesterday"), ["such as 2026-01-31"]),
+        (("--status", "done"), ["legal: planned"]),
+        (("--columns", "run,mfuu,x"), ["did you mean mfu?", "there is no 'x'"]),
+        (("--sort", "sped"), ["--columns help"]),
+        (("--limit", "0"), ["--limit"]),
+        (("tinny", "99999999"), ["did you mean tiny?", "99999999"]),
+    ],
+)
+def test_mistakes_are_named_with_what_is_legal(burst, runs_dir: Path, arguments: tuple[str, ...], words) -> None:
+    result = burst("report", *arguments)
+    assert (result.code, [word for word in words if word not in result.err]) == (2, [])
+
+
+def test_no_runs_are_an_error_only_for_who_names_one(burst, runs_dir: Path) -> None:
+    assert "passes these filters" in burst("report", "--status", "oom").out
+    nothing = ("--runs-dir", str(runs_dir / "none"))
+    assert "burst launch" in burst("report", *nothing).out
+    assert json.loads(burst("report", "--json", *nothing).out) == {"runs": []}
+    named = burst("report", "tiny", *nothing)
+    assert (named.code, f"{runs_dir / 'none'} holds no runs" in named.err) == (2, True)
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_grouped_by_what_makes_them_comparable(runs_dir: Path) -> None:
+    make_run(runs_dir, "tiny/20260104-000000-dddddd", device="H100", world_size=8)
+    found = build_report(Request(runs_dir))
+    assert [(group.title, len(group.records)) for group in found.groups] == [
+        ("tiny · 2 × cpu", 2),
+        ("small · tiny · 2 × cpu", 1),
+        ("tiny · 8 × H100", 1),
+    ]
+
+
+def test_hardware_is_that_of_the_ranks_else_of_sister_runs_else_of_the_launcher(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260102-000000-aaaaaa", final="oom", provenance=ON_H100)
+    (alone,) = build_report(Request(tmp_path)).groups
+    assert alone.hardware == "NVIDIA H100"
+    make_methods(tmp_path)
+    (group,) = build_report(Request(tmp_path)).groups
+    assert (group.hardware, len(group.records)) == ("cpu", 7)
+    family = {"exp": "tiny", "model": "tiny", "world_size": 4}
+    records = [{**family, "device": device, "launch_hardware": "none"} for device in ("H100", "A100", None)]
+    assert [record["hardware"] for record in with_hardware(records)] == ["H100", "A100", "none"]
 
 
 # --- which figures ----------------------------------------------------------------------------------------------------
 
 
-def test_record_joins_state_and_summary(runs_dir: Path) -> None:
-    record = run_record(select_runs(runs_dir, ["aaaaaa"])[0])
+def test_record_joins_state_summary_and_where_the_run_comes_from(burst, runs_dir: Path) -> None:
+    (record,) = json.loads(burst("report", "aaaaaa", "--json").out)["runs"]
     assert (record["run_id"], record["exp"], record["status"]) == ("20260101-000000-aaaaaa", "tiny", "completed")
     assert (record["attention_preset"], record["seq_len"], record["world_size"]) == ("ring", 512, 2)
     assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
+    assert {"path", "mfu", "mfu_full_attention", "hfu"} <= set(record)
+    assert record["comm_exposed_s"] is None
+    assert record["git_sha"] == PROVENANCE["git"]["sha"]  # type: ignore[index]
+    assert (record["dirty"], record["hardware"], record["command"]) == (True, "cpu", "burst launch exp=tiny")
+    assert record["versions"] == {"python": "3.11.7", "torch": "2.13.0"}
+    assert len(record["config_fingerprint"]) == 64
 
 
 def test_failed_run_has_the_figures_of_the_steps_it_made(runs_dir: Path) -> None:
     completed, failed = (run_record(run) for run in select_runs(runs_dir, ["tiny"]))
-    assert failed["status"] == "failed"
-    assert failed["failure"] == {"rank": 1, "message": "no"}
+    assert (failed["status"], failed["failure"]) == ("failed", {"rank": 1, "message": "no"})
     same = ("step_time_s", "step_time_s_n", "mfu", "config_fingerprint", "attention_preset", "world_size", "steps")
     assert {name: failed[name] for name in same} == {name: completed[name] for name in same}
 
@@ -95,44 +188,50 @@ def test_status_of_the_state_machine_beats_that_of_the_summary(runs_dir: Path) -
     assert run_record(run)["status"] == "completed"
 
 
-def test_lost_run_is_told_apart_from_a_running_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
+def test_lost_run_is_told_apart_from_a_running_one(burst, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "runs/tiny/20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
     run.transition("starting")
     run.transition("running")
     assert run_record(run)["lost"] is False
     run.record(pid_start="0")
-    assert report(tmp_path) == 0
-    captured = capsys.readouterr()
-    assert "running, lost" in captured.out
-    assert "its process is gone" in captured.err
+    result = burst("report")
+    assert ("running, lost" in result.out, "its process is gone" in result.err) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml", "metrics.jsonl"])
-def test_damaged_run_is_named_and_the_others_are_shown(
-    runs_dir: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_run_is_named_and_the_others_are_shown(burst, runs_dir: Path, name: str) -> None:
     damaged = select_runs(runs_dir, ["bbbbbb"])[0].path / name
     damaged.write_bytes(b"{\xff broken: [")
-    assert report(runs_dir, "--json") == 0
-    captured = capsys.readouterr()
-    records = json.loads(captured.out)["runs"]
+    result = burst("report", "--json")
+    records = json.loads(result.out)["runs"]
     assert [record["run_id"][-6:] for record in records] == ["aaaaaa", "bbbbbb", "cccccc"]
-    if name != "metrics.jsonl":  # torn lines are legal there
-        assert str(damaged) in captured.err
-        assert records[1]["problems"]
+    is_named = name != "metrics.jsonl"  # torn lines are legal there
+    assert (str(damaged) in result.err, bool(records[1].get("problems"))) == (is_named, is_named)
     assert records[1]["status"] == ("unreadable" if name == "run.json" else "failed")
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"git": 3, "versions": [], "hardware": null}', "\udcff"])
+def test_damaged_provenance_is_unknown(tmp_path: Path, content: str) -> None:
+    (tmp_path / "provenance.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert set(provenance_facts(tmp_path).values()) == {None}
+
+
+def test_damaged_values_and_names_never_stop_a_report(burst, tmp_path: Path) -> None:
+    values: list[object] = [None, "x", [], {}, True, float("nan"), 10**400, -1]
+    for place, value in enumerate(values):
+        run = make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
+        (run.path / "summary.json").write_text(json.dumps(dict.fromkeys(run.read_summary() or {}, value)))
+        (run.path / "metrics.jsonl").write_text(json.dumps({"step": value, "loss": value}) + "\nnot json\n[]\n")
+    make_run(tmp_path / "runs", "odd/20260101-000000-aaaaaa")
+    (tmp_path / "runs/odd").rename(tmp_path / "runs/bad\udcff<b>")
+    for format in ("table", "md", "csv", "json", "latex"):
+        assert burst("report", "--format", format, "--effective", "--sort", "mfu").code == 0
+    page = tmp_path / "page.html"
+    assert burst("report", "--output", str(page), "--baseline", "ring").code == 0
+    assert "<b>/" not in page.read_text(encoding="utf-8")
+
+
 # --- how it is written ------------------------------------------------------------------------------------------------
-
-
-def test_json_has_the_contract_keys_and_null_for_the_unknown(
-    runs_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report(runs_dir, "--format", "json") == 0
-    first = json.loads(capsys.readouterr().out)["runs"][0]
-    assert {"run_id", "exp", "status", "path", "mfu", "mfu_full_attention", "hfu"} <= set(first)
-    assert first["comm_exposed_s"] is None
 
 
 def test_markdown_of_two_runs(runs_dir: Path) -> None:
@@ -152,28 +251,27 @@ def test_markdown_of_two_runs(runs_dir: Path) -> None:
     assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")
 
 
-def test_csv_holds_every_figure_unrounded(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(runs_dir, "--format", "csv") == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_run(burst, runs_dir: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(burst("report", "--format", "csv").out)))
     assert [row["run_id"][-6:] for row in rows] == ["aaaaaa", "bbbbbb", "cccccc"]
-    assert float(rows[0]["tokens_per_s_per_device"]) == 5000.0 / 3
-    assert rows[0]["comm_exposed_s"] == ""
+    assert (float(rows[0]["tokens_per_s_per_device"]), rows[0]["comm_exposed_s"]) == (5000.0 / 3, "")
     assert "failure" not in rows[0]
-
-
-def test_text_that_a_spreadsheet_would_run_is_made_inert() -> None:
     record = {"run_id": "=cmd()", "exp": "@x", "status": "-1+1", "path": "/runs", "final_train_loss": -0.5}
     assert report_csv([record]).splitlines()[1] == "'=cmd(),'@x,'-1+1,/runs,-0.5"
     assert report_csv([]) == "run_id,exp,status,path\n"
 
 
+def test_latex_escapes_what_tex_would_run(burst, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa", attention_preset="a_b & \\input{x} 100%")
+    output = burst("report", "--format", "latex").out
+    assert r"a\_b \& \textbackslash{}input\{x\} 100\%" in output
+    assert output.count("\\begin{tabular}") == output.count("\\end{tabular}") == 1
+
+
 @pytest.mark.parametrize("width", [60, 500])
-def test_table_of_one_run_shows_every_figure_at_any_width(
-    runs_dir: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path, width: int, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert report(runs_dir, "aaaaaa") == 0
-    output = capsys.readouterr().out
+    output = burst("report", "aaaaaa").out
     assert max(map(len, output.splitlines())) <= width
     shown = default_columns(baseline=False, effective=False)
     empty = {"peak tensors", "predicted peak", "validation loss", "bits/byte"}  # of this run nobody measured these
@@ -181,23 +279,21 @@ def test_table_of_one_run_shows_every_figure_at_any_width(
     assert "1.67K (1.46K…2.08K)" in output
 
 
-def test_run_that_was_cancelled_early_is_no_table_of_dashes(tmp_path: Path, capsys) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", steps=0, final="cancelled")
-    assert report(tmp_path) == 0
-    assert "cancelled" in (output := capsys.readouterr().out)
-    assert "MFU (full attention)  " not in output
+def test_run_that_was_cancelled_early_is_no_table_of_dashes(burst, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa", steps=0, final="cancelled")
+    output = burst("report").out
+    assert ("cancelled" in output, "MFU (full attention)  " in output) == (True, False)
     assert "–" not in output.partition("tokens/s and step time")[0]
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_narrow_table_of_many_runs_keeps_a_row_per_run_and_names_what_it_leaves_out(
-    tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_narrow_table_of_many_runs_keeps_speed_loss_and_mfu_and_names_what_it_leaves_out(
+    burst, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in range(5):
-        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa")
+        make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
     monkeypatch.setenv("COLUMNS", str(width))
-    assert report(tmp_path) == 0
-    output = capsys.readouterr().out
+    output = burst("report").out
     assert max(map(len, output.splitlines())) <= width
     assert sum("tiny/aaaaaa" in line for line in output.splitlines()) == 5
     table, _, left_out = output.partition("Too narrow for:")
@@ -205,25 +301,23 @@ def test_narrow_table_of_many_runs_keeps_a_row_per_run_and_names_what_it_leaves_
     assert "commit" in " ".join(left_out.split())
 
 
-def test_chosen_columns_are_never_left_out(
-    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_columns_keep_their_order_and_are_never_left_out(burst, runs_dir: Path, monkeypatch) -> None:
+    assert [column.key for column in choose_columns(["mfu,run", "attention"])] == ["mfu", "run", "attention_preset"]
+    listed = burst("report", "--columns", "help").out
+    assert [column.key for column in COLUMNS if column.key not in listed] == []
     monkeypatch.setenv("COLUMNS", "60")
     chosen = "run,mfu,hfu,peak_flops_per_device,command,versions"
-    assert report(runs_dir, "tiny", "--columns", chosen) == 0
-    output = capsys.readouterr().out
+    output = burst("report", "tiny", "--columns", chosen).out
     assert "Too narrow" not in output
     assert all(column.heading in output for column in COLUMNS if column.key in chosen.split(","))
 
 
-def test_hostile_text_in_a_run_is_shown_as_text(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_text_in_a_run_is_shown_as_text(burst, runs_dir: Path) -> None:
     run = select_runs(runs_dir, ["aaaaaa"])[0]
     run.write_summary({"attention_preset": "[red]x[/red]\x1b[2J|", "steps": 1})
-    report(runs_dir, "aaaaaa")
-    assert "[red]x[/red]|" in (output := capsys.readouterr().out)
-    assert "\x1b" not in output
-    report(runs_dir, "aaaaaa", "--format", "md")
-    assert r"[red]x[/red]\|" in capsys.readouterr().out
+    output = burst("report", "aaaaaa").out
+    assert ("[red]x[/red]|" in output, "\x1b" in output) == (True, False)
+    assert r"[red]x[/red]\|" in burst("report", "aaaaaa", "--format", "md").out
 
 
 def test_report_imports_no_torch(runs_dir: Path) -> None:

@@ -11,13 +11,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_samples import make_methods, make_run, metrics, report, variant
+from report_samples import make_methods, make_run, metrics, variant
 
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.draw import panel_svg
 from burst_cli.report.panels import Line, Panel, Point, group_panels, style_numbers
 from burst_cli.report.write import report_page
-from engine.runs.folder import RunFolder
 
 _VOID = {"meta", "link", "br", "use", "path"}
 _HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>$\\frac{x}{'
@@ -83,6 +82,11 @@ def page(methods_dir: Path) -> Structure:
 # --- what is on the page ----------------------------------------------------------------------------------------------
 
 
+def panels_of(runs_dir: Path) -> list[Panel]:
+    found = build_report(Request(runs_dir))
+    return group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
+
+
 def test_page_has_every_section_once_and_titles_that_say_what_is_seen(page: Structure) -> None:
     assert page.of("h1") == ["burst report: tiny"]
     assert page.of("h2") == ["tiny · 2 × cpu", "How to read this"]
@@ -98,16 +102,18 @@ def test_page_has_every_section_once_and_titles_that_say_what_is_seen(page: Stru
     assert "OOM" in page.of("span")
 
 
-def test_cell_that_nobody_ran_is_visible(methods_dir: Path, tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000001-aaaaaa", config=variant("ring", 512))
+def test_cell_that_nobody_ran_is_visible_and_a_figure_above_the_peak_is_flagged(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000001-aaaaaa", config=variant("ring", 512), mfu=1.2)
     make_run(tmp_path, "tiny/20260101-000002-aaaaaa", config=variant("ring", 1024))
     make_run(tmp_path, "tiny/20260101-000003-aaaaaa", config=variant("burst", 512))
-    assert page_of(tmp_path).of("span").count("not run") == 1
+    page = page_of(tmp_path)
+    assert page.of("span").count("not run") == 1
+    assert "120% !" in page.of("td")
+    assert any("cannot be" in text for text in page.of("p"))
 
 
 def test_bars_are_the_quartiles_and_out_of_memory_is_marked_at_its_length(methods_dir: Path) -> None:
-    found = build_report(Request(methods_dir))
-    panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
+    panels = panels_of(methods_dir)
     assert [panel.key for panel in panels] == ["tokens_per_s_per_device", "mfu", "peak_memory_bytes", "prediction"]
     assert all(panel.missing == (("ulysses/full", 2, 1024),) for panel in panels[:3])
     assert "OOM" in panel_svg(panels[0], "x-")
@@ -118,36 +124,22 @@ def test_bars_are_the_quartiles_and_out_of_memory_is_marked_at_its_length(method
     ]
 
 
-def test_methods_within_their_spread_are_not_ranked(tmp_path: Path) -> None:
+def test_methods_at_one_length_are_a_row_each_and_not_ranked_within_their_spread(tmp_path: Path) -> None:
     for place, preset in enumerate(("ring", "burst")):
 
         def row(step: int, shift: int = place) -> dict[str, object]:
             return {**metrics(step), "tokens_per_s_per_device": 1000 + 50 * (step % 4) + shift}
 
         make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset), steps=12, row=row)
-    title = next(text for text in page_of(tmp_path).of("figcaption") if text.startswith("Tokens"))
-    assert "lie within their spread" in title
-
-
-def test_one_length_is_drawn_as_a_row_per_method(tmp_path: Path) -> None:
-    for place, preset in enumerate(("ring", "burst")):
-        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset))
-    found = build_report(Request(tmp_path))
-    panels = group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
+    panels = panels_of(tmp_path)
     assert {panel.kind for panel in panels} == {"dots"}
     assert "ring" in panel_svg(panels[0], "x-")
+    assert "lie within their spread" in panels[0].title
 
 
 def test_one_run_has_its_curves_and_no_comparison(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
     assert page_of(tmp_path).of("figcaption") == ["Training loss", "Seconds per step over the run"]
-
-
-def test_figure_above_the_peak_is_flagged_and_explained(tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", mfu=1.2)
-    page = page_of(tmp_path)
-    assert "120% !" in page.of("td")
-    assert any("cannot be" in text for text in page.of("p"))
 
 
 def test_failed_gates_and_warnings_come_first(methods_dir: Path, tmp_path: Path) -> None:
@@ -174,30 +166,24 @@ def test_page_fetches_nothing_runs_nothing_and_follows_the_colour_scheme(page: S
     assert not re.search(r"(fill|stroke): ?#(0072b2|1b1f25)", html)
 
 
-def test_hostile_names_stay_text_everywhere(tmp_path: Path) -> None:
+def test_hostile_names_stay_text_everywhere(burst, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
     for place in range(2):
-        run = make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant("ring", 512 * (place + 1)))
-        damage(run)
-    (tmp_path / "tiny").rename(tmp_path / "<script>x<")
-    (tmp_path / "<script>x</20260101-000002-aaaaaa").mkdir()
-    (tmp_path / "<script>x</20260101-000002-aaaaaa/run.json").write_text(json.dumps({"state": "<script>"}))
-    found = page_of(tmp_path, compare=("20260101-000000", "20260101-000001"), baseline=None)
+        run = make_run(runs, f"tiny/20260101-00000{place}-aaaaaa", config=variant("ring", 512 * (place + 1)))
+        for name in ("summary.json", "provenance.json"):
+            (run.path / name).write_text(json.dumps(hostile(json.loads((run.path / name).read_text()))))
+    (runs / "tiny").rename(runs / "<script>x<")
+    (runs / "<script>x</20260101-000002-aaaaaa").mkdir()
+    (runs / "<script>x</20260101-000002-aaaaaa/run.json").write_text(json.dumps({"state": "<script>"}))
+    found = page_of(runs, compare=("20260101-000000", "20260101-000001"), baseline=None)
     assert found.tags["script"] == found.tags["img"] == 0
     assert not [name for name in found.attributes if name.startswith("on")]
     assert any("alert(1)" in text for _, text in found.texts)
-    assert (
-        report(tmp_path, "--format", "csv", "--output", str(tmp_path / "x.csv"), "--png", str(tmp_path / "x.png")) == 0
-    )
-
-
-def damage(run: RunFolder) -> None:
-    """Every text of the run becomes hostile."""
-    for name in ("summary.json", "provenance.json"):
-        document = json.loads((run.path / name).read_text())
-        (run.path / name).write_text(json.dumps(hostile(document)))
+    assert burst("report", "--output", str(tmp_path / "x.csv"), "--png", str(tmp_path / "x.png")).code == 0
 
 
 def hostile(value: object) -> object:
+    """Every text becomes hostile."""
     if isinstance(value, dict):
         return {key: hostile(item) for key, item in value.items()} | {_HOSTILE: _HOSTILE}
     if isinstance(value, list):
@@ -209,8 +195,7 @@ def test_names_that_matplotlib_would_interpret_are_drawn_as_they_are() -> None:
     points = (Point(512, 1.0, 0.9, 1.1), Point(1024, 2.0, 1.9, 2.1))
     panel = Panel("mfu", "lines", "t", "x", "y", (Line("_$\\frac{$<b>", 0, points), Line("漢字", 9, points)))
     svg = panel_svg(panel, "x-")
-    assert "_$\\frac{$&lt;b&gt;" in svg
-    assert "漢字" in svg
+    assert ("_$\\frac{$&lt;b&gt;" in svg, "漢字" in svg) == (True, True)
 
 
 def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir: Path, tmp_path: Path) -> None:
@@ -218,98 +203,75 @@ def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir
         "import sys; sys.modules['matplotlib'] = None; from burst_cli.app import main; "
         f"sys.exit(main(['report', '--runs-dir', {str(methods_dir)!r}, *sys.argv[1:]]))"
     )
-    command = [sys.executable, "-c", code]
-    page = [*command, "--format", "html", "--output", str(tmp_path / "r.html")]
-    result = subprocess.run(page, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    def reported(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    result = reported("--output", str(tmp_path / "r.html"))
     assert result.returncode == 0, result.stderr
     found = Structure((tmp_path / "r.html").read_text())
     assert found.tags["figure"] == 0
     assert any("matplotlib is not installed" in text for text in found.of("p"))
-    picture = subprocess.run(
-        [*command, "--png", str(tmp_path / "r.png")], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert picture.returncode == 2
-    assert "--png needs matplotlib" in picture.stderr
+    picture = reported("--png", str(tmp_path / "r.png"))
+    assert (picture.returncode, "--png needs matplotlib" in picture.stderr) == (2, True)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_name_that_means_no_format_is_refused_with_those_that_do(methods_dir: Path, tmp_path: Path, capsys) -> None:
+@pytest.fixture
+def methods(burst, methods_dir: Path):
+    """`burst report` of the runs of several methods."""
+    return lambda *words: burst("report", "--runs-dir", str(methods_dir), *words)
+
+
+def test_name_that_means_no_format_is_refused_with_those_that_do(methods, tmp_path: Path) -> None:
     for name in ("r.docx", "r"):
-        assert report(methods_dir, "--output", str(tmp_path / name)) == 2
-        assert "ends in .html, .htm, .md, .csv, .json, .tex, .txt, or --format" in capsys.readouterr().err
+        refused = methods("--output", str(tmp_path / name))
+        assert refused.code == 2
+        assert "ends in .html, .htm, .md, .csv, .json, .tex, .txt, or --format" in refused.err
         assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.md", "r.csv", "r.json", "r.tex", "r.txt"])
-def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind(
-    methods_dir: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind(methods, tmp_path: Path, name: str) -> None:
     file = tmp_path / name
-    assert report(methods_dir, "--output", str(file)) == 0
-    first = file.read_text(encoding="utf-8")
-    assert report(methods_dir, "--output", str(file)) == 0
-    assert first
+    assert [methods("--output", str(file)).code for _ in range(2)] == [0, 0]
+    assert file.read_text(encoding="utf-8")
     file.write_text("my thesis")
-    assert report(methods_dir, "--output", str(file)) == 2
-    assert "is no report that burst wrote" in capsys.readouterr().err
+    refused = methods("--output", str(file))
+    assert (refused.code, "is no report that burst wrote" in refused.err) == (2, True)
     assert file.read_text() == "my thesis"
-    assert report(methods_dir, "--output", str(file), "--force") == 0
+    assert methods("--output", str(file), "--force").code == 0
     assert file.read_text(encoding="utf-8") != "my thesis"
 
 
-def test_html_goes_to_report_html_by_default(
-    methods_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_html_goes_to_report_html_by_default_and_json_beside_it_is_one_document(
+    methods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert report(methods_dir, "--format", "html") == 0
-    assert "wrote report.html (6 runs, 6 plots)" in capsys.readouterr().out
+    assert "wrote report.html (6 runs, 6 plots)" in methods("--format", "html").out
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_json_beside_a_page_is_one_document(
-    methods_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "r.html"
-    assert report(methods_dir, "--json", "--output", str(file)) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["output"], len(document["runs"])) == (str(file), 6)
-    assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    document = json.loads(methods("--json", "--output", "r.html").out)
+    assert (document["output"], len(document["runs"])) == ("r.html", 6)
+    assert Path("r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(("option", "end"), [("--output", "md"), ("--png", "png")])
-def test_places_that_cannot_be_written_are_refused_before_anything_is_read(
-    methods_dir: Path, tmp_path: Path, option: str, end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_places_that_cannot_be_written_are_refused(methods, tmp_path: Path, option: str, end: str) -> None:
     (tmp_path / f"folder.{end}").mkdir()
-    assert report(methods_dir, option, str(tmp_path / f"folder.{end}")) == 2
-    assert report(methods_dir, option, str(tmp_path / "absent" / f"r.{end}")) == 2
-    errors = capsys.readouterr().err
-    assert "is a folder" in errors
-    assert "does not exist" in errors
+    for place, words in ((f"folder.{end}", "is a folder"), (f"absent/r.{end}", "does not exist")):
+        refused = methods(option, str(tmp_path / place))
+        assert (refused.code, words in refused.err) == (2, True)
 
 
-def test_picture_is_a_png_that_replaces_only_its_own_kind(
-    methods_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_picture_is_a_png_that_replaces_only_its_own_kind(burst, methods, tmp_path: Path) -> None:
     file = tmp_path / "plots.png"
     for _ in range(2):
-        assert report(methods_dir, "--png", str(file)) == 0
+        assert methods("--png", str(file)).code == 0
         assert file.read_bytes().startswith(b"\x89PNG")
     file.write_bytes(b"\x89PNG of a holiday")
-    assert report(methods_dir, "--png", str(file)) == 2
-    assert report(methods_dir, "--png", str(tmp_path / "plots.svg")) == 2
-    capsys.readouterr()
-    assert report(tmp_path / "none", "--png", str(tmp_path / "p.png")) == 2
-    assert "nothing to draw" in capsys.readouterr().err
-
-
-def test_latex_escapes_what_tex_would_run(
-    methods_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", attention_preset="a_b & \\input{x} 100%")
-    assert report(tmp_path, "--format", "latex") == 0
-    output = capsys.readouterr().out
-    assert r"a\_b \& \textbackslash{}input\{x\} 100\%" in output
-    assert output.count("\\begin{tabular}") == output.count("\\end{tabular}") == 1
+    assert methods("--png", str(file)).code == 2
+    assert methods("--png", str(tmp_path / "plots.svg")).code == 2
+    assert "nothing to draw" in burst("report", "--png", str(tmp_path / "p.png")).err

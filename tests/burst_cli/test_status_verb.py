@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from run_maker import forget_process, health, make_run, write_log, write_node
 from testkit.waiting import wait_for
 
 from burst_cli.runs.read import read_facts, read_nodes
+from burst_cli.runs.status import merge_statuses
 from cluster.control.busy import controlling
+from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import process_start
 
@@ -139,6 +142,12 @@ def test_nonsense_from_a_node_harms_nobody(burst, root: Path, text: str) -> None
     assert result.code == 0
     assert "\x1b" not in result.out
     assert status_of(burst)["nodes"][0]["node"] == "tb1"
+
+
+def test_a_node_that_does_not_answer_is_as_its_files_say_and_why_it_is_mute() -> None:
+    read = [NodeStatus(name, "running", health=health(), heard_s=7.0) for name in ("tb1", "tb2")]
+    told = [NodeStatus("tb2", problem="no route"), NodeStatus("tb1", "ended", outcome={"exit_code": 0})]
+    assert merge_statuses(read, told) == [told[1], replace(read[1], problem="no route")]
 
 
 def test_huge_file_of_a_node_is_not_read(root: Path) -> None:

@@ -1,0 +1,70 @@
+"""Tables for terminals of any width: a row per entry, the columns that have room, and a note cut to what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 1
+_LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
+
+
+@dataclass(frozen=True)
+class Column:
+    """title: in as many lines as it has. rank: who stays on a narrow terminal, lowest first."""
+
+    title: str
+    rank: int = 0
+    is_number: bool = True
+
+
+def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]:
+    """The places of the columns of a table that fit into `room`, those of the lowest ranks; at least one."""
+    kept: list[int] = []
+    for place in sorted(range(len(ranks)), key=lambda place: ranks[place]):
+        if not kept or sum(widths[one] for one in kept) + widths[place] <= room:
+            kept.append(place)
+    return sorted(kept)
+
+
+def is_too_wide(columns: Sequence[Column], rows: Sequence[Sequence[Text]], notes: Sequence[Text], width: int) -> bool:
+    """Whether `fitted_table` would leave out columns."""
+    return sum(_widths(columns, rows)) > width - _notes_room(notes, width)
+
+
+def fitted_table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Text]],
+    notes: Sequence[Text],
+    width: int,
+    *,
+    notes_room: int | None = None,
+) -> Table:
+    """The cells of `rows` that have room, and the note of each row, for which `notes_room` is kept free."""
+    has_notes = any(notes)
+    room = width - (_notes_room(notes, width) if notes_room is None or not has_notes else notes_room)
+    widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes
+    kept = fitting([column.rank for column in columns], widths, room)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    table.width = width if has_notes else None
+    for place in kept:
+        justify = "right" if columns[place].is_number else "left"
+        table.add_column(columns[place].title, no_wrap=True, justify=justify, max_width=width // 2)  # type: ignore[arg-type]
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1 if has_notes else None)
+    for row, note in zip(rows, notes, strict=True):
+        table.add_row(*(row[place] for place in kept), note)
+    return table
+
+
+def _notes_room(notes: Sequence[Text], width: int) -> int:
+    return width // 4 if any(notes) and width >= _LEAST_WITH_NOTES else 0
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> list[int]:
+    return [
+        _GAP + max([*map(len, column.title.split("\n")), *(row[place].cell_len for row in rows)])
+        for place, column in enumerate(columns)
+    ]
