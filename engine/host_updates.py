@@ -26,10 +26,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.memory.shapes import UNITS_ON_HOST
 from engine.parallel.fsdp import fsdp_modules
 
-UNITS_AHEAD = UNITS_ON_HOST - 2  # whose gradients wait, beside those that are used and those on their way
+UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
 Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
 _Call = tuple[Callable[[], None], "Future[None]"]

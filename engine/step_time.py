@@ -22,7 +22,7 @@ from engine.attention.topology import Topology
 from engine.config import RunConfig
 from engine.devices import published_peak
 from engine.flops import Flops, count_parameters, mfu, step_flops
-from engine.memory.kept import LayerCost, PolicyCost
+from engine.memory.cost import LayerCost, PolicyCost
 from engine.simulate.machine import Machine
 
 UPDATE_BYTES = 28  # that AdamW reads and writes per number

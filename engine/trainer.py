@@ -24,8 +24,8 @@ from engine.devices import Peak
 from engine.errors import ConfigError, DataError
 from engine.flops import count_parameters
 from engine.guard import Verdict
+from engine.memory.cost import recomputed_matrices
 from engine.memory.policy import policy_name
-from engine.memory.recompute import recomputed_matrices
 from engine.metrics import StepCost, StepMeter
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.needle.tasks import needle_tasks

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from burst_cli.engine_memory import EnginePlanner
-from burst_cli.memory_check import check_memory
+from burst_cli.memory_check import MemoryPlanner, check_memory
 from burst_cli.plan_candidates import flops_of, group_topology
 from burst_cli.sweep.estimate import ASSUMED_CORE_FLOPS, Estimate, Measured, Work, estimate
 from cluster.facts import NodeFacts
@@ -24,7 +23,7 @@ class LaunchJudge:
     """See `CellJudge`. facts: of this machine, for runs on it; nodes elsewhere are asked when a cell starts."""
 
     facts: NodeFacts
-    planner: EnginePlanner
+    planner: MemoryPlanner
     measured: Sequence[Measured]
     force: bool = False
 

@@ -20,8 +20,8 @@ from engine.attention.presets import AttentionMethod
 from engine.config import RunConfig
 from engine.config_checks import tensor_parallel_problems
 from engine.errors import ConfigError
+from engine.memory.cost import layers_on_host
 from engine.memory.host_limit import activation_limit
-from engine.memory.kept import layers_on_host
 from engine.memory.policy import layer_policies
 from engine.memory.store import ActivationStore, DeviceStore, host_store
 from engine.model.checkpointed import apply_policies

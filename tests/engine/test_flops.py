@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import LossConfig, ModelConfig
 from engine.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.memory.cost import recomputed_parameters
 from engine.memory.policy import LayerPolicy
-from engine.memory.recompute import recomputed_parameters
 from engine.model.llama import LlamaModel
 
 SHAPE = ModelConfig(

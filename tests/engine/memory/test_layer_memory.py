@@ -18,9 +18,8 @@ from engine.attention.api import build_parallel_attention
 from engine.attention.presets import resolve_attention
 from engine.attention.topology import Topology
 from engine.config import ModelConfig, RunConfig
-from engine.memory.kept import policy_cost
+from engine.memory.cost import policy_cost, recomputed_matrices, recomputed_parameters
 from engine.memory.policy import LayerPolicy
-from engine.memory.recompute import recomputed_matrices, recomputed_parameters
 from engine.memory.store import DeviceStore, Kept
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
