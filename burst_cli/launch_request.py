@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from burst_cli import render
 from burst_cli.compose import Composed, compose
-from burst_cli.engine_memory import EnginePlanner
-from burst_cli.memory_check import MemoryCheck, check_memory, with_memory
+from burst_cli.memory_check import MemoryCheck, MemoryPlanner, check_memory, with_memory
 from burst_cli.plan_candidates import group_topology
 from cluster.facts import NodeFacts, probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan, with_exclusive
@@ -108,7 +107,7 @@ def settle_memory(request: LaunchRequest, config: RunConfig, hardware: Hardware 
     check_config(config)  # once more: the number of ranks is known only now
     check_attention(config, group_topology(config))
     console = render.stderr()
-    planner = EnginePlanner(lambda text: console.print(text, style="dim", markup=False), hardware)
+    planner = MemoryPlanner(lambda text: console.print(text, style="dim", markup=False), hardware)
     return check_memory(planner.settle_attention(config), planner, force=request.force)
 
 
@@ -124,7 +123,7 @@ def time_notes(
     from burst_cli.launch_time import expected_time, newest_measured
     from burst_cli.sweep.estimate import LaunchJudge
 
-    planner = EnginePlanner(lambda text: None, hardware)
+    planner = MemoryPlanner(hardware=hardware)
     measured = newest_measured(request.runs_dir or default_runs_dir())
     return expected_time(config, LaunchJudge(facts, planner, measured, request.force or request.dry_run))
 

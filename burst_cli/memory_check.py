@@ -1,61 +1,74 @@
-"""Whether a run fits, decided before anything is created: closed form first, the exact prediction when it is near.
-
-`check_memory` is pure but for the planner it is given; `burst launch` gives `burst_cli.engine_memory.EnginePlanner`.
-"""
+"""Whether a run fits, decided before anything is created."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from burst_cli.figures import binary_bytes
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.memory.auto import MemoryChoice
-from engine.memory.capacity import Capacity
-from engine.memory.fit import Prediction, fit_of
+from engine.memory.auto import MemoryChoice, advice_for, settle_memory
+from engine.memory.capacity import Capacity, Hardware, capacity_of
+from engine.memory.fit import predicted_fit, sequence_topology
+from engine.memory.predictor import MemoryPrediction, Predict, shared_predictor
+from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.topology import Topology
+from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
 
 Place = Literal["device", "host"]
 
-# The closed form is rough, but not by a factor of two: a run that fits twice over fits, and one of which not even half
-# fits does not.
-_TWICE, _HALF = 1.0, -0.5
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3
 
 
-class MemoryPlanner(Protocol):
-    """What knows about memory; the configurations that it gets know their number of ranks, and their method."""
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """The engine's knowledge of memory; the configurations that it gets know their number of ranks.
+
+    say        told, for people, that a prediction begins, which takes seconds
+    hardware   of the machines that ranks run on; None: this one
+    """
+
+    say: Callable[[str], None] = lambda _: None
+    hardware: Hardware | None = None
+    predictor: Predict | None = None
+
+    def settle_attention(self, config: RunConfig) -> RunConfig:
+        """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
+        if config.attention.preset != "auto":
+            return config
+        machine = machine_of(config, self.capacity(config).device_name)
+        return settle_auto(config, sequence_topology(config, world_of(config)), machine).config
 
     def capacity(self, config: RunConfig) -> Capacity:
-        """What the machine, or the configuration, has. Raises ConfigError when that is not known."""
+        """The GPUs or the RAM of a machine, within memory.device_bytes and memory.host_bytes. Raises ConfigError."""
+        # All its ranks share a machine, also those that cluster.topology_nodes treats as lying on others.
+        return capacity_of(config, config.cluster.ranks_per_node or 1, hardware=self.hardware)
 
-    def settle(self, config: RunConfig, capacity: Capacity, *, exactly: bool) -> MemoryChoice:
-        """The policy for memory.activation_checkpoint=auto; exactly: the one chosen was predicted, in seconds."""
-
-    def estimate(self, config: RunConfig) -> Prediction:
-        """The closed form, in milliseconds."""
-
-    def predict(self, config: RunConfig) -> Prediction:
-        """The exact prediction, in seconds. Raises RunError when it cannot be made."""
+    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        """Raises RunError when it cannot be made."""
+        self.say(f"predicting the memory of a step under {config.memory.activation_checkpoint}")
+        return (self.predictor or shared_predictor().predict)(config, world)
 
     def advice(self, config: RunConfig, capacity: Capacity, place: Place) -> str:
-        """Sentences that say what to change when memory is short at `place`."""
+        """Changes with which the run is known to fit, or else the settings that need less."""
+        found = advice_for(config, world_of(config), capacity, self.predict)
+        return f"What helps: {'; '.join(found)}." if found else less_memory_text(config, place)
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """A run's need beside what there is (None: not known). `problems` is empty when it fits.
+    """A run's need beside what there is; None: not known. `problems` is empty when it fits.
 
-    need: of one rank. source: how it was found, "the closed form" or "the prediction". choice: under memory=auto.
+    need: of one rank. choice: under memory=auto.
     """
 
     config: RunConfig
-    need: Prediction
-    source: str
+    need: MemoryPrediction | None
     capacity: Capacity | None
     choice: MemoryChoice | None = None
     problems: tuple[str, ...] = ()
@@ -63,25 +76,27 @@ class MemoryCheck:
 
     @property
     def summary(self) -> str:
-        """One line: what a rank needs, of what, by which reckoning."""
+        """One line: what a rank needs, of what."""
+        if self.need is None:
+            return "not predicted"
         text = binary_bytes(self.need.needed_bytes)
         if self.capacity is not None:
             text += f" of {binary_bytes(self.capacity.device_bytes)} per rank on {self.capacity.device_name}"
         host = f", {binary_bytes(self.need.host_peak_bytes)} of host memory" if self.need.host_peak_bytes else ""
-        return f"{text}{host}, by {self.source}"
+        return f"{text}{host}, by the prediction"
 
     def to_dict(self) -> dict[str, Any]:
         """The content of memory_plan.json."""
         need, capacity, choice = self.need, self.capacity, self.choice
         return {
-            "source": self.source,
-            "device_peak_bytes": need.device_peak_bytes,
-            "needed_bytes": need.needed_bytes,
-            "host_peak_bytes": need.host_peak_bytes,
-            "phase": need.phase,
-            "components": {place: dict(components) for place, components in need.components.items()},
+            "source": "the prediction",
+            "device_peak_bytes": need and need.device_peak_bytes,
+            "needed_bytes": need and need.needed_bytes,
+            "host_peak_bytes": need and need.host_peak_bytes,
+            "phase": need and need.phase,
+            "components": need and {place: dict(components) for place, components in need.components.items()},
             "capacity": None if capacity is None else capacity.to_dict(),
-            "fits": None if capacity is None else not self.problems,
+            "fits": None if capacity is None or need is None else not self.problems,
             "problems": list(self.problems),
             "warnings": list(self.warnings),
             "policy": self.config.memory.activation_checkpoint,
@@ -93,15 +108,22 @@ class MemoryCheck:
 def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = False) -> MemoryCheck:
     """Settles memory=auto and compares what a rank needs with what there is.
 
-    Raises ConfigError when the run does not fit, unless `force`; then the check holds the problems.
+    Raises ConfigError when the run does not fit, unless `force`; then the check holds the problems. RunError when the
+    policy is open and nothing can be predicted.
     """
     is_open = config.memory.activation_checkpoint == "auto"
     check = _settled(config, planner) if is_open else _configured(config, planner)
-    if check.capacity is not None:
-        check = replace(check, problems=tuple(_problems(check, check.capacity, planner)))
+    if check.capacity is not None and check.need is not None:
+        check = replace(check, problems=tuple(_problems(check.config, check.need, check.capacity, planner)))
     if check.problems and not force:
         raise ConfigError([f"{problem} To start it all the same, add --force." for problem in check.problems])
     return check
+
+
+def world_of(config: RunConfig) -> Topology:
+    """Where all ranks of a launch lie."""
+    ranks, nodes = config.cluster.world_size or 1, config.cluster.topology_groups
+    return Topology(nodes, ranks // nodes)
 
 
 def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
@@ -111,55 +133,35 @@ def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
 
 def _configured(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
     """The check of a configuration that names its policy."""
-    closed = MemoryCheck(config, planner.estimate(config), "the closed form", None)
+    need, capacity, warnings = None, None, list[str]()
     try:
         capacity = planner.capacity(config)
     except ConfigError as error:
-        return replace(closed, warnings=(f"not checked whether this run fits: {error}",))
-    closed = replace(closed, capacity=capacity)
-    if _is_sure(closed.need, capacity):
-        return closed
+        warnings.append(f"not checked whether this run fits: {error}")
     try:
-        return replace(closed, need=planner.predict(config), source="the prediction")
+        need = planner.predict(config, world_of(config))
     except RunError as error:
-        return replace(closed, warnings=(_fallback(error),))
+        warnings.append(f"not checked whether this run fits: {error}")
+    return MemoryCheck(config, need, capacity, warnings=tuple(warnings))
 
 
 def _settled(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
-    """The check of the policy that is chosen; the choice is verified by the prediction unless it is sure."""
+    """The check of the policy that is chosen."""
     capacity = planner.capacity(config)
-    choice = planner.settle(config, capacity, exactly=False)
-    closed = MemoryCheck(choice.config, planner.estimate(choice.config), "the closed form", capacity, choice)
-    if _is_sure(closed.need, capacity):
-        return closed
-    try:
-        choice = planner.settle(config, capacity, exactly=True)
-        chosen = next(one for one in choice.candidates if one.memory == choice.config.memory)
-        need = chosen.prediction or planner.predict(choice.config)
-    except RunError as error:
-        return replace(closed, warnings=(_fallback(error),))
-    return MemoryCheck(choice.config, need, "the prediction", capacity, choice)
+    choice = settle_memory(config, world_of(config), capacity, planner.predict, advised=False)
+    return MemoryCheck(choice.config, choice.prediction, capacity, choice)
 
 
-def _is_sure(closed_form: Prediction, capacity: Capacity) -> bool:
-    """Whether the closed form is enough to decide."""
-    return fit_of(closed_form, capacity, _TWICE).fits or not fit_of(closed_form, capacity, _HALF).fits
-
-
-def _fallback(error: RunError) -> str:
-    return f"{error} Whether this run fits is decided by the closed form."
-
-
-def _problems(check: MemoryCheck, capacity: Capacity, planner: MemoryPlanner) -> list[str]:
+def _problems(config: RunConfig, need: MemoryPrediction, capacity: Capacity, planner: MemoryPlanner) -> list[str]:
     """One per place that is too small: by how much, the largest components, what to change."""
-    need, on_cpu, problems = check.need, capacity.host_is_device, []
-    fit = fit_of(need, capacity)
+    on_cpu, problems = capacity.host_is_device, []
+    fit = predicted_fit(need, capacity)
     if not fit.device:
         needs = need.needed_bytes + (need.host_peak_bytes if on_cpu else 0)
         problems.append(
             f"does not fit: a rank needs {_of(needs, capacity.device_bytes)} of {capacity.device_name} "
-            f"({capacity.device_source}), by {check.source}; most of it in phase {need.phase}. "
-            f"Largest: {_largest(need.components['device'])}. {planner.advice(check.config, capacity, 'device')}"
+            f"({capacity.device_source}), by the prediction; most of it in phase {need.phase}. "
+            f"Largest: {_largest(need.components['device'])}. {planner.advice(config, capacity, 'device')}"
         )
     if not fit.host and not on_cpu and capacity.host_bytes_per_node is not None:
         ranks = capacity.local_ranks
@@ -167,9 +169,9 @@ def _problems(check: MemoryCheck, capacity: Capacity, planner: MemoryPlanner) ->
         problems.append(
             f"does not fit: {ranks} rank{'' if ranks == 1 else 's'} need "
             f"{_of(needs, capacity.host_bytes_per_node)} of host memory "
-            f"({capacity.host_source}), by {check.source}. "
+            f"({capacity.host_source}), by the prediction. "
             f"Largest, per rank: {_largest(need.components['host'])}. "
-            f"{planner.advice(check.config, capacity, 'host')}"
+            f"{planner.advice(config, capacity, 'host')}"
         )
     return problems
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from burst_cli.compose import compose
 from burst_cli.conf_dirs import list_options, search_path
-from burst_cli.plan_memory import MemoryReport, exact_prediction, report_memory
+from burst_cli.plan_memory import MemoryReport, report_memory
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.memory.auto import settle_run
 from engine.memory.capacity import Capacity, capacity_of
+from engine.memory.cost import planned_flops, policy_cost
 from engine.memory.fit import sequence_topology
-from engine.memory.kept import policy_cost
-from engine.memory.recompute import planned_flops
+from engine.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.degrees import known_cp_size
 from engine.planning.methods.presets import resolve_attention
@@ -26,20 +26,22 @@ from engine.planning.time.flops import Flops
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime, predict_step
 
-MemoryBy = Literal["exact", "closed-form", "none"]
-
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """How memory is planned: `device` as in `engine.memory.capacity.capacity_of`; `say` gets a line of progress."""
+    """How memory is planned.
 
-    by: MemoryBy = "closed-form"
+    device      as in `engine.memory.capacity.capacity_of`
+    predicted   False: memory is left out, and memory=auto counts as a policy that costs nothing
+    predict     None: in a process of its own
+    """
+
     device: str | None = None
-    say: Callable[[str], None] = lambda _: None
+    predicted: bool = True
+    predict: Predict | None = None
 
 
 ONE_RANK = Topology(1, 1)
-NO_MEMORY = MemoryRequest(by="none")
 
 
 @dataclass(frozen=True)
@@ -146,18 +148,20 @@ def plan_one(
     overrides: Sequence[str],
     config_dirs: Sequence[Path],
     machine: Machine | None,
-    memory: MemoryRequest = NO_MEMORY,
+    memory: MemoryRequest,
 ) -> Candidate:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
     config = compose(overrides, config_dirs).config
     world = world_topology(config)
     capacity = capacity_of(config, world.local_ranks, device=memory.device)
     config = _computing_on(config, capacity)
-    predict = exact_prediction(memory.say) if memory.by == "exact" else None
-    attention, choice = settle_run(config, world, capacity, machine, predict)
+    if not memory.predicted and config.memory.activation_checkpoint == "auto":
+        config = replace(config, memory=replace(config.memory, activation_checkpoint="none"))
+    predict = memory.predict or shared_predictor().predict
+    attention, choice = settle_run(config, world, capacity, predict, machine)
     group = sequence_topology(choice.config, world)
     preview = preview_attention(choice.config, group, machine)
-    report = None if memory.by == "none" else report_memory(choice, world, capacity, machine, predict)
+    report = report_memory(choice, world, capacity, predict, machine) if memory.predicted else None
     name = preview.method.preset
     step = None if machine is None else _step_time(choice.config, world, preview)
     return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates, step=step)
@@ -181,7 +185,7 @@ def plan_each(
     overrides: Sequence[str],
     config_dirs: Sequence[Path],
     machine: Machine | None,
-    memory: MemoryRequest = NO_MEMORY,
+    memory: MemoryRequest,
 ) -> list[Candidate]:
     """One candidate per option of attention, in that order.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,13 +11,11 @@ from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, seconds
 from engine.config.settings import RunConfig
-from engine.memory.auto import MemoryChoice, advice_for
-from engine.memory.candidate import MARGIN, MemoryCandidate
+from engine.memory.auto import MemoryCandidate, MemoryChoice, advice_for
 from engine.memory.capacity import Capacity
-from engine.memory.estimate import MemoryEstimate
-from engine.memory.fit import Fit, Predict, Prediction, estimate_on, fit_of
+from engine.memory.fit import Fit, predicted_fit
 from engine.memory.policy import policy_name
-from engine.memory.predict_apart import predict_apart
+from engine.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 
@@ -30,24 +26,21 @@ _SHOWN_CANDIDATES = 12
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one rank needs at its worst moment, exactly if it was predicted, and in closed form.
+    """What one rank needs at its worst moment, beside what there is.
 
-    fit      of the exact prediction, else of the closed form
     advice   what would make it fit, if it does not
     """
 
     config: RunConfig
     capacity: Capacity
-    estimate: MemoryEstimate
-    prediction: Prediction | None
-    fit: Fit
+    prediction: MemoryPrediction
     choice: MemoryChoice
     advice: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Prediction:
-        """The figures that count."""
-        return self.prediction or self.estimate
+    def fit(self) -> Fit:
+        """Of the prediction."""
+        return predicted_fit(self.prediction, self.capacity)
 
     @property
     def policy(self) -> str:
@@ -56,51 +49,28 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The part `memory` of `burst plan --json`; bytes are of one rank, host_capacity_bytes of a node."""
-        best = self.best.to_dict()
         return {
-            **best,
+            **self.prediction.to_dict(),
             **self.capacity.to_dict(),
             "fits": self.fit.fits,
             "headroom_bytes": self.fit.headroom_bytes,
-            "by": "closed_form" if self.prediction is None else "fake_step",
+            "by": "fake_step",
             "policy": self.policy,
             "reason": self.choice.reason,
-            "closed_form": self.estimate.to_dict(),
             "candidates": [candidate.to_dict() for candidate in self.choice.candidates],
             "advice": list(self.advice),
         }
 
 
 def report_memory(
-    choice: MemoryChoice, world: Topology, capacity: Capacity, machine: Machine | None, predict: Predict | None
+    choice: MemoryChoice, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> MemoryReport:
-    """The report of a settled configuration on the ranks of `world`; `predict` None: in closed form only."""
+    """The report of a settled configuration on the ranks of `world`."""
     config = choice.config
-    estimate = estimate_on(config, world)
-    known = next((c.prediction for c in choice.candidates if c.memory == config.memory and c.prediction), None)
-    prediction = known or (predict(config, world) if predict else None)
-    fit = fit_of(prediction or estimate, capacity)
-    advice: tuple[str, ...] = ()
-    if not fit.fits:
-        advice = choice.advice or tuple(advice_for(config, world, capacity, machine))
-    return MemoryReport(config, capacity, estimate, prediction, fit, choice, advice)
-
-
-def exact_prediction(say: Callable[[str], None]) -> Predict | None:
-    """Rehearses the engine's step in a process of its own, and says that it begins; None without torch."""
-    if importlib.util.find_spec("torch") is None:
-        say("torch is not installed here, so memory is given in closed form only, about a tenth off")
-        return None
-
-    def predict(config: RunConfig, world: Topology) -> Prediction:
-        memory = config.memory.activation_checkpoint
-        say(
-            f"rehearsing a step under {memory} as one of {world.size} ranks, which may take a minute "
-            "(--memory-by closed-form: formulas only)"
-        )
-        return predict_apart(config, world)
-
-    return predict
+    report = MemoryReport(config, capacity, choice.prediction or predict(config, world), choice)
+    if report.fit.fits:
+        return report
+    return replace(report, advice=choice.advice or tuple(advice_for(config, world, capacity, predict, machine)))
 
 
 def memory_view(report: MemoryReport) -> list[RenderableType]:
@@ -108,35 +78,31 @@ def memory_view(report: MemoryReport) -> list[RenderableType]:
     parts: list[RenderableType] = [_components_table(report), _bar(report), _verdict(report)]
     parts += [Text.assemble(("  • ", "yellow"), text) for text in report.advice]
     if report.choice.candidates:
-        parts += [Text(), _candidates_table(report.choice), _candidates_note(report.choice)]
+        parts += [Text(), candidates_table(report.choice), _candidates_note(report.choice)]
     return parts
 
 
 def _components_table(report: MemoryReport) -> Table:
-    """A row per component: on the device and on the host, exact beside closed form."""
-    sources: list[tuple[str, Prediction]] = [] if report.prediction is None else [("predicted", report.prediction)]
-    sources.append(("closed form", report.estimate))
-    places = ["device", "host"] if any(source.host_peak_bytes for _, source in sources) else ["device"]
-    headings = [f"{place}, {name}" for place in places for name, _ in sources]
-    table = Table("memory of a rank", *headings, header_style="bold", padding=(0, 1))
+    """A row per component: on the device and on the host."""
+    found = report.prediction
+    peaks = {"device": found.device_peak_bytes, "host": found.host_peak_bytes}
+    places = [place for place, peak in peaks.items() if peak or place == "device"]
+    table = Table("memory of a rank", *places, header_style="bold", padding=(0, 1))
     for column in table.columns[1:]:
         column.justify = "right"
-    for component in report.estimate.components["device"]:
-        sizes = [source.components[place].get(component, 0) for place in places for _, source in sources]
+    for component in found.components["device"]:
+        sizes = [found.components[place].get(component, 0) for place in places]
         if any(sizes):
             table.add_row(component, *(binary_bytes(size) if size else "" for size in sizes))
-    table.columns[0].footer = "peak"
     table.add_section()
-    peaks = [getattr(source, f"{place}_peak_bytes") for place in places for _, source in sources]
-    table.add_row("peak", *map(binary_bytes, peaks), style="bold")
-    phases = [source.phase if place == "device" else "" for place in places for _, source in sources]
-    table.add_row("in phase", *phases, style="dim")
+    table.add_row("peak", *(binary_bytes(peaks[place]) for place in places), style="bold")
+    table.add_row("in phase", found.phase, style="dim")
     return table
 
 
 def _bar(report: MemoryReport) -> Text:
     """The peak by component against the capacity; every character is a sixtieth of the larger of the two."""
-    best, capacity = report.best, report.capacity.device_bytes
+    best, capacity = report.prediction, report.capacity.device_bytes
     whole = max(best.needed_bytes, capacity)
     sizes = {**best.components["device"], "reserve": best.needed_bytes - best.device_peak_bytes}
     bar, legend = Text("[", style="bold"), Text("             ")
@@ -157,7 +123,7 @@ def _bar(report: MemoryReport) -> Text:
 
 
 def _verdict(report: MemoryReport) -> Text:
-    best, capacity, fit = report.best, report.capacity, report.fit
+    best, capacity, fit = report.prediction, report.capacity, report.fit
     needs = f"{binary_bytes(best.needed_bytes)} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
     if not capacity.host_is_device and best.needed_bytes > best.device_peak_bytes:
         reserve = binary_bytes(best.needed_bytes - best.device_peak_bytes)
@@ -167,7 +133,6 @@ def _verdict(report: MemoryReport) -> Text:
             "an unknown amount" if capacity.host_bytes_per_node is None else binary_bytes(capacity.host_bytes_per_node)
         )
         needs += f", {binary_bytes(best.host_peak_bytes * capacity.local_ranks)} of {has} of host memory per node"
-    by = "predicted by a rehearsal of the step" if report.prediction else "in closed form, about a tenth off"
     room = binary_bytes(abs(fit.headroom_bytes))
     if fit.fits:
         head = ("fits         ", "bold green")
@@ -176,10 +141,11 @@ def _verdict(report: MemoryReport) -> Text:
         where = "the device" if not fit.device else "host memory"
         head = ("does not fit ", "bold red")
         tail = f"; {room} per rank are missing in {where}"
-    return Text.assemble(head, f"{report.policy}: {needs}{tail}; {by}")
+    return Text.assemble(head, f"{report.policy}: {needs}{tail}; predicted by a rehearsal of the step")
 
 
-def _candidates_table(choice: MemoryChoice) -> Table:
+def candidates_table(choice: MemoryChoice) -> Table:
+    """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
     headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "extra time")
     table = Table("memory=auto, best first", "fits", *headings, header_style="bold", padding=(0, 1))
     for column in table.columns[2:]:
@@ -190,12 +156,13 @@ def _candidates_table(choice: MemoryChoice) -> Table:
 
 
 def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:
-    best, cost = candidate.prediction or candidate.estimate, candidate.cost
+    found, fit, cost = candidate.prediction, candidate.fit, candidate.cost
+    fits = "not tried" if fit is None else "yes" if fit.fits else f"no, {binary_bytes(-fit.headroom_bytes)} short"
     return (
         candidate.name,
-        "yes" if candidate.fits else f"no, {binary_bytes(-candidate.fit.headroom_bytes)} short",
-        binary_bytes(best.needed_bytes),
-        binary_bytes(best.host_peak_bytes) if best.host_peak_bytes else "",
+        fits,
+        binary_bytes(found.needed_bytes) if found else "",
+        binary_bytes(found.host_peak_bytes) if found and found.host_peak_bytes else "",
         binary_bytes(cost.kept_bytes),
         binary_bytes(cost.moved_bytes) if cost.moved_bytes else "",
         count(cost.linear_flops) if cost.linear_flops else "",
@@ -208,6 +175,6 @@ def _candidates_note(choice: MemoryChoice) -> Text:
     hidden = len(choice.candidates) - _SHOWN_CANDIDATES
     more = f" {hidden} more in --json." if hidden > 0 else ""
     return Text(
-        f"{choice.reason}. Candidates must fit in closed form with {MARGIN:.0%} to spare.{more}",
+        f"{choice.reason}. Not tried: slower ones, and those that keep too much for the memory there is.{more}",
         style="dim",
     )

@@ -241,7 +241,7 @@ def _comparison_columns(legal: Sequence[Candidate]) -> list[tuple[str, Callable[
 
 def _memory_cell(candidate: Candidate) -> str:
     assert candidate.memory is not None
-    needed = binary_bytes(candidate.memory.best.needed_bytes)
+    needed = binary_bytes(candidate.memory.prediction.needed_bytes)
     return needed if candidate.memory.fit.fits else f"{needed}, does not fit"
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import binary_bytes
 from burst_cli.memory_check import MEMORY_PLAN_FILE, MemoryCheck
+from burst_cli.plan_memory import candidates_table
 from cluster.plan import PLAN_FILE, LaunchPlan
-from engine.memory.auto import MemoryChoice
 
 _ORDER = ("plan.sh", "job.sbatch", "env/", "config.yaml")
 _MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
@@ -42,7 +40,7 @@ def show_plan(
         console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
     if memory is not None and memory.choice is not None:
-        console.print(policies_table(memory.choice))
+        console.print(candidates_table(memory.choice))
     shown, left_out = _shown_files(plan)
     for name, text in shown:
         console.print(Text(f"\n{name}", style="bold"))
@@ -71,23 +69,6 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     environments = [file for file in files if file[0].startswith("env/")]
     left_out = environments[_MOST_ENVIRONMENTS:] if len(environments) > _MOST_ENVIRONMENTS + 1 else []
     return [file for file in files if file not in left_out], len(left_out)
-
-
-def policies_table(choice: MemoryChoice) -> Table:
-    """What memory=auto chose from, in its order: bytes of one rank, seconds that a policy adds to a step."""
-    table = Table("policy", "device", "host", "adds", "fits", header_style="bold", box=None, padding=(0, 2))
-    for candidate in choice.candidates:
-        best = candidate.prediction or candidate.estimate
-        chosen = candidate.memory == choice.config.memory
-        table.add_row(
-            candidate.name,
-            binary_bytes(best.needed_bytes),
-            binary_bytes(best.host_peak_bytes),
-            f"{candidate.extra_s:.3g} s",
-            "yes" if candidate.fits else "no",
-            style="bold" if chosen else None,
-        )
-    return table
 
 
 def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Text:

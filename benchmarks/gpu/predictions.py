@@ -8,9 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.runner import Budget
 from benchmarks.gpu.steps import ALONE, read_config
-from engine.memory.predict_apart import PredictedMemory, predict_apart
+from engine.memory.predictor import MemoryPrediction, Predictor
 
-AT_ONCE = 2
 LEAST_S = 5.0
 
 
@@ -19,8 +18,9 @@ class Predictions:
 
     def __init__(self, measurements: Sequence[Measurement], budget: Budget) -> None:
         self._budget = budget
-        self._pool = ThreadPoolExecutor(AT_ONCE)
-        self._futures: dict[str, Future[PredictedMemory]] = {
+        self._pool = ThreadPoolExecutor(1)  # one process answers all
+        self._predictor = Predictor(timeout_s=max(LEAST_S, budget.left_s))
+        self._futures: dict[str, Future[MemoryPrediction]] = {
             m.label: self._pool.submit(self._predict, m) for m in measurements if m.settings["about"]["predicts"]
         }
 
@@ -36,10 +36,11 @@ class Predictions:
     def close(self) -> None:
         """Start no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._predictor.close()
 
-    def _predict(self, measurement: Measurement) -> PredictedMemory:
+    def _predict(self, measurement: Measurement) -> MemoryPrediction:
         config = read_config(measurement.settings["config"])
-        return predict_apart(config, ALONE, timeout_s=max(LEAST_S, self._budget.left_s))
+        return self._predictor.predict(config, ALONE)
 
     def _amend(self, row: Row) -> Row:
         future = self._futures.get(row["label"])
@@ -55,6 +56,6 @@ class Predictions:
             "predicted_host_bytes": found.host_peak_bytes,
             "predicted_phase": found.phase,
             "predicted_components": found.components["device"],
-            "prediction_s": found.document["seconds"],
+            "prediction_s": found.seconds,
             "measured_over_predicted": row["peak_bytes"] / found.device_peak_bytes,
         }

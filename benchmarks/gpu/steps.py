@@ -30,9 +30,9 @@ from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
 from engine.memory.auto import settle_memory
 from engine.memory.capacity import Hardware, capacity_of
-from engine.memory.fit import fit_of
+from engine.memory.cost import planned_flops
 from engine.memory.policy import policy_name
-from engine.memory.recompute import planned_flops
+from engine.memory.predictor import shared_predictor
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
@@ -191,21 +191,18 @@ def choose_policy(whole: RunConfig, device_name: str, hardware: Hardware | None 
     configs = [whole, within]
     if importlib.util.find_spec("torchao") is not None:
         configs.append(replace(within, memory=replace(within.memory, moments_dtype="int8")))
-    choice = capacity = None
+    choice = None
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity)
+            choice = settle_memory(config, ALONE, capacity, shared_predictor().predict, advised=False)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))
         if choice.fits:
             break
     assert choice is not None
-    assert capacity is not None
-    nearly = not choice.fits and fit_of(choice.candidates[0].estimate, capacity).fits  # the step itself will tell
-    reason = "only the margin of the closed form is missing; " * nearly + choice.reason
-    return Policy(choice.config, choice.fits or nearly, reason)
+    return Policy(choice.config, choice.fits, choice.reason)
 
 
 def read_config(text: str) -> RunConfig:

@@ -24,7 +24,6 @@ class MemoryBy(enum.StrEnum):
     """How memory is predicted."""
 
     exact = "exact"
-    closed_form = "closed-form"
     none = "none"
 
 
@@ -58,8 +57,7 @@ MemoryByOption = Annotated[
     MemoryBy,
     typer.Option(
         "--memory-by",
-        help="exact: rehearse a step without data, some seconds; closed-form: formulas, at once; none: leave out. "
-        "--compare and --all use the formulas.",
+        help="exact: rehearse a step without data, some seconds; none: leave out, memory=auto then adds no time.",
     ),
 ]
 
@@ -122,9 +120,8 @@ def plan(
         _check_picture(picture, chosen, comparing=compare is not None or compare_all)
     place = plan_candidates.placement_overrides(ranks, nodes)
     names = plan_candidates.names_to_compare(compare, compare_all, overrides or [], config_dir or [])
+    request = plan_candidates.MemoryRequest(device, memory_by is MemoryBy.exact)
     if names:
-        quick = MemoryBy.none if memory_by is MemoryBy.none else MemoryBy.closed_form
-        request = plan_candidates.MemoryRequest(quick.value, device)
         candidates = plan_candidates.plan_each(names, [*(overrides or []), *place], config_dir or [], chosen, request)
         if as_json:
             render.emit_json({"plans": [candidate.to_dict() for candidate in candidates]})
@@ -132,7 +129,6 @@ def plan(
             console = render.stdout()
             console.print(comparison_table(candidates, console.width))
         return
-    request = plan_candidates.MemoryRequest(memory_by.value, device, _say)
     candidate = plan_candidates.plan_one([*(overrides or []), *place], config_dir or [], chosen, request)
     if picture is not None:
         _draw(candidate, picture, shown_pass)
@@ -140,15 +136,6 @@ def plan(
         render.emit_json(candidate.to_dict() | ({"picture": str(picture)} if picture else {}))
     else:
         render.stdout().print(plan_view(candidate, picture))
-
-
-def _say(text: str) -> None:
-    """A line of progress."""
-    from rich.text import Text
-
-    from burst_cli import render
-
-    render.stderr().print(Text(text, style="dim"))
 
 
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:

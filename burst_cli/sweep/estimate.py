@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from burst_cli.engine_memory import EnginePlanner
-from burst_cli.memory_check import check_memory
+from burst_cli.memory_check import MemoryPlanner, check_memory
 from burst_cli.plan_candidates import flops_of, group_topology
 from burst_cli.values import seconds_between
 from cluster.facts import NodeFacts
@@ -136,7 +135,7 @@ class LaunchJudge:
     """What judges cells as a launch would. facts: of this machine; nodes elsewhere are asked when a cell starts."""
 
     facts: NodeFacts
-    planner: EnginePlanner
+    planner: MemoryPlanner
     measured: Sequence[Measured]
     force: bool = False
 

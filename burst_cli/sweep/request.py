@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burst_cli.compose import compose, sweep_axes
-from burst_cli.engine_memory import EnginePlanner
+from burst_cli.memory_check import MemoryPlanner
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import LaunchJudge, is_local, measured_runs
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
@@ -52,7 +52,7 @@ def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
         return compose([*words, *on_first_lane], request.config_dirs).config
 
     measured = measured_runs(run_record(run) for run in list_runs(request.runs_dir))
-    judge = LaunchJudge(facts, EnginePlanner(lambda text: None), measured, request.force)
+    judge = LaunchJudge(facts, MemoryPlanner(), measured, request.force)
     plan = build_sweep(
         request.overrides, axes, compose_cell, judge, name=request.name, recorded=lambda name: _recorded(request, name)
     )

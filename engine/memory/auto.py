@@ -1,38 +1,103 @@
-"""memory=auto: the fastest checkpoint policy that fits, and the table it was chosen from. No torch.
+"""memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
 
-Every policy is tried with its checkpoints on the device and in host memory, with projections and MLP whole and in
-tiles; if none fits, with the optimizer on the host. Memory is the closed form's, with a margin for its error, and the
-chosen one may be verified by the exact prediction, which the caller passes in. Seconds are what a policy adds to the
-step: what it computes again at the machine's rates, and what of its copies compute cannot hide.
+Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; if none fits, with
+the optimizer on the host. What a policy adds to the step is known without running it: what it computes again at the
+machine's rates, and what of its copies compute cannot hide. So policies are predicted (`engine.memory.predict`) in the
+order of time until one fits. What one keeps is known as well, so that those that are hopeless need no prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.memory.candidate import MARGIN, MemoryCandidate, Scope
 from engine.memory.capacity import Capacity
-from engine.memory.fit import Predict, advise, fit_of, sequence_topology, too_large_model
-from engine.memory.host_layers import other_host_layers, with_fewest_on_host
+from engine.memory.cost import PolicyCost, policy_cost
+from engine.memory.fit import Advisor, Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
+from engine.memory.policy import policy_name
+from engine.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, machine_of, settle_auto
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import plain_step_seconds
+from engine.planning.time.step_time import extra_seconds, plain_step_seconds
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01
-MOST_VERIFIED = 4  # candidates that are predicted exactly, some seconds each
+MOST_PREDICTED = 12  # candidates in a round, about a second each
 KEPT_FRACTIONS = (0.75, 0.5, 0.25)
-GROUP_SIZES = (2, 4, 8)
+GROUP_SIZES = (2, 4)
 LEAST_TILE_TOKENS = 1024
 
 
 @dataclass(frozen=True)
+class MemoryCandidate:
+    """A policy with what it costs, and what it needs where that was predicted.
+
+    extra_s      seconds that it adds to a step in which nothing is computed again or moved
+    least        (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs
+    """
+
+    memory: MemoryConfig
+    cost: PolicyCost
+    extra_s: float
+    least: tuple[int, int]
+    prediction: MemoryPrediction | None = None
+    fit: Fit | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """On the device and on the host; None: not predicted."""
+        return None if self.fit is None else self.fit.fits
+
+    @property
+    def name(self) -> str:
+        """The policy in words that name its settings."""
+        return policy_name(self.memory)
+
+    @property
+    def settings(self) -> str:
+        """The policy as overrides."""
+        memory = self.memory
+        names = ["activation_checkpoint", "activation_store"]
+        names += ["host_layers"] * (memory.host_layers is not None)
+        names += ["kept_fraction"] * (memory.activation_checkpoint == "seq_fraction")
+        names += ["every_layers"] * (memory.activation_checkpoint == "attn_out_every")
+        names += ["tile_tokens"] * (memory.tile_tokens is not None) + ["optimizer_store"]
+        return " ".join(f"memory.{name}={getattr(memory, name)}" for name in names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON; null what was not predicted."""
+        memory, found = self.memory, self.prediction
+        return {
+            "name": self.name,
+            "activation_checkpoint": memory.activation_checkpoint,
+            "kept_fraction": memory.kept_fraction if memory.activation_checkpoint == "seq_fraction" else None,
+            "every_layers": memory.every_layers if memory.activation_checkpoint == "attn_out_every" else None,
+            "activation_store": memory.activation_store,
+            "host_layers": memory.host_layers,
+            "tile_tokens": memory.tile_tokens,
+            "optimizer_store": memory.optimizer_store,
+            "device_peak_bytes": found and found.device_peak_bytes,
+            "needed_bytes": found and found.needed_bytes,
+            "host_peak_bytes": found and found.host_peak_bytes,
+            "kept_bytes": self.cost.kept_bytes,
+            "moved_bytes": self.cost.moved_bytes,
+            "recompute_linear_flops": self.cost.linear_flops,
+            "recompute_attention_flops": self.cost.attention_flops,
+            "extra_s": self.extra_s,
+            "fits": self.fits,
+            "fits_device": self.fit and self.fit.device,
+            "fits_host": self.fit and self.fit.host,
+            "by": found and "fake_step",
+        }
+
+
+@dataclass(frozen=True)
 class MemoryChoice:
-    """The configuration with the best policy in place of auto, and all candidates: those that fit, fastest first.
+    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
 
     fits     False: the configuration is that of the candidate that lacks least, and `advice` says what would help
     """
@@ -43,6 +108,11 @@ class MemoryChoice:
     fits: bool = True
     advice: tuple[str, ...] = ()
 
+    @property
+    def prediction(self) -> MemoryPrediction | None:
+        """Of the policy that was chosen; None where it was configured."""
+        return self.candidates[0].prediction if self.candidates else None
+
     def require(self) -> RunConfig:
         """The configuration; raises ConfigError with reason and advice when no candidate fits."""
         if not self.fits:
@@ -51,91 +121,194 @@ class MemoryChoice:
 
 
 def settle_run(
-    config: RunConfig,
-    world: Topology,
-    capacity: Capacity,
-    machine: Machine | None = None,
-    verify: Predict | None = None,
+    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> tuple[Choice, MemoryChoice]:
     """First attention=auto, then memory=auto, on the ranks of `world`; what names its method or policy is kept."""
     attention = settle_auto(config, sequence_topology(config, world), machine)
-    return attention, settle_memory(attention.config, world, capacity, machine, verify)
+    return attention, settle_memory(attention.config, world, capacity, predict, machine)
 
 
 def settle_memory(
     config: RunConfig,
     world: Topology,
     capacity: Capacity,
+    predict: Predict,
     machine: Machine | None = None,
-    verify: Predict | None = None,
+    *,
+    advised: bool = True,
 ) -> MemoryChoice:
     """The fastest policy that fits on the ranks of `world`; a config that names its policy is kept.
 
-    A pure function of its arguments: ranks that agree on the capacity agree on the policy. `attention=auto` must have
-    been settled. `verify` predicts exactly; a candidate that it refutes is passed over.
+    `attention=auto` must have been settled. advised: what would help is looked for where nothing fits.
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config, (), "as configured")
-    scope = Scope(config, world, capacity, machine or machine_of(config, capacity.device_name))
-    candidates, best = _verified(_first_round_that_fits(scope), scope, verify)
+    search = _Search(config, world, capacity, machine or machine_of(config, capacity.device_name), predict)
+    best = search.best()
     chosen = replace(config, memory=best.memory)
-    if best.fits:
-        return MemoryChoice(chosen, candidates, _reason(best, candidates, capacity))
+    assert best.fit is not None
+    if best.fit.fits:
+        reason = (
+            f"auto: {best.name} adds {best.extra_s:.3g} s to a step, and no policy that fits saves more than "
+            f"{INDIFFERENCE:.0%} of a step; it leaves {best.fit.headroom_bytes / 1e9:.3g} GB free"
+        )
+        return MemoryChoice(chosen, search.candidates(best), reason)
     missing = -best.fit.headroom_bytes / 1e9
     reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GB"
-    advice = [f"{text}, under memory=auto" for text in advise(chosen, world, capacity, MARGIN)]
-    too_large = too_large_model(chosen, world, capacity)
-    advice += [] if too_large is None else [too_large]
-    if capacity.host_bytes_per_node is None:
-        advice.insert(
-            0, "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"
-        )
-    return MemoryChoice(chosen, candidates, reason, fits=False, advice=tuple(advice))
+    advice = list[str]()
+    if advised:
+        advice = [f"{text}, with {best.name}" for text in Advisor(chosen, world, capacity, predict).advise()]
+        if capacity.host_bytes_per_node is None:
+            text = "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"
+            advice.insert(0, text)
+    return MemoryChoice(chosen, search.candidates(best), reason, fits=False, advice=tuple(advice))
 
 
-def advice_for(config: RunConfig, world: Topology, capacity: Capacity, machine: Machine | None = None) -> list[str]:
+def advice_for(
+    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
+) -> list[str]:
     """What would make a configuration fit that does not: another policy, else ranks, tensor parallelism, length."""
     free = MemoryConfig(
         activation_checkpoint="auto", device_bytes=config.memory.device_bytes, host_bytes=config.memory.host_bytes
     )
-    choice = settle_memory(replace(config, memory=free), world, capacity, machine)
-    if choice.fits:
+    choice = settle_memory(replace(config, memory=free), world, capacity, predict, machine)
+    if choice.fits and choice.prediction is not None:
         best = choice.candidates[0]
-        needs = f"{best.estimate.needed_bytes / 1e9:.3g} GB on the device"
+        needs = f"{choice.prediction.needed_bytes / 1e9:.3g} GB on the device"
         return [f"memory=auto would fit with {needs}, {best.extra_s:.3g} s more per step: {best.settings}"]
     return list(choice.advice)
 
 
-def _first_round_that_fits(scope: Scope) -> tuple[MemoryCandidate, ...]:
-    """Candidates of all rounds up to the first in which one fits; those that fit first, the fastest of them first."""
-    found: list[MemoryCandidate] = []
-    problems: list[str] = []
-    for memories in _rounds(scope.config, scope.world, scope.capacity):
-        for memory in memories:
-            try:
-                found.append(with_fewest_on_host(scope.estimated(memory), scope))
-            except ConfigError as error:  # tiles under tensor parallelism
-                problems += error.problems
-        if any(candidate.fits for candidate in found):
-            break
-    if not found:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return _ordered(found, INDIFFERENCE * plain_step_seconds(scope.config, scope.world, scope.machine))
+class _Search:
+    """Policies on trial: a run whose attention is settled, its ranks, the memory and the speed they have."""
+
+    def __init__(
+        self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
+    ) -> None:
+        self._config, self._world, self._capacity, self._machine = config, world, capacity, machine
+        self._predict = predict
+        self._known: dict[MemoryConfig, MemoryCandidate] = {}
+        self._shown: list[MemoryCandidate] = []
+        # Bytes beside the least, of policies that work alike; the most of those that were predicted.
+        self._working: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    def best(self) -> MemoryCandidate:
+        """The fastest that fits, else the one of those predicted that lacks least."""
+        problems: list[str] = []
+        for memories in _rounds(self._config, self._world, self._capacity):
+            legal = []
+            for memory in memories:
+                try:
+                    self._candidate(memory)
+                    legal.append(memory)
+                except ConfigError as error:  # tiles under tensor parallelism
+                    problems += error.problems
+            found = self._first_that_fits(legal)
+            if found is not None:
+                return found
+        if not self._shown:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        predicted = [one for one in self._known.values() if one.fit is not None]
+        if not predicted:
+            nearest = max(self._shown, key=lambda one: self._capacity.headroom_bytes(*one.least))
+            predicted = [self._predicted(nearest)]
+        return max(predicted, key=lambda one: one.fit.headroom_bytes if one.fit else 0)
+
+    def candidates(self, best: MemoryCandidate) -> tuple[MemoryCandidate, ...]:
+        """All, `best` first, then those that were not tried, by time, then those that were, the nearest first."""
+        refuted = [one for one in self._known.values() if one.fit is not None and one.memory != best.memory]
+        refuted.sort(key=lambda one: -one.fit.headroom_bytes if one.fit else 0)
+        seen = {one.memory for one in (best, *refuted)}
+        others = [one for one in self._shown if one.memory not in seen]
+        others.sort(key=lambda one: (not self._may_fit(one), one.extra_s))
+        return best, *others, *refuted
+
+    def _first_that_fits(self, memories: Sequence[MemoryConfig]) -> MemoryCandidate | None:
+        earlier = self._shown
+        for _ in range(MOST_PREDICTED):
+            placed = [self._with_fewest_on_host(memory) for memory in memories]
+            self._shown = earlier + placed
+            hopeful = [one for one in placed if self._may_fit(one)]
+            if not hopeful:
+                return None
+            found = self._predicted(self._fastest(hopeful))
+            if found.fits:
+                return found
+        return None
+
+    def _fastest(self, hopeful: Sequence[MemoryCandidate]) -> MemoryCandidate:
+        """The one that takes least time; of those alike the one that moves nothing and is whole."""
+        least_s = min(one.extra_s for one in hopeful)
+        alike_s = INDIFFERENCE * plain_step_seconds(self._config, self._world, self._machine)
+
+        def order(one: MemoryCandidate) -> tuple[float, ...]:
+            is_on_host, is_tiled = one.memory.activation_store == "host", one.memory.tile_tokens is not None
+            return (one.extra_s - least_s) // alike_s, is_on_host, is_tiled, one.extra_s, sum(one.least)
+
+        return min(hopeful, key=order)
+
+    def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
+        """One policy. Raises ConfigError where the configuration cannot run with it."""
+        if memory not in self._known:
+            tried = replace(self._config, memory=memory)
+            method = method_on(tried, self._world)
+            cost = policy_cost(tried, method)
+            extra_s = extra_seconds(tried, self._world, cost, self._machine)
+            self._known[memory] = MemoryCandidate(memory, cost, extra_s, least_bytes(tried, method, cost))
+        return self._known[memory]
+
+    def _predicted(self, candidate: MemoryCandidate) -> MemoryCandidate:
+        prediction = self._predict(replace(self._config, memory=candidate.memory), self._world)
+        fit = predicted_fit(prediction, self._capacity)
+        found = replace(candidate, prediction=prediction, fit=fit)
+        self._known[candidate.memory] = found
+        device, host = candidate.least
+        key = _working_alike(candidate.memory)
+        before = self._working.get(key, (0, 0))
+        now = prediction.needed_bytes - device, prediction.host_peak_bytes - host
+        self._working[key] = max(before[0], now[0]), max(before[1], now[1])
+        return found
+
+    def _may_fit(self, candidate: MemoryCandidate) -> bool:
+        return self._expected(candidate).fits
+
+    def _expected(self, candidate: MemoryCandidate) -> Fit:
+        """As predicted, else as those that work alike and keep something else."""
+        if candidate.fit is not None:
+            return candidate.fit
+        device, host = self._working.get(_working_alike(candidate.memory), (0, 0))
+        return fit_of(candidate.least[0] + device, candidate.least[1] + host, self._capacity)
+
+    def _with_fewest_on_host(self, memory: MemoryConfig) -> MemoryCandidate:
+        """The candidate with as few layers on the host as leave the others room on the device.
+
+        As it is where nothing lies on the host, where not even all layers there are enough, where it is settled, and
+        where none need be there: that is a candidate of its own.
+        """
+        candidate = self._candidate(memory)
+        is_free = memory.activation_store == "host" and memory.host_layers is None
+        if not is_free or self._keeps_chunks_on_host() or not self._expected(candidate).device:
+            return candidate
+        if self._expected(self._candidate(replace(memory, activation_store="device"))).device:
+            return candidate
+        too_few, enough = 0, self._config.model.num_layers
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self._expected(self._candidate(replace(memory, host_layers=middle))).device:
+                enough = middle
+            else:
+                too_few = middle
+        fewest = self._config.model.num_layers > enough
+        return self._candidate(replace(memory, host_layers=enough)) if fewest else candidate
+
+    def _keeps_chunks_on_host(self) -> bool:
+        return method_on(self._config, self._world).chunk_store == "host"
 
 
-def _ordered(found: Sequence[MemoryCandidate], alike_s: float) -> tuple[MemoryCandidate, ...]:
-    """Those that fit first, by time; of those alike first what moves nothing and is whole. Then by what is missing."""
-    least = min((candidate.extra_s for candidate in found if candidate.fits), default=0.0)
-
-    def order(candidate: MemoryCandidate) -> tuple[float, ...]:
-        memory, needed = candidate.memory, candidate.estimate.needed_bytes
-        if not candidate.fits:
-            return 1, -candidate.fit.headroom_bytes, needed
-        slower = (candidate.extra_s - least) // alike_s
-        is_on_host, is_tiled = memory.activation_store == "host", memory.tile_tokens is not None
-        return 0, slower, is_on_host, is_tiled, candidate.extra_s, needed
-
-    return tuple(sorted(found, key=order))
+def _working_alike(memory: MemoryConfig) -> tuple[Any, ...]:
+    """What the bytes beside the least depend on."""
+    keeps_all = memory.activation_checkpoint == "none"
+    return keeps_all, memory.tile_tokens, memory.activation_store, memory.optimizer_store
 
 
 def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:
@@ -170,46 +343,3 @@ def _policies(memory: MemoryConfig) -> Iterator[MemoryConfig]:
     for size in GROUP_SIZES:
         yield replace(memory, activation_checkpoint="attn_out_every", every_layers=size)
     yield replace(memory, activation_checkpoint="full")
-
-
-def _verified(
-    candidates: Sequence[MemoryCandidate], scope: Scope, verify: Predict | None
-) -> tuple[tuple[MemoryCandidate, ...], MemoryCandidate]:
-    """(all candidates, the first that fits): predicted exactly, one after another, until one does.
-
-    When none fits with the margin the nearest is tried all the same: the margin may be all that is missing. Where only
-    layers lie in the wrong place, they are moved.
-    """
-    checked = list(candidates)
-    if verify is None:
-        return tuple(checked), checked[0]
-    error, left = 0.0, [index for index, candidate in enumerate(checked) if candidate.fits] or [0]
-    tried: list[MemoryCandidate] = []
-    while left and len(tried) < MOST_VERIFIED:
-        index = _next_to_verify(left, checked, scope.capacity, error)
-        checked[index] = scope.predicted(checked[index], verify)
-        error = max(error, checked[index].closed_form_error)
-        if checked[index].fits:
-            return tuple(checked), checked[index]
-        tried.append(checked[index])
-        other = other_host_layers(checked[index], scope)
-        if other is None:
-            left.remove(index)
-        else:
-            checked[index] = scope.estimated(replace(checked[index].memory, host_layers=other))
-    return tuple(checked), max(tried, key=lambda candidate: candidate.fit.headroom_bytes)
-
-
-def _next_to_verify(left: list[int], candidates: list[MemoryCandidate], capacity: Capacity, error: float) -> int:
-    """The fastest that would fit if the closed form missed as much of it as of others; else the least in need."""
-    hopeful = [index for index in left if fit_of(candidates[index].estimate, capacity, error).fits]
-    return hopeful[0] if hopeful else max(left, key=lambda index: candidates[index].fit.headroom_bytes)
-
-
-def _reason(best: MemoryCandidate, candidates: Sequence[MemoryCandidate], capacity: Capacity) -> str:
-    fitting = sum(candidate.fits for candidate in candidates)
-    free = fit_of(best.prediction or best.estimate, capacity).headroom_bytes
-    return (
-        f"auto: {best.name} adds {best.extra_s:.3g} s to a step; of the {fitting} that fit among {len(candidates)} "
-        f"none saves more than {INDIFFERENCE:.0%} of a step; it leaves {free / 1e9:.3g} GB free"
-    )

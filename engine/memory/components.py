@@ -21,10 +21,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.memory.estimate import COMPONENTS
 from engine.memory.host import lies_in_host_memory
 from engine.memory.tracker import Label, LiveTensorTracker, is_host_allocator
 
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "checkpoints",
+    "attention",
+    "communication",
+    "mlp",
+    "loss",
+    "embedding",
+    "other",
+)
 # Storages that outlive a layer's forward pass without being kept for backward: FSDP's and attention's reusable block.
 POOLED = "attention pool"
 _NOT_KEPT = frozenset({"communication", "parameters", "gradients", "optimizer", POOLED})
@@ -94,32 +105,51 @@ class StepObserver:
 
     Attach it to a model that is sharded already: a layer's weights are gathered after its forward pass was said to
     begin and freed before it is said to end. Gradients are known from the moment autograd or FSDP stores them.
+
+    host_layers   so many layers, the first ones, keep what they keep in host memory
     """
 
-    def __init__(self, tracker: LiveTensorTracker, classifier: FrameClassifier) -> None:
+    def __init__(self, tracker: LiveTensorTracker, classifier: FrameClassifier, host_layers: int = 0) -> None:
         self._tracker = tracker
         self._classifier = classifier
+        self._host_layers = host_layers
         self._begun = 0
 
-    def attach(self, model: nn.Module, layers: Iterable[nn.Module], head: nn.Module) -> None:
-        """Hooks on `model`: forward until `head` begins, loss until it ends, then backward."""
+    def attach(self, model: nn.Module, layers: Sequence[nn.Module], head: nn.Module) -> None:
+        """Hooks on `model`: forward until `head` begins, loss until it ends, then backward.
+
+        While a layer works a phase has the layer's place after a slash: `backward/last` (first, inner, inner on host).
+        """
         enter = self._tracker.enter
         self._tracker.watch(model.parameters(), self._classifier.label("parameters"))
         model.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True)
         head.register_forward_pre_hook(lambda *_: enter("loss"), prepend=True)
         head.register_forward_hook(lambda *_: enter("backward"))
-        for layer in layers:
-            layer.register_forward_pre_hook(self._begin_layer, prepend=True)
-            layer.register_forward_hook(self._end_layer)
+        for index, layer in enumerate(layers):
+            self._attach_layer(layer, self._place(index, len(layers)))
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
 
-    def _begin_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        self._begun = self._tracker.moment
-        self._tracker.watch([args[0]], self._classifier.label("checkpoints"))
+    def _place(self, index: int, count: int) -> str:
+        if index in (0, count - 1):
+            return "last" if index else "first"
+        return "inner on host" if index < self._host_layers else "inner"
 
-    def _end_layer(self, *_: Any) -> None:
-        self._tracker.relabel_since(self._begun, "checkpoints", keep=_NOT_KEPT)
+    def _attach_layer(self, layer: nn.Module, place: str) -> None:
+        def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            self._tracker.enter(f"forward/{place}")
+            self._begun = self._tracker.moment
+            self._tracker.watch([args[0]], self._classifier.label("checkpoints"))
+
+        def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self._tracker.relabel_since(self._begun, "checkpoints", keep=_NOT_KEPT)
+            if output.requires_grad:  # when its gradient comes, the layer's backward pass begins
+                output.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _: self._tracker.enter(f"backward/{place}")
+                )
+
+        layer.register_forward_pre_hook(begin, prepend=True)
+        layer.register_forward_hook(end)
 
     def _store_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

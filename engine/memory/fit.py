@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig
+from engine.config.settings import AttentionConfig, RunConfig
 from engine.memory.capacity import Capacity
-from engine.memory.estimate import MemoryEstimate, estimate_memory
+from engine.memory.cost import PolicyCost, layers_on_host, own_parameters, policy_cost, state_bytes
+from engine.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.degrees import tensor_parallel_problems
 from engine.planning.methods.presets import AttentionMethod, resolve_attention
 from engine.planning.methods.topology import Topology
 
-MOST_RANKS = 1024  # advice speaks of no more
+MOST_TIMES = 16  # as many ranks, or as few tokens, at most
 _NODE_RANKS = 8
-_LENGTH_STEPS = 64
-
-
-class Prediction(Protocol):
-    """What an estimate and `engine.memory.predict.MemoryPrediction` have in common; bytes of one rank."""
-
-    @property
-    def device_peak_bytes(self) -> int:
-        """Tensors on the device."""
-        ...
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Tensors in host memory."""
-        ...
-
-    @property
-    def needed_bytes(self) -> int:
-        """Device memory that must be there: the peak, and what no tensor has."""
-        ...
-
-    @property
-    def phase(self) -> str:
-        """When the device's peak comes."""
-        ...
-
-    @property
-    def components(self) -> Mapping[str, Mapping[str, int]]:
-        """{"device": {name: bytes}, "host": {name: bytes}}."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        ...
-
-
-# Predicts a configuration on the ranks of a topology (of the whole world).
-Predict = Callable[[RunConfig, Topology], Prediction]
 
 
 @dataclass(frozen=True)
@@ -70,15 +32,18 @@ class Fit:
         return self.device and self.host
 
 
-def fit_of(prediction: Prediction, capacity: Capacity, margin: float = 0.0) -> Fit:
-    """Whether a prediction fits, with a share `margin` of itself to spare for what it may be wrong by."""
-    needed = round(prediction.needed_bytes * (1 + margin))
-    host = round(prediction.host_peak_bytes * (1 + margin))
-    headroom = capacity.headroom_bytes(needed, host)
+def fit_of(device_bytes: int, host_bytes: int, capacity: Capacity) -> Fit:
+    """Whether a rank that needs so much fits."""
+    headroom = capacity.headroom_bytes(device_bytes, host_bytes)
     if capacity.host_is_device:
         return Fit(headroom >= 0, headroom >= 0, headroom)
     per_rank = capacity.host_bytes_per_rank
-    return Fit(needed <= capacity.device_bytes, per_rank is None or host <= per_rank, headroom)
+    return Fit(device_bytes <= capacity.device_bytes, per_rank is None or host_bytes <= per_rank, headroom)
+
+
+def predicted_fit(prediction: MemoryPrediction, capacity: Capacity) -> Fit:
+    """Whether what was predicted fits."""
+    return fit_of(prediction.needed_bytes, prediction.host_peak_bytes, capacity)
 
 
 def sequence_topology(config: RunConfig, world: Topology) -> Topology:
@@ -93,70 +58,112 @@ def sequence_topology(config: RunConfig, world: Topology) -> Topology:
     return Topology(world.nodes, world.local_ranks // parallel.tp_size).group(cp_size)
 
 
-def estimate_on(config: RunConfig, world: Topology) -> MemoryEstimate:
-    """The closed form of a configuration on so many ranks. Raises ConfigError where it cannot run there."""
-    return estimate_memory(config, method_on(config, world))
-
-
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
     """The attention method on these ranks; `attention=auto` must have been settled."""
     return resolve_attention(config, sequence_topology(config, world))
 
 
-def estimated_fit(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> bool:
-    """Whether the closed form fits; a configuration that cannot run does not."""
-    try:
-        return fit_of(estimate_on(config, world), replace(capacity, local_ranks=world.local_ranks), margin).fits
-    except ConfigError:
-        return False
+def least_bytes(config: RunConfig, method: AttentionMethod, cost: PolicyCost) -> tuple[int, int]:
+    """(device, host) bytes that a rank has at the end of a forward pass, whatever else it needs: weights, optimizer
+    states and what the layers keep.
+    """
+    states = state_bytes(config.memory, own_parameters(config, method), gradients=False)
+    there = sum(layer.kept_bytes for layer in cost.layers[: layers_on_host(config, method)])
+    if config.memory.optimizer_store == "host" and config.cluster.backend != "gloo":
+        return cost.kept_bytes - there, there + states
+    return cost.kept_bytes - there + states, there
 
 
-def advise(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> list[str]:
-    """Changes with which the closed form of `config` fits, one sentence each: ranks, tensor parallelism, 8-bit moments,
-    length."""
-    changes = (_more_ranks, _more_tp, _small_moments, _shorter_sequence)
-    found = [change(config, world, capacity, margin) for change in changes]
-    return [text for text in found if text is not None]
+@dataclass(frozen=True)
+class Advisor:
+    """What to change about a run that does not fit; one sentence each, all predicted."""
 
+    config: RunConfig
+    world: Topology
+    capacity: Capacity
+    predict: Predict
 
-def too_large_model(config: RunConfig, world: Topology, capacity: Capacity) -> str | None:
-    """What to say where the model's own states leave no room for a single token."""
-    places = estimate_on(config, world).components
-    counted = places.values() if capacity.host_is_device else (places["device"],)
-    states = sum(sizes.get(name, 0) for sizes in counted for name in ("parameters", "gradients", "optimizer"))
-    if states <= capacity.device_bytes:
+    def advise(self) -> list[str]:
+        """Ranks, tensor parallelism, 8-bit moments, length; a smaller model where that alone is too large."""
+        found = [self._more_ranks(), self._more_tp(), self._small_moments()]
+        found.append(self._smaller_model() or self._shorter_sequence())
+        return [text for text in found if text is not None]
+
+    def _fits(self, config: RunConfig, world: Topology) -> bool:
+        """A configuration that cannot run does not; one that keeps too much is not predicted."""
+        capacity = replace(self.capacity, local_ranks=world.local_ranks)
+        try:
+            method = method_on(config, world)
+            least = least_bytes(config, method, policy_cost(config, method))
+            return fit_of(*least, capacity).fits and predicted_fit(self.predict(config, world), capacity).fits
+        except ConfigError:
+            return False
+
+    def _more_ranks(self) -> str | None:
+        """The fewest nodes, or ranks of one node, that fit and all share the sequence."""
+
+        def fits(larger: Topology) -> bool:
+            return self._fits(with_ranks(self.config, self.world, larger), larger)
+
+        known, world = self.world, self.world
+        for larger in _larger(world, more_per_node=not self.capacity.host_is_device):  # CPUs share the node's memory
+            if fits(larger):
+                enough = _fewest_nodes(known, larger, fits)
+                where = f"{enough.size} ranks" + (
+                    f" ({enough.nodes} nodes of {enough.local_ranks})" * (enough.nodes > 1)
+                )
+                ranks = sequence_topology(with_ranks(self.config, world, enough), enough).size
+                share = f"{-(-self.config.train.seq_len // ranks):,}"
+                return f"{where} instead of {world.size} would fit: each then holds {share} tokens"
+            known = larger
         return None
-    return (
-        f"a smaller model: weights, gradients and optimizer states alone take {states / 2**30:.3g} GiB of a rank, "
-        "whatever train.seq_len is"
-    )
 
+    def _more_tp(self) -> str | None:
+        """The smallest tensor parallel degree inside a node that fits on the same ranks."""
+        config, local = self.config, self.world.local_ranks
+        for size in (size for size in (2, 4, 8) if size > config.parallel.tp_size and local % size == 0):
+            changed = replace(
+                config,
+                attention=_without_shape(config.attention),
+                parallel=replace(config.parallel, tp_size=size, cp_size=None),
+                memory=replace(config.memory, tile_tokens=None),
+            )
+            if not list(tensor_parallel_problems(config.model, size)) and self._fits(changed, self.world):
+                return f"parallel.tp_size={size} parallel.cp_size=null would fit on the same ranks"
+        return None
 
-def _more_ranks(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
-    """The smallest number of ranks, all sharing the sequence, that fits."""
+    def _small_moments(self) -> str | None:
+        memory = self.config.memory
+        changed = replace(self.config, memory=replace(memory, moments_dtype="int8"))
+        fits = memory.moments_dtype != "int8" and self._fits(changed, self.world)
+        return "memory.moments_dtype=int8 would fit on the same ranks" if fits else None
 
-    def fits(larger: Topology) -> bool:
-        return estimated_fit(with_ranks(config, world, larger), larger, capacity, margin)
+    def _shorter_sequence(self) -> str | None:
+        """Half of the tokens, or a quarter, and so on."""
+        whole = tokens = self.config.train.seq_len
+        while tokens > 1 and MOST_TIMES * tokens > whole:
+            tokens //= 2
+            if self._fits(replace(self.config, train=replace(self.config.train, seq_len=tokens)), self.world):
+                return f"train.seq_len={tokens} would fit on the same ranks"
+        return None
 
-    known = world
-    for larger in _larger(world, more_per_node=not capacity.host_is_device):  # on CPUs they share the node's memory
-        if fits(larger):
-            enough = _fewest_nodes(known, larger, fits)
-            where = f"{enough.size} ranks" + (f" ({enough.nodes} nodes of {enough.local_ranks})" * (enough.nodes > 1))
-            return f"{where} instead of {world.size} would fit: each then holds {_share(config, world, enough)} tokens"
-        known = larger
-    return None
-
-
-def _share(config: RunConfig, world: Topology, larger: Topology) -> str:
-    ranks = sequence_topology(with_ranks(config, world, larger), larger).size
-    return f"{-(-config.train.seq_len // ranks):,}"
+    def _smaller_model(self) -> str | None:
+        """What to say where the model's own states leave no room for a single token."""
+        config = self.config
+        states = state_bytes(config.memory, own_parameters(config, method_on(config, self.world)))
+        on_device = config.memory.optimizer_store == "device" or self.capacity.host_is_device
+        if not on_device or states <= self.capacity.device_bytes:
+            return None
+        return (
+            f"a smaller model: weights, gradients and optimizer states alone take {states / 2**30:.3g} GiB of a rank, "
+            "whatever train.seq_len is"
+        )
 
 
 def _larger(world: Topology, *, more_per_node: bool) -> Iterator[Topology]:
     """Twice as many ranks, and again: up to eight in a node where that helps, then more nodes."""
     local, nodes = world.local_ranks, world.nodes
-    while 2 * local * nodes <= MOST_RANKS:
+    while 2 * local * nodes <= MOST_TIMES * world.size:
         fills_node = more_per_node and nodes == 1 and 2 * local <= _NODE_RANKS
         local, nodes = (2 * local, nodes) if fills_node else (local, 2 * nodes)
         yield Topology(nodes, local)
@@ -179,48 +186,11 @@ def with_ranks(config: RunConfig, world: Topology, larger: Topology) -> RunConfi
     if parallel.cp_size is not None:
         cp_size = parallel.cp_size * larger.size // world.size
         parallel = replace(parallel, cp_size=cp_size)
-    # A shape given for fewer ranks would be illegal on more: the preset's own is taken.
-    attention = replace(config.attention, head_parallel_size=None, ring_inner_size=None, ring_outer_size=None)
+    attention = _without_shape(config.attention)
     attention = replace(attention, preset="burst") if attention.preset == "single" else attention
     return replace(config, parallel=parallel, attention=attention)
 
 
-def _more_tp(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
-    """The smallest tensor parallel degree inside a node that fits on the same ranks."""
-    sizes = [size for size in (2, 4, 8) if size > config.parallel.tp_size and world.local_ranks % size == 0]
-    for size in sizes:
-        if tensor_parallel_problems(config.model, size):
-            continue
-        attention = replace(config.attention, head_parallel_size=None, ring_inner_size=None, ring_outer_size=None)
-        changed = replace(
-            config,
-            attention=attention,
-            parallel=replace(config.parallel, tp_size=size, cp_size=None),
-            memory=replace(config.memory, tile_tokens=None),
-        )
-        if estimated_fit(changed, world, capacity, margin):
-            return f"parallel.tp_size={size} parallel.cp_size=null would fit on the same ranks"
-    return None
-
-
-def _small_moments(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
-    if config.memory.moments_dtype == "int8":
-        return None
-    changed = replace(config, memory=replace(config.memory, moments_dtype="int8"))
-    fits = estimated_fit(changed, world, capacity, margin)
-    return "memory.moments_dtype=int8 would fit on the same ranks" if fits else None
-
-
-def _shorter_sequence(config: RunConfig, world: Topology, capacity: Capacity, margin: float) -> str | None:
-    """The longest sequence, in 64ths of the configured one, that fits on the same ranks."""
-
-    def length(part: int) -> int:
-        tokens = config.train.seq_len * part // _LENGTH_STEPS
-        return tokens // 1024 * 1024 if tokens >= 1024 else tokens
-
-    low, high = 0, _LENGTH_STEPS
-    while high - low > 1:
-        middle = (low + high) // 2
-        shorter = replace(config, train=replace(config.train, seq_len=max(1, length(middle))))
-        low, high = (middle, high) if estimated_fit(shorter, world, capacity, margin) else (low, middle)
-    return f"train.seq_len={length(low)} would fit on the same ranks" if length(low) else None
+def _without_shape(attention: AttentionConfig) -> AttentionConfig:
+    """A shape given for other ranks would be illegal: the preset's own is taken."""
+    return replace(attention, head_parallel_size=None, ring_inner_size=None, ring_outer_size=None)

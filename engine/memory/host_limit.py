@@ -13,9 +13,7 @@ import torch
 
 from engine.config.settings import MemoryConfig
 from engine.memory.capacity import host_memory
-
-_WEIGHT = _GRADIENT = 4  # bytes per parameter, fp32
-_MOMENTS = {"float32": 8, "int8": 2}
+from engine.memory.cost import state_bytes
 
 
 def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: int, parameters: int) -> int | None:
@@ -31,16 +29,5 @@ def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: in
         node_bytes, _ = host_memory(Path("/proc"), Path("/sys/fs/cgroup"))
     if node_bytes is None:
         return None
-    taken = optimizer_host_bytes(memory, parameters) if on_gpu else 0
+    taken = state_bytes(memory, parameters) if on_gpu and memory.optimizer_store == "host" else 0
     return max(0, node_bytes // local_ranks - taken)
-
-
-def optimizer_host_bytes(memory: MemoryConfig, parameters: int) -> int:
-    """Bytes of master weights, gradients and moments of so many parameters, if they lie on the host.
-
-    Updated inside backward, gradients come and go one layer at a time.
-    """
-    if memory.optimizer_store != "host":
-        return 0
-    gradient = 0 if memory.optimizer_in_backward else _GRADIENT
-    return parameters * (_WEIGHT + gradient + _MOMENTS[memory.moments_dtype])

@@ -12,15 +12,22 @@ memory.optimizer_store=host the fp32 shards of one FSDP unit on their way to or 
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import select
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,12 +38,16 @@ from engine.attention.context import AttentionGroup
 from engine.attention.kernels import choose_kernel
 from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
-from engine.config.settings import RunConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
+from engine.memory.cost import layers_on_host
+from engine.memory.policy import policy_kinds
+from engine.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
 from engine.memory.reserve import reserve_bytes
-from engine.memory.tracker import LiveTensorTracker
+from engine.memory.tracker import LiveTensorTracker, Peak
 from engine.memory.worst_rank import worst_ranks
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
@@ -45,52 +56,21 @@ from engine.planning.methods.auto import machine_of, settle_auto
 from engine.planning.methods.degrees import Degrees, resolve_degrees
 from engine.planning.methods.presets import AttentionMethod, resolve_attention
 from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
 from engine.training.train_step import RankBatch, TrainStep, rank_batch
 
-DeviceKind = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class MemoryPrediction:
-    """Peak memory of the rank that needs most, in bytes; on a CPU `device` is what tensors take outside of stores.
-
-    rank             that rank; `host` figures are of one rank too: those of a node are local ranks times as much
-    phase            in which the device peak comes: forward, loss, backward or optimizer
-    components       {"device": {name: bytes}, "host": {...}} at the two peaks (see `engine.memory.components`)
-    phase_peaks      device bytes of every phase
-    reserve_bytes    on CUDA, besides: context, communicators, fragmentation
-    seconds          that the prediction took
-    """
-
-    device: DeviceKind
-    world_size: int
-    rank: int
-    device_peak_bytes: int
-    host_peak_bytes: int
-    phase: str
-    components: Mapping[str, Mapping[str, int]]
-    phase_peaks: Mapping[str, int]
-    reserve_bytes: int
-    seconds: float
-
-    @property
-    def needed_bytes(self) -> int:
-        """Device memory that a GPU must have free."""
-        return self.device_peak_bytes + self.reserve_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "needed_bytes": self.needed_bytes}
+PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def predict_memory(
-    config: RunConfig, topology: Topology, world_size: int, *, device: DeviceKind | None = None
+    config: RunConfig, world: Topology, *, device: DeviceKind | None = None, whole: bool = False
 ) -> MemoryPrediction:
-    """The prediction for `world_size` ranks that lie as `topology` says; needs no GPU, sends nothing.
+    """The prediction for the ranks of `world`; needs no GPU, sends nothing.
 
     device   what the ranks compute on; None: the CPU under cluster.backend=gloo, else CUDA
+    whole    runs all layers, where a few layers say the same (`shortened`)
 
     Makes a default process group of its own for a while, so none may exist: call it in a process that is no rank.
     Raises RuntimeError if one does, ConfigError where the configuration cannot run on so many ranks.
@@ -100,14 +80,12 @@ def predict_memory(
             "predict_memory: this process belongs to a process group already; predict before ranks start, or in a "
             "process of its own"
         )
-    if topology.size != world_size:
-        raise ValueError(f"predict_memory: topology {topology} has {topology.size} ranks, world_size is {world_size}")
     started = time.perf_counter()
     kind = device or ("cpu" if config.cluster.backend == "gloo" else "cuda")
     # Without a limit: what does not fit is to be predicted, too.
     config = replace(config, train=replace(config.train, compile=False), memory=replace(config.memory, host_bytes=None))
-    scene = _Scene(config, topology, kind)
-    found = [scene.predict(rank) for rank in scene.candidates()]
+    scene = _Scene(config, world, kind)
+    found = [scene.predict(rank, whole=whole) for rank in scene.candidates()]
     largest = max(found, key=lambda prediction: prediction.device_peak_bytes)
     host = max(found, key=lambda prediction: prediction.host_peak_bytes)
     return replace(
@@ -135,30 +113,35 @@ class _Scene:
         """Ranks of which one needs most."""
         return worst_ranks(self._config, self._method)
 
-    def predict(self, rank: int) -> MemoryPrediction:
+    def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
         """The prediction of one rank."""
-        started = time.perf_counter()
-        with fake_ranks(rank, self._topology.size):
-            tracker = self._run(imagined_mesh(rank, self._degrees, self._topology))
+        depths = [(self._config, 1)] if whole else shortened(self._config, self._method)
+        steps = [(self._step(rank, config), times) for config, times in depths]
+        device = _total([(step.phase_peaks, times) for step, times in steps])
+        host = _total([(step.host_phase_peaks, times) for step, times in steps])
+        peak, host_peak = (max(peaks.values(), key=lambda peak: peak.total_bytes) for peaks in (device, host))
+        phases = dict.fromkeys(PHASES, 0)
+        for peak_of_place in device.values():
+            phases[peak_of_place.phase] = max(phases[peak_of_place.phase], peak_of_place.total_bytes)
         return MemoryPrediction(
             device=self._kind,
             world_size=self._topology.size,
             rank=rank,
-            device_peak_bytes=tracker.peak_bytes,
-            host_peak_bytes=tracker.peak_host_bytes,
-            phase=tracker.peak.phase,
-            components={
-                "device": by_component(tracker.peak.components),
-                "host": by_component(tracker.host_peak.components),
-            },
-            phase_peaks={name: peak.total_bytes for name, peak in tracker.phase_peaks.items()},
-            reserve_bytes=self._reserve(tracker.peak_bytes),
-            seconds=time.perf_counter() - started,
+            device_peak_bytes=peak.total_bytes,
+            host_peak_bytes=host_peak.total_bytes,
+            phase=peak.phase,
+            components={"device": by_component(peak.components), "host": by_component(host_peak.components)},
+            phase_peaks=phases,
+            reserve_bytes=self._reserve(peak.total_bytes),
+            seconds=0.0,
         )
 
-    def _run(self, mesh: Mesh) -> LiveTensorTracker:
+    def _step(self, rank: int, config: RunConfig) -> LiveTensorTracker:
+        with fake_ranks(rank, self._topology.size):
+            return self._run(config, imagined_mesh(rank, self._degrees, self._topology))
+
+    def _run(self, config: RunConfig, mesh: Mesh) -> LiveTensorTracker:
         """One step, of a run that has made its first: optimizer state and attention's reusable buffers exist."""
-        config = self._config
         attention = self._attention(mesh.cp_rank)
         with torch.device("meta"):
             model = LlamaModel(config.model, config.loss)
@@ -175,7 +158,8 @@ class _Scene:
                 for _ in range(config.train.grad_accum_steps)
             ]
             with tracker:
-                StepObserver(tracker, classifier).attach(model, model.layers, model.head)
+                observer = StepObserver(tracker, classifier, layers_on_host(config, self._method))
+                observer.attach(model, list(model.layers), model.head)
                 _make_optimizer_state(step)
                 for _ in range(2):  # the first run of a plan learns how much memory it takes, the next has it in one
                     self._make_buffers(attention, batches[0].rows.positions.shape[0])
@@ -210,6 +194,49 @@ class _Scene:
         if self._kind == "cpu":
             return 0
         return reserve_bytes(self._config.parallel, self._method, self._topology.size, peak_bytes)
+
+
+def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfig, int]]:
+    """Runs of few layers, and how often each counts: their sum is the memory of all layers, place by place.
+
+    Layers beyond the first and the last of a kind add the same bytes each, or each turn of policies and masks does.
+    Those that keep on the host are one stretch of layers, those that keep on the device another.
+    """
+    on_host = layers_on_host(config, method)
+    stretches = (on_host, config.model.num_layers - on_host)
+    turn = len(attention_layers(config, method))
+    if set(policy_kinds(config.memory)) == {"attn_out_every"}:
+        turn = math.lcm(turn, config.memory.every_layers)
+    # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
+    least = turn + (1 if all(stretches) else 2)
+    short = [least + (count - least) % turn if count > least else count for count in stretches]
+    runs, once = [], 1
+    for index, count in enumerate(stretches):
+        times = (count - short[index]) // turn
+        if times:
+            longer = [few + turn * (place == index) for place, few in enumerate(short)]
+            runs.append((_with_layers(config, *longer), times))
+            once -= times
+    runs.append((_with_layers(config, *short), once))
+    saves = sum(shorter.model.num_layers for shorter, _ in runs) < config.model.num_layers
+    return runs if saves else [(config, 1)]
+
+
+def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
+    memory = config.memory if 0 in (on_host, on_device) else replace(config.memory, host_layers=on_host)
+    return replace(config, model=replace(config.model, num_layers=on_host + on_device), memory=memory)
+
+
+def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> dict[str, Peak]:
+    """Peaks by place, each the sum of so many times those of the parts; `phase` without the place."""
+    found = {}
+    for place in parts[0][0]:
+        components: Counter[str] = Counter()
+        for peaks, times in parts:
+            components.update({name: times * size for name, size in peaks[place].components.items()})
+        total = sum(times * peaks[place].total_bytes for peaks, times in parts)
+        found[place] = Peak(total, place.partition("/")[0], components)
+    return found
 
 
 @contextmanager
@@ -259,3 +286,23 @@ def _as_fake(mode: FakeTensorMode, batch: RankBatch) -> RankBatch:
     rows = batch.rows
     tensors = (mode.from_tensor(x) for x in (rows.tokens, rows.labels, rows.positions))
     return replace(batch, rows=type(rows)(*tensors))
+
+
+def main() -> None:
+    """Answers requests of `engine.memory.predictor`, a line of JSON each, until none comes for a while."""
+    # Libraries may print; stdout is for the answers alone.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with answers:
+        while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
+            request = json.loads(line)
+            try:
+                config = config_from_dict(yaml.safe_load(request["config"]))
+                answer = predict_memory(config, Topology(request["nodes"], request["local_ranks"])).to_dict()
+            except ConfigError as error:
+                answer = {"problems": list(error.problems)}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -172,6 +172,11 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The peak of device bytes of every phase since the last `reset_peak`, in order of appearance."""
         return dict(self._device.phase_peaks)
 
+    @property
+    def host_phase_peaks(self) -> dict[str, Peak]:
+        """The peak of host bytes of every phase."""
+        return dict(self._host.phase_peaks)
+
     def reset_peak(self) -> None:
         """Begins new peaks at what is alive now."""
         self._recount()

@@ -18,8 +18,8 @@ from torch import nn
 from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
+from engine.memory.cost import layers_on_host
 from engine.memory.host_limit import activation_limit
-from engine.memory.kept import layers_on_host
 from engine.memory.policy import layer_policies
 from engine.memory.store import ActivationStore, DeviceStore, host_store
 from engine.model.checkpointed import apply_policies

@@ -10,7 +10,6 @@ Importing this module needs torchao.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
-from engine.row_blocks import ends
+from engine.row_blocks import spans
 
 # Numbers per part, whole blocks: what a part needs fits into the caches of the cores that share it.
 PART_NUMBERS = 2**18
@@ -46,21 +45,28 @@ class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
             state["exp_avg"] = self._new_buffer(parameter, True)
             state["exp_avg_sq"] = self._new_buffer(parameter, False)
         state["step"] += 1
+        assert parameter.grad is not None
         tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        for weight, gradient, mean, square in ends(list(zip(*map(parts, tensors), strict=True))):
+        numbers = local_part(parameter.detach()).numel()
+        for span in spans(numbers, PART_NUMBERS):
+            weight, gradient, mean, square = (part_of(tensor, span) for tensor in tensors)
             update(weight, gradient, mean, square, state["step"], group)
 
 
-def parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Views of this rank's numbers of `tensor`, flat, PART_NUMBERS each but for the last."""
-    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Any:
+    """This rank's numbers of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: Tensor, span: slice) -> Tensor:
+    """A view of some of this rank's numbers of `tensor`, flat; of quantized ones whole blocks."""
+    local = local_part(tensor)
     if not hasattr(local, "codes"):
-        flat: tuple[Tensor, ...] = local.view(-1).split(PART_NUMBERS)
+        flat: Tensor = local.view(-1)[span]
         return flat
-    codes = local.codes.view(-1).split(PART_NUMBERS)
-    scales = local.scale.split(PART_NUMBERS // local.block_size)
-    pairs = zip(codes, scales, strict=True)
-    return [type(local)(part, scale, local.qmap, local.signed, local.dtype) for part, scale in pairs]
+    blocks = slice(span.start // local.block_size, -(-span.stop // local.block_size))
+    part: Tensor = type(local)(local.codes.view(-1)[span], local.scale[blocks], local.qmap, local.signed, local.dtype)
+    return part
 
 
 def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any]) -> None:

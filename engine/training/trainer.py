@@ -20,8 +20,8 @@ from engine.config.settings import RunConfig, config_fingerprint
 from engine.data import TrainingData, open_training_data, prepare
 from engine.data.needles import needle_tasks
 from engine.data.tokenizers import TOKENIZER_FILE
+from engine.memory.cost import recomputed_matrices
 from engine.memory.policy import policy_name
-from engine.memory.recompute import recomputed_matrices
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import wait_for_all_ranks
 from engine.parallel.mesh import (

@@ -37,13 +37,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config.settings import RunConfig
-from engine.memory.shapes import UNITS_ON_HOST
 from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.fsdp import fsdp_modules
 from engine.parallel.mesh import Mesh
 from engine.training.optim import clip_gradients
 
-UNITS_AHEAD = UNITS_ON_HOST - 2  # whose gradients wait, beside those that are used and those on their way
+UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
 Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
 Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls in their order

@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "checkpoint export": (("mine", "exported"), 0),
     "eval": (("exp=tiny", "train.checkpoint.resume_from=/some/where", "--dry-run", "--skip-checks"), 0),
     "model": (("model",), 0),
-    "plan": (("exp=tiny", "train.seq_len=512", "--memory-by", "closed-form"), 0),
+    "plan": (("exp=tiny", "train.seq_len=512", "--memory-by", "none"), 0),
     "report": ((), 0),
     "bench attention": (SMALL_BENCH, 0),
     "bench exchange": (SMALL_BENCH, 0),

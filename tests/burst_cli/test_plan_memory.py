@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -14,8 +14,7 @@ from burst_cli.plan_memory import MemoryReport, memory_view, report_memory
 from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.auto import MemoryChoice, settle_memory
 from engine.memory.capacity import Capacity
-from engine.memory.estimate import COMPONENTS
-from engine.memory.fit import Prediction, estimate_on, fit_of
+from engine.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
 
@@ -43,42 +42,18 @@ def capacity(gib: float) -> Capacity:
     return Capacity("test device", round(gib * GIB), "test", 512 * GIB, "test", 4)
 
 
-@dataclass(frozen=True)
-class FakePrediction:
+def prediction(gib: int, host_gib: int = 0) -> MemoryPrediction:
     """So many GiB, all of them checkpoints, and one of reserve."""
-
-    gib: int
-    host_peak_bytes: int = 0
-    phase: str = "loss"
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return self.gib * GIB
-
-    @property
-    def needed_bytes(self) -> int:
-        return (self.gib + 1) * GIB
-
-    @property
-    def components(self) -> dict[str, dict[str, int]]:
-        zeros = dict.fromkeys(COMPONENTS, 0)
-        return {
-            "device": zeros | {"checkpoints": self.device_peak_bytes},
-            "host": zeros | {"optimizer": self.host_peak_bytes},
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "device_peak_bytes": self.device_peak_bytes,
-            "host_peak_bytes": self.host_peak_bytes,
-            "components": self.components,
-        }
+    zeros = dict.fromkeys(("checkpoints", "optimizer"), 0)
+    components = {"device": zeros | {"checkpoints": gib * GIB}, "host": zeros | {"optimizer": host_gib * GIB}}
+    return MemoryPrediction(
+        "cuda", 4, 0, gib * GIB, host_gib * GIB, "loss", components, {}, reserve_bytes=GIB, seconds=0.0
+    )
 
 
-def report(gib: float, prediction: Prediction | None = None, **memory: Any) -> MemoryReport:
+def report(gib: float, found: MemoryPrediction, **memory: Any) -> MemoryReport:
     choice = MemoryChoice(config(**memory), (), "as configured")
-    predict = None if prediction is None else lambda config, world: prediction
-    return report_memory(choice, WORLD, capacity(gib), H100, predict)
+    return report_memory(choice, WORLD, capacity(gib), lambda config, world: found, H100)
 
 
 def shown(found: MemoryReport, width: int = 200) -> str:
@@ -87,27 +62,16 @@ def shown(found: MemoryReport, width: int = 200) -> str:
     return stream.getvalue()
 
 
-def test_the_exact_prediction_counts_and_the_closed_form_stands_beside_it() -> None:
-    found = report(80, FakePrediction(50))
+def test_a_prediction_that_fits_says_how_much_stays_free() -> None:
+    found = report(80, prediction(50))
     plain = found.to_dict()
     assert (plain["by"], plain["device_peak_bytes"], plain["fits"]) == ("fake_step", 50 * GIB, True)
-    assert plain["closed_form"]["device_peak_bytes"] == estimate_on(config(), WORLD).device_peak_bytes
-    text = shown(found)
-    assert "device, predicted" in text
-    assert "device, closed form" in text
-    assert "51 GiB of 80 GiB on test device" in text
-    assert "29 GiB stay free; predicted by a rehearsal of the step" in text
+    assert "51 GiB of 80 GiB on test device" in shown(found)
+    assert "29 GiB stay free; predicted by a rehearsal of the step" in shown(found)
 
 
-def test_without_it_the_closed_form_counts_and_says_so() -> None:
-    found = report(80)
-    assert found.to_dict()["by"] == "closed_form"
-    assert "predicted" not in shown(found)
-    assert "in closed form, about a tenth off" in shown(found)
-
-
-def test_a_prediction_refutes_a_closed_form_that_fits() -> None:
-    found = report(80, FakePrediction(90))
+def test_one_that_does_not_says_how_much_is_missing() -> None:
+    found = report(80, prediction(90))
     assert not found.fit.fits
     text = shown(found)
     assert "does not fit" in text
@@ -116,15 +80,13 @@ def test_a_prediction_refutes_a_closed_form_that_fits() -> None:
 
 
 def test_host_memory_can_be_what_is_missing() -> None:
-    found = report(80, FakePrediction(50, host_peak_bytes=200 * GIB))
-    text = shown(found)
+    text = shown(report(80, prediction(50, host_gib=200)))
     assert "800 GiB of 512 GiB of host memory per node" in text
     assert "72 GiB per rank are missing in host memory" in text
-    assert "host, predicted" in text
 
 
 def test_the_bar_is_as_long_as_the_capacity() -> None:
-    (line,) = [line for line in shown(report(80, FakePrediction(39))).splitlines() if line.startswith("device  ")]
+    (line,) = [line for line in shown(report(80, prediction(39))).splitlines() if line.startswith("device  ")]
     bar = line[line.index("[") + 1 : line.index("]")]
     assert (bar.count("█"), bar.count("·")) == (30, 30)
 
@@ -140,36 +102,30 @@ def test_the_bar_is_as_long_as_the_capacity() -> None:
     ],
 )
 def test_policies_are_named_by_their_settings(memory: dict[str, Any], words: str) -> None:
-    assert report(80, **memory).policy == words
+    assert report(80, prediction(1), **memory).policy == words
 
 
 def test_auto_predicts_the_chosen_policy_once() -> None:
     asked = []
 
-    def predict(config: RunConfig, world: Topology) -> Prediction:
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
         asked.append(config)
-        return FakePrediction(10)
+        return prediction(10)
 
-    auto = config(activation_checkpoint="auto")
-    choice = settle_memory(auto, WORLD, capacity(80), H100, predict)
-    found = report_memory(choice, WORLD, capacity(80), H100, predict)
+    choice = settle_memory(config(activation_checkpoint="auto"), WORLD, capacity(80), predict, H100)
+    found = report_memory(choice, WORLD, capacity(80), predict, H100)
     assert len(asked) == 1
     assert found.to_dict()["by"] == "fake_step"
     assert "memory=auto, best first" in shown(found)
+    assert "not tried" in shown(found)
 
 
+@pytest.mark.thorough
 def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
-    """The closed form a tenth off on the device, as predictions are: memory=auto moves layers until it fits."""
-
-    def predict(config: RunConfig, world: Topology) -> Prediction:
-        estimate = estimate_on(config, world)
-        return replace(estimate, device_peak_bytes=round(estimate.device_peak_bytes * 0.94))
-
     room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
     settings = compose(["exp=llama8b_512k"]).config
-    choice = settle_memory(settings, Topology(1, 1), room, find_machine("h200"), predict)
+    choice = settle_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
     assert choice.fits
     memory = choice.config.memory
     assert (memory.activation_checkpoint, memory.activation_store) == ("full", "host")
     assert 1 < (memory.host_layers or 32) < 32
-    assert fit_of(predict(choice.config, Topology(1, 1)), room).fits

@@ -105,7 +105,7 @@ def step_flops(
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
     `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What is
-    `recomputed` depends on the checkpoint policies (`engine.memory.recompute`); of the head nothing: the loss computes
+    `recomputed` depends on the checkpoint policies (`engine.memory.cost`); of the head nothing: the loss computes
     its logits once.
     """
     tokens = seq_len * sequences

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config.settings import ModelConfig, RunConfig
+from engine.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 
 WORLD = Topology(1, 8)
@@ -39,3 +40,10 @@ def seven_b(**changes: dict[str, Any]) -> RunConfig:
     for section, fields in changes.items():
         settings[section] = {**settings.get(section, {}), **fields}
     return replace(base, **{name: replace(getattr(base, name), **fields) for name, fields in settings.items()})
+
+
+def prediction_of(device_bytes: int, host_bytes: int = 0) -> MemoryPrediction:
+    """A prediction that says so."""
+    return MemoryPrediction(
+        "cuda", 8, 0, device_bytes, host_bytes, "backward", {"device": {}, "host": {}}, {}, reserve_bytes=0, seconds=0.0
+    )

@@ -8,9 +8,9 @@ from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.memory.fit import estimate_on
 from engine.memory.host import HostMemoryError
 from engine.memory.host_limit import activation_limit
+from engine.memory.predict import predict_memory
 from engine.memory.store import HostStore
 from engine.planning.methods.topology import Topology
 
@@ -57,8 +57,8 @@ def test_what_the_plan_says_is_enough_and_a_byte_less_than_needed_ends_the_step(
     memory = {"activation_checkpoint": policy, "activation_store": "host"}
     free = tiny_config(memory=memory, attention={"preset": "single"})
     (used,) = (int(ranks(1).run(step_within, free)[0]),)
-    planned = estimate_on(free, Topology(1, 1)).host_peak_bytes
-    assert used <= planned <= 1.1 * used
+    planned = predict_memory(free, Topology(1, 1)).host_peak_bytes
+    assert used <= planned <= 1.01 * used
     bounded = tiny_config(memory={**memory, "host_bytes": planned}, attention={"preset": "single"})
     assert ranks(1).run(step_within, bounded) == [str(used)]
     short = tiny_config(memory={**memory, "host_bytes": used - 1}, attention={"preset": "single"})

@@ -16,9 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from engine.attention.api import build_parallel_attention
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.kept import policy_cost
+from engine.memory.cost import policy_cost, recomputed_matrices, recomputed_parameters
 from engine.memory.policy import LayerPolicy
-from engine.memory.recompute import recomputed_matrices, recomputed_parameters
 from engine.memory.store import DeviceStore, Kept
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from memory_cases import EIGHT_B, WORLD, seven_b
+from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.memory.auto import INDIFFERENCE, MOST_VERIFIED, MemoryChoice, advice_for, settle_memory, settle_run
-from engine.memory.candidate import MARGIN
+from engine.memory.auto import (
+    INDIFFERENCE,
+    MOST_PREDICTED,
+    MemoryChoice,
+    advice_for,
+    settle_memory,
+    settle_run,
+)
 from engine.memory.capacity import Capacity
-from engine.memory.fit import Prediction, estimate_on, fit_of, with_ranks
+from engine.memory.cost import policy_cost
+from engine.memory.fit import least_bytes, method_on, predicted_fit, with_ranks
+from engine.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
 from engine.planning.time.step_time import plain_step_seconds
 
 GB = 10**9
 H100 = find_machine("h100")
+
+
+class Predictor:
+    """Predicts what a rank has at least and a working set, which tiles bound; remembers who asked."""
+
+    def __init__(self, factor: Callable[[RunConfig], float] = lambda config: 1.0) -> None:
+        self._factor = factor
+        self.asked: list[str] = []
+
+    def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        self.asked.append(config.memory.activation_checkpoint)
+        method = method_on(config, world)
+        device, host = least_bytes(config, method, policy_cost(config, method))
+        rows = config.train.seq_len // method.cp_size
+        working = 150_000 * min(rows, config.memory.tile_tokens or rows) + 20_000 * rows
+        return prediction_of(round(self._factor(config) * (device + working)), host)
+
+
+PREDICT = Predictor()
 
 
 def capacity(device_gb: float, host_gb: float | None = 2000, *, shared: bool = False) -> Capacity:
@@ -32,7 +59,7 @@ def capacity(device_gb: float, host_gb: float | None = 2000, *, shared: bool = F
 
 def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20, **memory: Any) -> MemoryChoice:
     config = seven_b(memory={"activation_checkpoint": "auto", **memory}, train={"seq_len": length})
-    return settle_memory(config, WORLD, capacity(device_gb, host_gb), H100)
+    return settle_memory(config, WORLD, capacity(device_gb, host_gb), PREDICT, H100)
 
 
 def test_with_plenty_of_memory_everything_is_kept() -> None:
@@ -50,35 +77,35 @@ def test_less_memory_never_makes_a_step_faster() -> None:
 
 @pytest.mark.parametrize("size", [400, 100, 60])
 def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(size: float) -> None:
+    """All others are predicted here, with as many layers on the host as were considered."""
     choice = auto(size)
     best = choice.candidates[0]
     assert best.memory == choice.config.memory
-    assert best.estimate.needed_bytes * (1 + MARGIN) <= size * GB
-    least = min(candidate.extra_s for candidate in choice.candidates if candidate.fits)
-    assert best.extra_s - least <= INDIFFERENCE * plain_step_seconds(choice.config, WORLD, H100)
+    assert choice.prediction is not None
+    assert choice.prediction.needed_bytes <= size * GB
+    step_s = plain_step_seconds(choice.config, WORLD, H100)
     for candidate in choice.candidates:
-        fits = candidate.estimate.needed_bytes * (1 + MARGIN) <= size * GB
-        assert candidate.fits == (fits and candidate.estimate.host_peak_bytes * (1 + MARGIN) * 8 <= 2000 * GB)
+        prediction = PREDICT(replace(choice.config, memory=candidate.memory), WORLD)
+        if predicted_fit(prediction, capacity(size)).fits:
+            assert best.extra_s - candidate.extra_s <= INDIFFERENCE * step_s
 
 
 def test_of_policies_that_take_alike_the_simplest_is_chosen() -> None:
     """On the host everything can be kept, for a percent less time and hundreds of gigabytes of copies."""
-    choice = auto(100)
-    assert choice.candidates[0].extra_s > min(one.extra_s for one in choice.candidates if one.fits)
-    assert choice.config.memory.activation_checkpoint == "attn_out"
+    choice = auto(120)
+    assert choice.candidates[0].extra_s > min(one.extra_s for one in choice.candidates)
+    assert (choice.config.memory.activation_checkpoint, choice.config.memory.activation_store) == ("attn_out", "device")
 
 
 def test_candidates_are_all_policies_on_both_stores_with_and_without_tiles() -> None:
-    choice = auto(100)
-    names = [candidate.name for candidate in choice.candidates]
-    assert len(names) == len(set(names)) == 2 * 2 * 9
-    unsplit = {re.sub(r"\d+ layers? ", "", name) for name in names}
-    assert {"none, on device", "seq_fraction 0.25, on host", "attn_out_every 8, on host, tiles of 4096"} <= unsplit
+    names = {re.sub(r"\d+ layers? ", "", candidate.name) for candidate in auto(100).candidates}
+    assert len(names) == 2 * 2 * 8
+    assert {"none, on device", "seq_fraction 0.25, on host", "attn_out_every 4, on host, tiles of 4096"} <= names
 
 
 def test_a_small_host_keeps_checkpoints_on_the_device() -> None:
-    assert auto(100).config.memory.activation_store == "host"
-    assert auto(100, host_gb=10).config.memory.activation_store == "device"
+    assert auto(60).config.memory.activation_store == "host"
+    assert auto(60, host_gb=10).config.memory.activation_store == "device"
 
 
 def test_host_memory_of_unknown_size_is_not_used() -> None:
@@ -89,12 +116,13 @@ def test_host_memory_of_unknown_size_is_not_used() -> None:
 def test_what_the_configuration_says_is_kept() -> None:
     memory = auto(100, activation_store="device", tile_tokens=2048).config.memory
     assert (memory.activation_store, memory.tile_tokens) == ("device", 2048)
+    assert auto(60, activation_store="host", host_layers=7, length=2**18).config.memory.host_layers == 7
     configured = seven_b(memory={"activation_checkpoint": "full"})
-    assert settle_memory(configured, WORLD, capacity(1), H100) == MemoryChoice(configured, (), "as configured")
+    assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
 
 
 def test_the_optimizer_leaves_the_device_when_nothing_else_fits() -> None:
-    choice = auto(14, length=2**17)
+    choice = auto(9, length=2**17)
     assert choice.fits
     assert choice.config.memory.optimizer_store == "host"
     assert any(candidate.memory.optimizer_store == "device" for candidate in choice.candidates)
@@ -102,100 +130,66 @@ def test_the_optimizer_leaves_the_device_when_nothing_else_fits() -> None:
 
 def test_on_a_cpu_nothing_is_moved_to_the_host() -> None:
     config = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**17}, cluster={"backend": "gloo"})
-    choice = settle_memory(config, WORLD, capacity(100, 800, shared=True), find_machine("cpu"))
+    choice = settle_memory(config, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
     assert choice.fits
     assert {candidate.memory.activation_store for candidate in choice.candidates} == {"device"}
 
 
 def test_attention_auto_is_settled_first() -> None:
     config = seven_b(attention={"preset": "auto"}, memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**17})
-    attention, memory = settle_run(config, Topology(1, 4), capacity(80), H100)
+    attention, memory = settle_run(config, Topology(1, 4), capacity(80), PREDICT, H100)
     assert memory.config.attention == attention.config.attention
     assert memory.config.attention.preset != "auto"
     assert memory.config.memory.activation_checkpoint != "auto"
 
 
-@dataclass
-class FakePrediction:
-    """An exact prediction that differs from the closed form by a factor."""
-
-    estimate: Prediction
-    factor: float
-    phase: str = "backward"
-    components: dict[str, dict[str, int]] = field(default_factory=lambda: {"device": {}, "host": {}})
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return round(self.estimate.device_peak_bytes * self.factor)
-
-    @property
-    def needed_bytes(self) -> int:
-        return round(self.estimate.needed_bytes * self.factor)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        return self.estimate.host_peak_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"device_peak_bytes": self.device_peak_bytes, "host_peak_bytes": self.host_peak_bytes}
-
-
-def predictor(factor: Callable[[RunConfig], float]) -> tuple[Callable[[RunConfig, Topology], Prediction], list[str]]:
-    """(verify, the policies that it was asked about)."""
-    asked: list[str] = []
-
-    def verify(config: RunConfig, world: Topology) -> Prediction:
-        asked.append(config.memory.activation_checkpoint)
-        return FakePrediction(estimate_on(config, world), factor(config))
-
-    return verify, asked
+@pytest.mark.parametrize("device_gb", [40, 60, 70])
+def test_no_fewer_layers_on_the_host_would_leave_the_device_room(device_gb: float) -> None:
+    memory = auto(device_gb, activation_store="host").config.memory
+    assert memory.host_layers is not None
+    config = seven_b(train={"seq_len": 2**20})
+    fewer = replace(config, memory=replace(memory, host_layers=memory.host_layers - 1))
+    assert PREDICT(fewer, WORLD).needed_bytes > device_gb * GB
 
 
 AUTO = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**20})
 
 
-def test_one_exact_prediction_confirms_the_choice() -> None:
-    verify, asked = predictor(lambda config: 1.0)
-    choice = settle_memory(AUTO, WORLD, capacity(100), H100, verify)
-    assert len(asked) == 1
-    assert choice.candidates[0].to_dict()["by"] == "fake_step"
-    assert choice.candidates[1].to_dict()["by"] == "closed_form"
+def test_one_prediction_is_enough_where_the_fastest_fits() -> None:
+    predict = Predictor()
+    choice = settle_memory(AUTO, WORLD, capacity(2000), predict, H100)
+    assert predict.asked == ["none"]
+    first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
+    assert (first["by"], first["fits"]) == ("fake_step", True)
+    assert first["needed_bytes"] == choice.prediction.needed_bytes  # type: ignore[union-attr]
+    assert (second["by"], second["fits"], second["needed_bytes"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("device_gb", [12, 20, 40, 60, 100, 150, 300])
+def test_few_are_predicted_for_what_one_needs_tells_of_those_like_it(device_gb: float) -> None:
+    predict = Predictor()
+    settle_memory(AUTO, WORLD, capacity(device_gb), predict, H100, advised=False)
+    assert len(predict.asked) <= 8
 
 
 def test_a_refuted_candidate_gives_way_to_the_next() -> None:
-    refuted = settle_memory(AUTO, WORLD, capacity(100), H100).config.memory
-    verify, asked = predictor(lambda config: 3.0 if config.memory == refuted else 1.0)
-    choice = settle_memory(AUTO, WORLD, capacity(100), H100, verify)
-    assert len(asked) == 2
+    refuted = settle_memory(AUTO, WORLD, capacity(150), PREDICT, H100).config.memory
+    choice = settle_memory(
+        AUTO, WORLD, capacity(150), Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), H100
+    )
     assert choice.fits
     assert choice.config.memory != refuted
-    assert not choice.candidates[0].fits
+    assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
 
 
 def test_when_all_are_refuted_none_fits() -> None:
-    verify, asked = predictor(lambda config: 30.0)
-    choice = settle_memory(AUTO, WORLD, capacity(100), H100, verify)
-    assert len(asked) == MOST_VERIFIED
+    predict = Predictor(lambda config: 30.0)
+    choice = settle_memory(AUTO, WORLD, capacity(100), predict, H100, advised=False)
+    assert len(predict.asked) <= 2 * MOST_PREDICTED
     assert not choice.fits
 
 
-def test_few_candidates_are_predicted_exactly() -> None:
-    verify, asked = predictor(lambda config: 1.0 + MARGIN * 1.2)
-    tight = settle_memory(AUTO, WORLD, capacity(100), H100).candidates[0].estimate.needed_bytes
-    settle_memory(AUTO, WORLD, capacity(tight * (1 + MARGIN) / GB), H100, verify)
-    assert 1 <= len(asked) <= MOST_VERIFIED
-
-
-def test_a_margin_alone_refuses_nothing() -> None:
-    """Where only the margin is missing the exact prediction decides."""
-    best = settle_memory(AUTO, WORLD, capacity(20), H100).candidates[0]
-    barely = capacity(best.estimate.needed_bytes * (1 + MARGIN / 2) / GB)
-    assert not settle_memory(AUTO, WORLD, barely, H100).fits
-    verify, _ = predictor(lambda config: 1.0)
-    assert settle_memory(AUTO, WORLD, barely, H100, verify).fits
-
-
-SHORT = 12.0  # GB of a device on which nothing fits
+SHORT = 4.0  # GB of a device on which nothing fits
 
 
 def test_when_nothing_fits_the_error_says_what_is_missing_and_what_helps() -> None:
@@ -218,47 +212,47 @@ def test_the_number_of_ranks_advised_is_the_smallest_that_fits() -> None:
 
     def fits(size: int) -> bool:
         world = Topology(size // 8, 8)
-        config = with_ranks(choice.config, WORLD, world)
-        return fit_of(estimate_on(config, world), capacity(SHORT), MARGIN).fits
+        return predicted_fit(PREDICT(with_ranks(choice.config, WORLD, world), world), capacity(SHORT)).fits
 
     assert fits(ranks)
     assert not fits(ranks - 8)
 
 
-def test_the_length_advised_fits_and_a_thirty_second_more_does_not() -> None:
+def test_the_length_advised_fits_and_twice_as_much_does_not() -> None:
     choice = auto(SHORT, length=2**22)
     (text,) = [text for text in choice.advice if "train.seq_len=" in text]
     length = int(re.search(r"=(\d+)", text)[1])  # type: ignore[index]
 
     def fits(tokens: int) -> bool:
         config = replace(choice.config, train=replace(choice.config.train, seq_len=tokens))
-        return fit_of(estimate_on(config, WORLD), capacity(SHORT), MARGIN).fits
+        return predicted_fit(PREDICT(config, WORLD), capacity(SHORT)).fits
 
     assert fits(length)
-    assert not fits(length + 2**22 // 32)
+    assert not fits(2 * length)
 
 
 def on_cpu(gib: int) -> list[str]:
     """The advice for an 8B model and a short sequence on a machine without GPUs."""
     host = Capacity("cpu", gib * 2**30, "MemTotal", gib * 2**30, "MemTotal", 1, host_is_device=True)
-    return advice_for(replace(seven_b(train={"seq_len": 1024}), model=EIGHT_B), Topology(1, 1), host)
+    config = replace(seven_b(train={"seq_len": 1024}, cluster={"backend": "gloo"}), model=EIGHT_B)
+    return advice_for(config, Topology(1, 1), host, PREDICT)
 
 
 def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() -> None:
-    ranks, model = on_cpu(23)
-    # 16 bytes for each of 8.03 billion weights are 120 GiB; the last layer's gradients are not there yet at the peak.
-    assert model.startswith("a smaller model: weights, gradients and optimizer states alone take 118 GiB of a rank, ")
+    ranks, moments, model = on_cpu(60)
+    # 16 bytes for each of 8.03 billion weights.
+    assert model.startswith("a smaller model: weights, gradients and optimizer states alone take 120 GiB of a rank, ")
     assert re.match(r"\d+ ranks \(\d+ nodes of 1\) instead of 1 would fit", ranks)
+    assert moments.startswith("memory.moments_dtype=int8 would fit on the same ranks, with ")
 
 
-def test_eight_bit_moments_are_advised_where_they_are_enough() -> None:
-    assert "memory.moments_dtype=int8 would fit on the same ranks, under memory=auto" in on_cpu(90)
-    assert not any("moments" in text for text in on_cpu(23))
+def test_eight_bit_moments_are_not_advised_where_they_are_not_enough() -> None:
+    assert not any("moments" in text for text in on_cpu(40))
 
 
 def test_advice_for_a_policy_that_does_not_fit_names_one_that_does() -> None:
     config = seven_b(memory={"activation_checkpoint": "none"}, train={"seq_len": 2**20})
-    (text,) = advice_for(config, WORLD, capacity(80), H100)
+    (text,) = advice_for(config, WORLD, capacity(60), PREDICT, H100)
     assert text.startswith("memory=auto would fit with ")
     assert "memory.activation_store=host" in text
 
@@ -268,7 +262,7 @@ def test_copies_that_compute_cannot_hide_are_counted() -> None:
     config = replace(seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**17}), model=EIGHT_B)
     found = {
         machine.host_bytes_per_s: {
-            c.name: c.extra_s for c in settle_memory(config, WORLD, capacity(40), machine).candidates
+            c.name: c.extra_s for c in settle_memory(config, WORLD, capacity(100), PREDICT, machine).candidates
         }
         for machine in (H100, slow)
     }

@@ -13,8 +13,10 @@ from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.memory.predict import MemoryPrediction, fake_ranks, predict_memory
+from engine.memory.predict import fake_ranks, predict_memory, shortened
+from engine.memory.predictor import MemoryPrediction
 from engine.memory.tracker import LiveTensorTracker
+from engine.planning.methods.presets import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters
 
@@ -24,7 +26,7 @@ MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=64,
     ffn_hidden_size=192,
-    num_layers=4,
+    num_layers=8,  # of which at most seven are run
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
@@ -124,7 +126,7 @@ def measured_peaks(config: RunConfig) -> tuple[int, int]:
 
 
 def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
-    return predict_memory(config, Topology(1, world_size), world_size)
+    return predict_memory(config, Topology(1, world_size))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,6 +160,42 @@ def test_a_second_micro_step_adds_the_gradients_of_one_ranks_shard(ranks: Pools)
     assert 0 < found[1] - found[0] <= 4 * count_parameters(MODEL).total / 4
 
 
+# (ranks, layers, configuration): stretches and turns of layers, of which at least one is left out of what is run.
+DEEP: dict[str, tuple[int, int, RunConfig]] = {
+    "policies in turn": (1, 13, small_config(256, memory={"checkpoint_layers": ("full", "none")})),
+    "masks in turn": (1, 13, small_config(256, attention={"mask_layers": ("window", "causal"), "window_tokens": 64})),
+    "groups": (1, 14, small_config(256, memory={"activation_checkpoint": "attn_out_every", "every_layers": 3})),
+    "both stores": (1, 15, small_config(256, memory={"activation_store": "host", "host_layers": 4})),
+    "weights outweigh activations": (
+        4,
+        9,
+        small_config(16, attention={"preset": "burst"}, train={"grad_accum_steps": 2}),
+    ),
+    "whole weights stay": (
+        4,
+        9,
+        small_config(64, attention={"preset": "ring"}, parallel={"reshard_after_forward": False}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.thorough_for("groups", "masks in turn", "whole weights stay")
+def test_few_layers_say_what_all_of_them_would(name: str) -> None:
+    world_size, num_layers, config = DEEP[name]
+    config = replace(config, model=replace(config.model, num_layers=num_layers))
+    few, whole = (predict_memory(config, Topology(1, world_size), whole=whole) for whole in (False, True))
+    assert replace(few, seconds=0.0) == replace(whole, seconds=0.0)
+    assert len(shortened(config, resolve_attention(config, Topology(1, world_size)))) > 1
+
+
+def test_of_many_layers_seven_are_run() -> None:
+    config = small_config()
+    config = replace(config, model=replace(config.model, num_layers=1000))
+    runs = shortened(config, resolve_attention(config, Topology(1, 1)))
+    assert [(run.model.num_layers, times) for run, times in runs] == [(4, 997), (3, -996)]
+
+
 def test_components_and_phases_add_up() -> None:
     prediction = predicted(small_config())
     device = prediction.components["device"]
@@ -170,9 +208,9 @@ def test_components_and_phases_add_up() -> None:
 
 def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
     config = small_config(train={"compute_dtype": "bfloat16"})
-    on_device = predict_memory(config, Topology(1, 1), 1, device="cuda")
+    on_device = predict_memory(config, Topology(1, 1), device="cuda")
     moved = replace(config, memory=replace(config.memory, optimizer_store="host"))
-    on_host = predict_memory(moved, Topology(1, 1), 1, device="cuda")
+    on_host = predict_memory(moved, Topology(1, 1), device="cuda")
     for component in ("parameters", "optimizer"):
         assert on_host.components["device"][component] == 0
         # The two peaks are moments apart: the norm of the gradients may be there or not.
@@ -197,11 +235,6 @@ def test_a_process_of_a_group_is_refused() -> None:
         predicted(small_config())
 
 
-def test_a_topology_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 4 ranks, world_size is 2"):
-        predict_memory(small_config(), Topology(2, 2), 2)
-
-
 def test_predicting_twice_gives_the_same_and_leaves_no_process_group() -> None:
     config = small_config(attention={"preset": "burst"})
     first, second = predicted(config, 4), predicted(config, 4)
@@ -223,7 +256,7 @@ def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
     )
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
     before = time.process_time()  # what else the machine does is not counted
-    prediction = predict_memory(config, Topology(128, 8), 1024, device="cuda")
+    prediction = predict_memory(config, Topology(128, 8), device="cuda")
     assert time.process_time() - before < 120  # 40 s on a core of 2024
     layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
     assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)

@@ -7,6 +7,8 @@ Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
     attn_out          4 T d + 4 T H
     seq_fraction      2 T d + rho (2 T d + 4 T H)
     attn_out_every    2 T d + 4 T H, and 2 T d in every k-th layer
+
+Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs the step.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig, Store
+from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
 from engine.memory.policy import LayerPolicy, layer_policies
-from engine.memory.recompute import recomputed_parameters
-from engine.memory.shapes import RankShape, rank_shape
 from engine.planning.methods.grid import Blocks, divide_sequence
-from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.sequence.balance import member_pairs
-from engine.planning.sequence.layers import LayerAttention, attention_layers
+from engine.planning.sequence.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.sequence.layout import Layout
 from engine.planning.sequence.lengths import padded_length
+from engine.planning.time.flops import Flops, Recomputed, count_parameters, step_flops
+
+_WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
+_INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
 
 
 @dataclass(frozen=True)
@@ -89,37 +93,59 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
     return layers if chosen is None else min(layers, chosen)
 
 
-def kept_bytes(policy: LayerPolicy, shape: RankShape, kept_rows: float = 0.0, *, tiled: bool = False) -> int:
+def kept_bytes(
+    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, kept_rows: float = 0.0, *, tiled: bool = False
+) -> int:
     """Bytes that one layer keeps on one rank; `kept_rows` tokens have attention's results kept under seq_fraction."""
-    result_row = shape.result_bytes // shape.rows
-    if policy.kind == "none":
-        # Tiled layers compute all but attention again whatever the policy: they keep what attention saves.
-        inputs = shape.hidden_bytes + shape.qkv_bytes + shape.result_bytes
-        return inputs if tiled else inputs + _graph_bytes(shape)
+    model, tp_size = config.model, config.parallel.tp_size
+    element = BYTES_OF[config.train.compute_dtype]
+    rows = _rows(config, method)
+    hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
+    result_row = model.num_heads // tp_size * (model.head_dim * element + _WIDE_BYTES)  # out and lse
     if policy.kind == "full":
-        return shape.hidden_bytes
+        return hidden
     if policy.kind == "attn_out_every":
-        return shape.result_bytes + shape.hidden_bytes * policy.keeps_input
-    rows = shape.rows if policy.kind == "attn_out" else kept_rows
-    return shape.hidden_bytes + round(rows * result_row)
+        return rows * result_row + hidden * policy.keeps_input
+    if policy.kind != "none":
+        return hidden + round((rows if policy.kind == "attn_out" else kept_rows) * result_row)
+    # Tiled layers compute all but attention again whatever the policy: they keep what attention saves.
+    kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
+    inputs = hidden + rows * ((model.num_heads + 2 * kv_heads) // tp_size * model.head_dim * element + result_row)
+    if tiled:
+        return inputs
+    # Both norms' results, the stream between (a norm keeps one fp32 number per row), gate, up and product; inputs of
+    # sliced matrices are gathered, so they have T rows.
+    inside = rows * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp_size) * element
+    return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
-def _graph_bytes(shape: RankShape) -> int:
-    """What autograd saves beside input and attention: both norms' results, the stream between, gate, up and product.
+def _rows(config: RunConfig, method: AttentionMethod) -> int:
+    """Tokens inside attention and MLP of a rank; the sequences of a micro-batch count as more of them."""
+    padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
+    return -(-padded // method.cp_size) * config.train.micro_batch_size
 
-    A norm keeps one fp32 number per row; inputs of sliced matrices are gathered, so they have T rows.
+
+def own_parameters(config: RunConfig, method: AttentionMethod) -> int:
+    """Parameters that one rank holds and updates: all, over the ranks that share them."""
+    parallel = config.parallel
+    return count_parameters(config.model).total // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
+
+
+def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True) -> int:
+    """fp32 master weights, AdamW's two moments and fp32 gradients of so many parameters; inside backward gradients
+    come and go one layer at a time.
     """
-    inside = shape.rows * (2 * shape.hidden + 3 * shape.ffn) * shape.element_bytes
-    return inside + shape.hidden_bytes + 2 * 4 * shape.rows_between
+    moment = _INT8_MOMENT_BYTES if memory.moments_dtype == "int8" else _WIDE_BYTES
+    gradient = _WIDE_BYTES if gradients and not memory.optimizer_in_backward else 0
+    return parameters * (_WIDE_BYTES + gradient + 2 * moment)
 
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     """The cost of the configured policy. `memory=auto` must have been settled."""
-    shape, memory = rank_shape(config, method), config.memory
+    memory = config.memory
     work = _Recomputation(config, method)
     layers = tuple(
-        work.layer_cost(index, policy, shape)
-        for index, policy in enumerate(layer_policies(memory, config.model.num_layers))
+        work.layer_cost(index, policy) for index, policy in enumerate(layer_policies(memory, config.model.num_layers))
     )
     kept = sum(layer.kept_bytes for layer in layers)
     micro_steps = config.train.grad_accum_steps
@@ -132,24 +158,22 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
         kept_bytes=kept,
         linear_flops=sequences * sum(layer.linear_flops for layer in layers),
         attention_flops=sequences * sum(layer.attention_flops for layer in layers),
-        moved_bytes=moved + moved_by_optimizer(config, shape),
+        moved_bytes=moved + moved_by_optimizer(config, method),
     )
 
 
-def moved_by_optimizer(config: RunConfig, shape: RankShape) -> int:
+def moved_by_optimizer(config: RunConfig, method: AttentionMethod) -> int:
     """Bytes between device and host per step when the shards live on the host: up for every pass, gradients down."""
     if config.memory.optimizer_store == "device":
         return 0
-    numbers = config.model.num_layers * shape.layer_numbers + 2 * shape.vocab_numbers
-    micro_steps = config.train.grad_accum_steps
-    return 3 * micro_steps * 4 * numbers // shape.shards
+    return 3 * config.train.grad_accum_steps * _WIDE_BYTES * own_parameters(config, method)
 
 
 class _Recomputation:
     """Masks, cuts and rows of a run, from which each layer's share is counted."""
 
     def __init__(self, config: RunConfig, method: AttentionMethod) -> None:
-        self._config = config
+        self._config, self._method = config, method
         self._exchanged = method.head_parallel_size > 1
         self._tiled = tile_tokens_of(config, method) is not None
         self._turn = attention_layers(config, method)
@@ -157,7 +181,7 @@ class _Recomputation:
         self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
         self._known: dict[LayerAttention, tuple[float, float]] = {}
 
-    def layer_cost(self, index: int, policy: LayerPolicy, shape: RankShape) -> LayerCost:
+    def layer_cost(self, index: int, policy: LayerPolicy) -> LayerCost:
         """One layer of the model."""
         model, train = self._config.model, self._config.train
         attention = self._turn[index % len(self._turn)]
@@ -169,7 +193,7 @@ class _Recomputation:
         matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
         return LayerCost(
             policy=policy,
-            kept_bytes=kept_bytes(policy, shape, rows, tiled=self._tiled),
+            kept_bytes=kept_bytes(policy, self._config, self._method, rows, tiled=self._tiled),
             linear_flops=2 * matrices * train.seq_len,
             attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
             busiest_share=share,
@@ -189,3 +213,42 @@ def busiest_share(layer: LayerAttention, layout: Layout) -> float:
         return 0.0
     loads = member_pairs(layer.mask.queries_before(layer.recompute_before), layout)
     return max(loads) / sum(loads) if sum(loads) else 0.0
+
+
+def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:
+    """Parameters that every token is multiplied with again, all layers."""
+    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
+    policies = layer_policies(config.memory, config.model.num_layers)
+    return sum(recomputed_parameters(one, config.model, tiled=tiled, exchanged=exchanged) for one in policies)
+
+
+def planned_flops(config: RunConfig, method: AttentionMethod, dp_size: int) -> Flops:
+    """FLOPs of an optimizer step over all ranks as the masks count them: the most where packed documents hide pairs."""
+    train = config.train
+    sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
+    pairs = attended_pairs(attention_layers(config, method), config.model.num_layers, sequences=sequences)
+    return step_flops(
+        config.model,
+        seq_len=train.seq_len,
+        visible_pairs=pairs.visible,
+        sequences=sequences,
+        recomputed=Recomputed(recomputed_matrices(config, method), pairs.again),
+    )
+
+
+def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:
+    """Parameters of one layer that every token is multiplied with again.
+
+    The layer's last product, down_proj, is left out (`engine.model.linear`), but where the next layer's input follows
+    from it. After a head exchange (`exchanged`) attention's results lie with other ranks: then that input asks for q,
+    k and v once more.
+    """
+    query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    project = model.hidden_size * (query + 2 * kv)
+    finish = model.hidden_size * (query + 2 * model.ffn_hidden_size)
+    if policy.kind == "none":
+        return finish if tiled else 0
+    again = project + finish
+    if policy.place < policy.group_size - 1:  # the chain of inputs
+        again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
+    return again

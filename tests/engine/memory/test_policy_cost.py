@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from memory_cases import WORLD, seven_b
 
-from engine.config.settings import CheckpointKind, RunConfig
-from engine.memory.fit import method_on
-from engine.memory.kept import PolicyCost, kept_bytes, policy_cost
+from engine.config.errors import ConfigError
+from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
+from engine.memory.cost import PolicyCost, kept_bytes, own_parameters, policy_cost, state_bytes
+from engine.memory.fit import least_bytes, method_on
 from engine.memory.policy import LayerPolicy
-from engine.memory.shapes import rank_shape
 from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import count_parameters
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
 
@@ -53,8 +56,10 @@ def test_attn_out_every_keeps_every_kth_input() -> None:
 
 
 def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
-    shape = rank_shape(seven_b(), method_on(seven_b(), WORLD))
-    whole, tiled = (kept_bytes(LayerPolicy("none"), shape, tiled=tiled) for tiled in (False, True))
+    config = seven_b()
+    whole, tiled = (
+        kept_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
+    )
     results = 2 * T * D + 4 * T * H
     assert tiled == 2 * T * D + 3 * 2 * T * D + results
     assert whole == tiled + 2 * T * (2 * D + 3 * 11008) + 2 * T * D + 8 * T
@@ -111,3 +116,36 @@ def test_sequences_of_a_batch_are_more_rows() -> None:
     )
     assert two.kept_bytes == 2 * one.kept_bytes
     assert two.recompute_flops == 2 * one.recompute_flops
+
+
+def test_layers_on_the_host_are_no_choice_where_attention_leaves_its_results_there() -> None:
+    memory = {"activation_checkpoint": "full", "activation_store": "host", "host_layers": 3}
+    with pytest.raises(ConfigError, match=r"memory\.host_layers=3: attention leaves its results in host memory"):
+        cost_of(seven_b(memory=memory, attention={"preset": "fpdt"}))
+
+
+@pytest.mark.parametrize(
+    ("memory", "bytes_each"),
+    [
+        (MemoryConfig(), 4 + 4 + 8),
+        (MemoryConfig(moments_dtype="int8"), 4 + 4 + 2),
+        (MemoryConfig(optimizer_in_backward=True), 4 + 8),
+    ],
+)
+def test_states_are_sixteen_bytes_per_parameter_or_less(memory: MemoryConfig, bytes_each: int) -> None:
+    assert state_bytes(memory, 1000) == 1000 * bytes_each
+
+
+def test_a_rank_has_at_least_its_states_and_what_layers_keep() -> None:
+    numbers = count_parameters(seven_b().model).total // 8
+
+    def least(**memory: Any) -> tuple[int, int]:
+        config = seven_b(memory={"activation_checkpoint": "full", **memory})
+        method = method_on(config, WORLD)
+        assert own_parameters(config, method) == numbers
+        return least_bytes(config, method, policy_cost(config, method))
+
+    layer = TABLE["full"]
+    assert least() == (12 * numbers + 32 * layer, 0)
+    assert least(activation_store="host", host_layers=5) == (12 * numbers + 27 * layer, 5 * layer)
+    assert least(activation_store="host", optimizer_store="host") == (0, 12 * numbers + 32 * layer)

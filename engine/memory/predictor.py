@@ -1,0 +1,179 @@
+"""The prediction of memory as others ask for it: from a process of its own, each at most once. No torch.
+
+`engine.memory.predict` imagines ranks and loads torch, neither of which belongs into the process that asks. Its own is
+started with the first request, answers one after another and ends when none comes any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import DataConfig, RunConfig, dump_config
+from engine.planning.methods.topology import Topology
+
+SERVER_MODULE = "engine.memory.predict"
+IDLE_S = 30.0  # for which the process waits for another request
+TIMEOUT_S = 600.0
+_CODE_ROOT = Path(__file__).resolve().parents[2]
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Peak memory of the rank that needs most, in bytes; on a CPU `device` is what tensors take outside of stores.
+
+    rank             that rank; `host` figures are of one rank too: those of a node are local ranks times as much
+    phase            in which the device peak comes: forward, loss, backward or optimizer
+    components       {"device": {name: bytes}, "host": {...}} at the two peaks (see `engine.memory.components`)
+    phase_peaks      device bytes of every phase
+    reserve_bytes    on CUDA, besides: context, communicators, fragmentation
+    seconds          that the prediction took
+    """
+
+    device: DeviceKind
+    world_size: int
+    rank: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    phase: str
+    components: Mapping[str, Mapping[str, int]]
+    phase_peaks: Mapping[str, int]
+    reserve_bytes: int
+    seconds: float
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that a GPU must have free."""
+        return self.device_peak_bytes + self.reserve_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "needed_bytes": self.needed_bytes}
+
+
+# Predicts a configuration on the ranks of a topology (of the whole world).
+Predict = Callable[[RunConfig, Topology], MemoryPrediction]
+
+
+class Predictor:
+    """Asks a process of its own, and remembers the answers."""
+
+    def __init__(self, module: str = SERVER_MODULE, timeout_s: float = TIMEOUT_S) -> None:
+        self._module, self._timeout_s = module, timeout_s
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] | None = None
+        self._known: dict[str, MemoryPrediction] = {}
+
+    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        """The prediction for `config` on the ranks of `world`.
+
+        Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
+        silent for the time limit.
+        """
+        text = dump_config(_without_what_takes_no_memory(config))
+        request = json.dumps({"config": text, "nodes": world.nodes, "local_ranks": world.local_ranks})
+        if request not in self._known:
+            self._known[request] = self._ask(request)
+        return self._known[request]
+
+    def start(self) -> None:
+        """Starts the process, if none is running, so that it is ready sooner."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()  # the files of one that has ended
+        # Tensors have no values there, and a GPU is not needed: it must not be touched while it is in use.
+        path = os.pathsep.join([str(_CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", self._module]
+        pipe = subprocess.PIPE
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it lives as long as the process
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment
+        )
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is None:
+            return
+        assert self._errors is not None
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+        self._process = None
+
+    def _ask(self, request: str) -> MemoryPrediction:
+        answer = self._answer(request)
+        if not answer and self._ended() == 0:  # it had waited long enough just when this came
+            answer = self._answer(request)
+        if not answer:
+            raise RunError(f"the memory prediction failed{self._last_words()}.")
+        document = json.loads(answer)
+        if "problems" in document:
+            raise ConfigError(document["problems"])
+        return MemoryPrediction(**{field.name: document[field.name] for field in fields(MemoryPrediction)})
+
+    def _answer(self, request: str) -> str:
+        """One line; empty when the process ended without."""
+        self.start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        if not select.select([process.stdout], [], [], self._timeout_s)[0]:
+            self.close()
+            raise RunError(f"the memory prediction did not end within {self._timeout_s:.0f} s and was stopped.")
+        return process.stdout.readline()
+
+    def _ended(self) -> int:
+        """The exit code of the process, whose answers have ended."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def _last_words(self) -> str:
+        """How the process ended, and what it said last."""
+        assert self._process is not None
+        assert self._errors is not None
+        code = self._ended()
+        self._errors.seek(0)
+        words = (self._errors.read().strip().splitlines() or ["nothing"])[-1]
+        return f" with exit code {code}; its last words: {words}"
+
+
+@functools.cache
+def shared_predictor() -> Predictor:
+    """The one of this process: starting torch takes longer than most predictions."""
+    predictor = Predictor()
+    atexit.register(predictor.close)
+    return predictor
+
+
+def _without_what_takes_no_memory(config: RunConfig) -> RunConfig:
+    """Runs that differ in these need the same; what a machine has is no part of what a rank needs, either."""
+    plain = RunConfig()
+    train = replace(
+        config.train, steps=plain.train.steps, checkpoint=plain.train.checkpoint, guard=plain.train.guard, compile=False
+    )
+    memory = replace(config.memory, device_bytes=None, host_bytes=None)
+    optimizer = replace(plain.optimizer, max_grad_norm=config.optimizer.max_grad_norm)
+    model = replace(config.model, name=plain.model.name, init_from=None, require_init_from=False)
+    cluster = replace(plain.cluster, backend=config.cluster.backend, machine=config.cluster.machine)
+    sections = {"model": model, "train": train, "memory": memory, "optimizer": optimizer, "cluster": cluster}
+    return replace(config, exp=plain.exp, seed=plain.seed, data=DataConfig(), **sections)  # type: ignore[arg-type]
