@@ -234,15 +234,17 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
     spans = _lifetimes(steps)
     slots: list[Slot] = []
     free_after: list[int | None] = []  # last use of each slot; None: never reused
+    alike: defaultdict[Home, list[int]] = defaultdict(list)  # slots
     slot_of: dict[int, int] = {}
     order = sorted((v for v in values if v.pin or v.number in spans), key=lambda v: spans.get(v.number, (-1, -1))[0])
     for value in order:
         rows = value.rows.stop - value.rows.start
-        chosen = None if value.pin else _free_slot(slots, free_after, value.home, spans[value.number][0])
+        chosen = None if value.pin else _free_slot(alike[value.home], free_after, spans[value.number][0])
         if chosen is None:
             chosen = len(slots)
             slots.append(_slot_of(value))
             free_after.append(None)
+            alike[value.home].append(chosen)
         if slots[chosen].rows < rows:
             slots[chosen] = replace(slots[chosen], rows=rows)
         free_after[chosen] = None if value.pin else spans[value.number][1]
@@ -250,9 +252,10 @@ def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPl
     return RankPlan(rank, tuple(slots), tuple(_renumbered(step, slot_of) for step in steps))
 
 
-def _free_slot(slots: list[Slot], free_after: list[int | None], home: Home, start: int) -> int | None:
-    for index, (slot, last) in enumerate(zip(slots, free_after, strict=True)):
-        if (slot.kind, slot.heads, slot.where) == home and last is not None and last < start:
+def _free_slot(alike: list[int], free_after: list[int | None], start: int) -> int | None:
+    for index in alike:
+        last = free_after[index]
+        if last is not None and last < start:
             return index
     return None
 

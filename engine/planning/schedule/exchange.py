@@ -189,11 +189,10 @@ class HeadGroup:
     def _pieces(self, chunk: int) -> Iterator[tuple[int, int, Rows]]:
         """(a member, a member that holds a piece with rows, that piece), one of them planned; peers are staggered."""
         heads = len(self.ranks)
-        kept = [rank in self.builder.kept for rank in self.ranks]
-        for head in range(heads) if self.is_planned else ():
-            for other in ((head + distance) % heads for distance in range(heads)):
-                if not (kept[head] or kept[other]):
-                    continue
+        everybody, planned = range(heads), [h for h in range(heads) if self.ranks[h] in self.builder.kept]
+        for head in everybody if planned else ():
+            met = everybody if head in planned else planned
+            for other in sorted(met, key=lambda other, head=head: (other - head) % heads):
                 piece = self.exchange.piece(self.ring_index, other, chunk)
                 if piece.start < piece.stop:
                     yield head, other, piece
