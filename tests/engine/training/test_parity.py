@@ -160,9 +160,9 @@ def one_rank(ranks: Pools) -> Any:
     return facts
 
 
-# Presets that others stand for: attention of each is compared over gloo, too.
+# Rows that others stand for: attention of every preset is compared over gloo, too, and each pair of axes trains below.
 ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
-         "usp")  # fmt: skip
+         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
