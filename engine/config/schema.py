@@ -16,10 +16,14 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 _NOTE = "note"
 _T = TypeVar("_T")
-# Settings of earlier versions, with what to use.
-_REMOVED = {
-    "attention.circulates_layers": "attention.backward_circulates holds for all layers",
-    "loss.kind": "LM head and loss are always fused; loss.chunk_tokens says how many rows of logits are alive at once",
+# Settings of earlier versions: the values that say what is so without them, as files of earlier runs do, and what to
+# use in place of others.
+_REMOVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention.circulates_layers": (([],), "attention.backward_circulates holds for all layers"),
+    "loss.kind": (
+        ("fused",),
+        "LM head and loss are always fused; loss.chunk_tokens says how many rows of logits are alive at once",
+    ),
 }
 _INT_LIMIT = 2**63  # tensors hold no greater number
 # YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
@@ -199,7 +203,7 @@ def nearest_key(key: str, keys: Sequence[str]) -> str | None:
 def unknown_key(key: str, keys: Sequence[str]) -> Problem:
     """The problem of a setting that does not exist, with the nearest one that does, or those beside it."""
     if key in _REMOVED:
-        return Problem((key,), f"{key}: no such setting any more; {_REMOVED[key]}")
+        return Problem((key,), f"{key}: no such setting any more; {_REMOVED[key][1]}")
     section = key.rpartition(".")[0]
     near = nearest_key(key, [candidate for candidate in keys if candidate != section])
     beside = [candidate.rpartition(".")[2] for candidate in keys if candidate.rpartition(".")[0] == section]
@@ -223,8 +227,8 @@ class _Reader:
             self._wrong(prefix.rstrip(".") or "configuration", "a table of settings", value)
             return cls()
         hints = type_hints(cls)
-        for name in value:
-            if name not in hints:
+        for name, given in value.items():
+            if name not in hints and given not in _REMOVED.get(f"{prefix}{name}", ((), ""))[0]:
                 self.problems.append(unknown_key(f"{prefix}{name}", self.all_keys))
         read: dict[str, Any] = {}
         for item in fields(cls):

@@ -165,6 +165,11 @@ def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text
     assert problem.startswith(text)
 
 
+@pytest.mark.parametrize(("key", "value"), [("attention.circulates_layers", []), ("loss.kind", "fused")])
+def test_files_of_earlier_runs_say_what_is_so_without_the_setting(key: str, value: object) -> None:
+    assert config_from_dict(nested(key, value)) == RunConfig()
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     values = {"modle": {}, "train": {"steps": "x", "seqlen": 3}, "attention": {"preset": "y"}, "data": 4}
     assert [problem.partition(":")[0] for problem in problems_of(values)] == [
