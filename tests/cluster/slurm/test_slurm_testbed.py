@@ -100,12 +100,12 @@ def test_missing_packages_of_slurm_are_named_only_to_who_wants_slurm(tmp_path):
 
 
 def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):
-    plan = build_plan(TestbedSpec("lab", nodes=2, slurm=True), tmp_path / "lab.yaml").to_dict()
-    words = [word for command in plan["commands"] for word in command]
+    plan = build_plan(TestbedSpec("lab", nodes=2, slurm=True), tmp_path / "lab.yaml")
+    words = [word for command in plan.commands for word in command]
 
     assert len([word for word in words if word.endswith("/slurmd")]) == 2
     assert any(word.endswith("/slurmctld") for word in words)
-    assert any(path.endswith("slurm/slurm.conf") for path in plan["files"])
+    assert any(path.endswith("slurm/slurm.conf") for path in plan.files)
 
 
 def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
