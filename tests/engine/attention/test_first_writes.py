@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 from attention_oracle import ring_method
 
 from engine.planning.methods.grid import divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.schedule.first_writes import store_first
-from engine.planning.schedule.plan import HeadPart, Kind, LocalOp, Slot, Step, Tile, View
+from engine.planning.schedule.plan import Kind, LocalOp, Slot, Step, Tile, View
 from engine.planning.sequence.mask import Mask
 
 SLOTS = {
     0: Slot(Kind.DQ, 8),
     1: Slot(Kind.DKV, 8),
     2: Slot(Kind.DKV, 8, "dkv"),
-    3: Slot(Kind.DKV, 8, None, HeadPart(0, 2)),
 }
 INPUT = View(9, 0, 4)
 
@@ -35,23 +33,10 @@ def stored(*steps: Step) -> tuple[list[LocalOp], list[tuple[bool, bool]]]:
     return ops, [(t.stores, t.stores_kv) for step in found for t in step.tiles]
 
 
-def test_the_first_tile_of_rows_stores_and_the_next_adds() -> None:
-    tiles = (tile(0, 4), tile(4, 8), tile(0, 8))
-    assert stored(Step(0, (init(0), init(1)), (), tiles)) == ([], [(True, True), (True, False), (False, False)])
-
-
 def test_rows_that_a_tile_shares_with_one_before_are_set_first() -> None:
     ops, stores = stored(Step(0, (init(0), init(1)), (), (tile(2, 4), tile(0, 8))))
     assert ops == [init(0, 0, 2), init(0, 4, 8)]
     assert stores == [(True, True), (False, False)]
-
-
-@pytest.mark.parametrize("rows", [(0, 8), (2, 6)])
-def test_what_arrives_first_is_copied(rows: tuple[int, int]) -> None:
-    add = LocalOp("add", View(1, *rows), View(2, *rows))
-    ops, stores = stored(Step(0, (init(1),), after=(add,)), Step(1, (), (), (tile(0, 8, *rows),)))
-    assert ops == [LocalOp("copy", View(1, *rows), View(2, *rows))]
-    assert stores == [(False, False)]
 
 
 def test_what_arrives_for_more_rows_than_a_tile_has_is_added_to_those_and_copied_to_the_others() -> None:
@@ -60,15 +45,6 @@ def test_what_arrives_for_more_rows_than_a_tile_has_is_added_to_those_and_copied
     ops, _ = stored(Step(0, (init(0), init(1)), (), (tile(0, 8, 2, 6),), after=(add,)))
     parts = [("add", 2, 6), ("copy", 0, 2), ("copy", 6, 8)]
     assert ops == [LocalOp(what, View(1, *rows), View(2, *rows)) for what, *rows in parts]  # type: ignore[arg-type]
-
-
-def test_a_sum_of_other_heads_fills_a_part_only() -> None:
-    add = LocalOp("add", View(1, 0, 8), View(3, 0, 8))
-    assert stored(Step(0, (init(1),), after=(add,)))[0] == [init(1), add]
-
-
-def test_results_that_nothing_reaches_are_zero() -> None:
-    assert stored(Step(0, (init(1), init(2)), (), (tile(0, 8, 2, 4, sums=2),)))[0] == [init(2, 0, 2), init(2, 4, 8)]
 
 
 def test_a_causal_ring_sets_nothing_to_zero() -> None:
