@@ -32,7 +32,7 @@ from engine.memory.auto import settle_memory
 from engine.memory.capacity import Hardware, capacity_of
 from engine.memory.cost import planned_flops
 from engine.memory.policy import policy_name
-from engine.memory.predictor import shared_predictor
+from engine.memory.predictor import Predict, shared_predictor
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
@@ -175,13 +175,15 @@ def run_config(model: ModelConfig, seq_len: int, device: str) -> RunConfig:
     return config
 
 
-def choose_policy(whole: RunConfig, device_name: str, hardware: Hardware | None = None) -> Policy:
+def choose_policy(
+    whole: RunConfig, device_name: str, hardware: Hardware | None = None, predict: Predict | None = None
+) -> Policy:
     """What `memory=auto` chooses for the whole model on this device, and where nothing fits, what it chooses with the
     optimizer on the host inside the backward pass, which frees all gradients at once and cannot clip; then with its
     moments in 8 bits as well, where torchao is there.
 
     Where nothing fits then either: the nearest; fewer layers run with it all the same. `hardware`: None asks this
-    machine.
+    machine. `predict`: None asks a process of its own.
     """
     within = replace(
         whole,
@@ -195,7 +197,7 @@ def choose_policy(whole: RunConfig, device_name: str, hardware: Hardware | None 
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, shared_predictor().predict, advised=False)
+            choice = settle_memory(config, ALONE, capacity, predict or shared_predictor().predict, advised=False)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))

@@ -24,7 +24,12 @@ from engine.attention.kernels import KERNELS
 from engine.bench.environment import parse_smi
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
+from engine.config.settings import RunConfig
 from engine.memory.capacity import Gpu, Hardware
+from engine.memory.cost import own_parameters, policy_cost, state_bytes
+from engine.memory.fit import least_bytes, method_on
+from engine.memory.predictor import MemoryPrediction
+from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import Peak
 
 PEAK = Peak(100e12, "made up")
@@ -228,18 +233,31 @@ def test_there_is_no_slope_without_two_measured_depths_of_one_policy() -> None:
 HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up")
 
 
+def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+    """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
+    method, memory = method_on(config, world), config.memory
+    device, host = least_bytes(config, method, policy_cost(config, method))
+    numbers = own_parameters(config, method)
+    gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
+    work = 10 * 10**9 + 110_000 * config.train.seq_len
+    on_host = memory.optimizer_store == "host"
+    parts: dict[str, dict[str, int]] = {"device": {}, "host": {}}
+    device, host = device + work + gradients * (not on_host), host + gradients * on_host
+    return MemoryPrediction("cuda", 1, 0, device, host, "loss", parts, {}, reserve_bytes=0, seconds=0.0)
+
+
 def test_where_the_plain_policy_does_not_fit_the_optimizer_goes_into_the_backward_pass() -> None:
     whole = steps.run_config(steps.LLAMA_8B, 131072, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE)
+    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE, predict)
     memory = policy.config.memory
     assert (policy.fits, memory.optimizer_store, memory.optimizer_in_backward) == (True, "host", True)
     plenty = Hardware(HARDWARE.gpus, 10**12, "made up")
-    assert not steps.choose_policy(whole, "NVIDIA H200", plenty).config.memory.optimizer_in_backward
+    assert not steps.choose_policy(whole, "NVIDIA H200", plenty, predict).config.memory.optimizer_in_backward
 
 
 def test_half_a_million_tokens_take_moments_in_eight_bits_and_layers_in_both_memories() -> None:
     whole = steps.run_config(steps.LLAMA_8B, 524288, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", Hardware(HARDWARE.gpus, 130 * 10**9, "made up"))
+    policy = steps.choose_policy(whole, "NVIDIA H200", Hardware(HARDWARE.gpus, 130 * 10**9, "made up"), predict)
     memory = policy.config.memory
     assert (policy.fits, memory.moments_dtype, memory.optimizer_in_backward) == (True, "int8", True)
     assert 1 < (memory.host_layers or 32) < 32
@@ -247,11 +265,11 @@ def test_half_a_million_tokens_take_moments_in_eight_bits_and_layers_in_both_mem
 
 def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left_out() -> None:
     whole = steps.run_config(steps.LLAMA_8B, 1048576, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE)
+    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE, predict)
     assert not policy.fits
     assert "no policy fits" in policy.reason
     check_config(policy.config)
-    unknown = steps.choose_policy(whole, "Imaginary 9000", HARDWARE)
+    unknown = steps.choose_policy(whole, "Imaginary 9000", HARDWARE, predict)
     assert (unknown.fits, unknown.config.memory.activation_checkpoint) == (False, "full")
     sizes = steps.StepSizes(points=((2, 1048576), (32, 1048576)))
     part = steps.plan(sizes, "cuda", "Imaginary 9000")
