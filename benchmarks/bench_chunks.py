@@ -34,12 +34,12 @@ from engine.bench.environment import environment
 from engine.bench.measure import Timing, measure_in_turn
 from engine.bench.spec import Rounds
 from engine.config.settings import ModelConfig
-from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.checkpointed import apply_policies
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import RankPlan

@@ -27,7 +27,7 @@ from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, survey_fleet
 from engine.config.cluster import SshConfig
 from engine.config.settings import RunConfig
-from engine.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
+from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 
 
 @dataclass(frozen=True)

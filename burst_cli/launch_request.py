@@ -18,7 +18,7 @@ from cluster.plan import LaunchPlan, build_launch_plan, with_exclusive
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.memory.capacity import Hardware
+from engine.planning.memory.capacity import Hardware
 from engine.planning.methods.auto import check_attention
 from engine.runs.folder import default_runs_dir, new_run_path
 

@@ -10,10 +10,10 @@ from burst_cli.figures import binary_bytes
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.memory.auto import MemoryChoice, advice_for, settle_memory
-from engine.memory.capacity import Capacity, Hardware, capacity_of
-from engine.memory.fit import predicted_fit, sequence_topology
-from engine.memory.predictor import MemoryPrediction, Predict, shared_predictor
+from engine.planning.memory.auto import MemoryChoice, advice_for, settle_memory
+from engine.planning.memory.capacity import Capacity, Hardware, capacity_of
+from engine.planning.memory.fit import predicted_fit, sequence_topology
+from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import machine_of, settle_auto
 from engine.planning.methods.topology import Topology
 from engine.runs.oom import less_memory_text

@@ -12,11 +12,11 @@ from burst_cli.conf_dirs import list_options, search_path
 from burst_cli.plan_memory import MemoryReport, report_memory
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.memory.auto import settle_run
-from engine.memory.capacity import Capacity, capacity_of
-from engine.memory.cost import planned_flops, policy_cost
-from engine.memory.fit import sequence_topology
-from engine.memory.predictor import Predict, shared_predictor
+from engine.planning.memory.auto import settle_run
+from engine.planning.memory.capacity import Capacity, capacity_of
+from engine.planning.memory.cost import planned_flops, policy_cost
+from engine.planning.memory.fit import sequence_topology
+from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.degrees import known_cp_size
 from engine.planning.methods.presets import resolve_attention
@@ -31,7 +31,7 @@ from engine.planning.time.step_time import StepTime, predict_step
 class MemoryRequest:
     """How memory is planned.
 
-    device      as in `engine.memory.capacity.capacity_of`
+    device      as in `engine.planning.memory.capacity.capacity_of`
     predicted   False: memory is left out, and memory=auto counts as a policy that costs nothing
     predict     None: in a process of its own
     """

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, seconds
 from engine.config.settings import RunConfig
-from engine.memory.auto import MemoryCandidate, MemoryChoice, advice_for
-from engine.memory.capacity import Capacity
-from engine.memory.fit import Fit, predicted_fit
-from engine.memory.policy import policy_name
-from engine.memory.predictor import MemoryPrediction, Predict
+from engine.planning.memory.auto import MemoryCandidate, MemoryChoice, advice_for
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.fit import Fit, predicted_fit
+from engine.planning.memory.policy import policy_name
+from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 

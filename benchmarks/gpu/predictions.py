@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.runner import Budget
 from benchmarks.gpu.steps import ALONE, read_config
-from engine.memory.predictor import MemoryPrediction, Predictor
+from engine.planning.memory.predictor import MemoryPrediction, Predictor
 
 LEAST_S = 5.0
 

@@ -28,15 +28,15 @@ from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
-from engine.memory.auto import settle_memory
-from engine.memory.capacity import Hardware, capacity_of
-from engine.memory.cost import planned_flops
-from engine.memory.policy import policy_name
-from engine.memory.predictor import Predict, shared_predictor
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
+from engine.planning.memory.auto import settle_memory
+from engine.planning.memory.capacity import Hardware, capacity_of
+from engine.planning.memory.cost import planned_flops
+from engine.planning.memory.policy import policy_name
+from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.training.metrics import peak_pinned_bytes

@@ -12,7 +12,7 @@ from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.schema import read_dataclass, to_plain
 from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.memory.policy import layer_policies
+from engine.planning.memory.policy import layer_policies
 from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 whatever the compute dtype

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from engine.config.settings import MemoryConfig
-from engine.memory.capacity import host_memory
-from engine.memory.cost import state_bytes
+from engine.planning.memory.capacity import host_memory
+from engine.planning.memory.cost import state_bytes
 
 
 def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: int, parameters: int) -> int | None:

@@ -42,16 +42,16 @@ from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
-from engine.memory.cost import layers_on_host
-from engine.memory.policy import policy_kinds
-from engine.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
-from engine.memory.reserve import reserve_bytes
 from engine.memory.tracker import LiveTensorTracker, Peak
-from engine.memory.worst_rank import worst_ranks
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
 from engine.parallel.mesh import Mesh, parameter_meshes
+from engine.planning.memory.cost import layers_on_host
+from engine.planning.memory.policy import policy_kinds
+from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
+from engine.planning.memory.reserve import reserve_bytes
+from engine.planning.memory.worst_rank import worst_ranks
 from engine.planning.methods.auto import machine_of, settle_auto
 from engine.planning.methods.degrees import Degrees, resolve_degrees
 from engine.planning.methods.presets import AttentionMethod, resolve_attention
@@ -289,7 +289,7 @@ def _as_fake(mode: FakeTensorMode, batch: RankBatch) -> RankBatch:
 
 
 def main() -> None:
-    """Answers requests of `engine.memory.predictor`, a line of JSON each, until none comes for a while."""
+    """Answers requests of `engine.planning.memory.predictor`, a line of JSON each, until none comes for a while."""
     # Libraries may print; stdout is for the answers alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

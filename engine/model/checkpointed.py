@@ -4,7 +4,7 @@ A transformer layer is row by row but for attention, so its backward pass is a c
 for little:
 
     x -> project -> q, k, v        again, if they were not kept
-    q, k, v -> attention           again for those rows only whose (out, lse) were not kept: engine.memory.policy
+    q, k, v -> attention           again for those rows only whose (out, lse) were not kept (memory policies)
     x, out -> finish               again with a graph, without its last product; dy -> dx, dout
     dout -> attention backward     dq, dk, dv
     x -> project                   for its gradients only, no product at all; dq, dk, dv -> dx
@@ -14,8 +14,8 @@ goes through a store, to device or host memory; when the attention plan itself k
 layer's inputs and results lie there as well. No tile needs a message, so ranks may have different numbers of tiles.
 
 All state lives in the autograd context: evaluation, several micro-batches in flight and exceptions leave none behind.
-Sources: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.memory.policy); Yao et al. 2024 (FPDT) and
-Bekman et al. 2025 (ALST: tiled MLP).
+Sources: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.planning.memory.policy); Yao et al. 2024 (FPDT)
+and Bekman et al. 2025 (ALST: tiled MLP).
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from torch import Tensor
 from engine.attention.executor import Execution
 from engine.attention.merge import backward_stats
 from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttention
-from engine.memory.policy import LayerPolicy
 from engine.memory.store import ActivationStore
 from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
 from engine.model.tiles import LayerGradients, fetched, fold, hidden_rows, leaf, unfold
+from engine.planning.memory.policy import LayerPolicy
 from engine.row_blocks import spans
 
 

@@ -18,9 +18,7 @@ from torch import nn
 from engine.attention.api import ParallelAttention, build_parallel_attention
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.memory.cost import layers_on_host
 from engine.memory.host_limit import activation_limit
-from engine.memory.policy import layer_policies
 from engine.memory.store import ActivationStore, DeviceStore, host_store
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
@@ -30,6 +28,8 @@ from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
+from engine.planning.memory.cost import layers_on_host
+from engine.planning.memory.policy import layer_policies
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.config.settings import RunConfig, config_fingerprint
-from engine.memory.policy import policy_name
+from engine.planning.memory.policy import policy_name
 
 # A median with its quartiles and the number of steps behind it.
 MEDIANS = (

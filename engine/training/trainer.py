@@ -20,8 +20,6 @@ from engine.config.settings import RunConfig, config_fingerprint
 from engine.data import TrainingData, open_training_data, prepare
 from engine.data.needles import needle_tasks
 from engine.data.tokenizers import TOKENIZER_FILE
-from engine.memory.cost import recomputed_matrices
-from engine.memory.policy import policy_name
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import wait_for_all_ranks
 from engine.parallel.mesh import (
@@ -36,6 +34,8 @@ from engine.parallel.mesh import (
     step_timeout,
 )
 from engine.parallel.waiting import count_waits
+from engine.planning.memory.cost import recomputed_matrices
+from engine.planning.memory.policy import policy_name
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.devices import Peak
 from engine.planning.time.flops import count_parameters

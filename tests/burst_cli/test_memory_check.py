@@ -15,8 +15,8 @@ from cluster.plan import build_launch_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
-from engine.memory.capacity import Gpu, Hardware
-from engine.memory.predictor import MemoryPrediction
+from engine.planning.memory.capacity import Gpu, Hardware
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 
 GIB = 2**30

@@ -12,9 +12,9 @@ from rich.console import Console, Group
 from burst_cli.compose import compose
 from burst_cli.plan_memory import MemoryReport, memory_view, report_memory
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.auto import MemoryChoice, settle_memory
-from engine.memory.capacity import Capacity
-from engine.memory.predictor import MemoryPrediction, shared_predictor
+from engine.planning.memory.auto import MemoryChoice, settle_memory
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.settings import LossConfig, ModelConfig
-from engine.memory.cost import recomputed_parameters
-from engine.memory.policy import LayerPolicy
 from engine.model.llama import LlamaModel
+from engine.planning.memory.cost import recomputed_parameters
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.time.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
 
 SHAPE = ModelConfig(

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
-from engine.memory.policy import policy_kinds, recompute_before
+from engine.planning.memory.policy import policy_kinds, recompute_before
 
 
 def length_multiple(cp_size: int, tp_size: int = 1) -> int:

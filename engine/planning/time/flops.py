@@ -105,8 +105,8 @@ def step_flops(
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
     `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What is
-    `recomputed` depends on the checkpoint policies (`engine.memory.cost`); of the head nothing: the loss computes
-    its logits once.
+    `recomputed` depends on the checkpoint policies (`engine.planning.memory.cost`); of the head nothing: the loss
+    computes its logits once.
     """
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)

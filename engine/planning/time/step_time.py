@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config.settings import RunConfig
-from engine.memory.cost import LayerCost, PolicyCost
+from engine.planning.memory.cost import LayerCost, PolicyCost
 from engine.planning.methods.preview import AttentionPreview
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import published_peak

@@ -25,10 +25,10 @@ from engine.bench.environment import parse_smi
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.memory.capacity import Gpu, Hardware
-from engine.memory.cost import own_parameters, policy_cost, state_bytes
-from engine.memory.fit import least_bytes, method_on
-from engine.memory.predictor import MemoryPrediction
+from engine.planning.memory.capacity import Gpu, Hardware
+from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
+from engine.planning.memory.fit import least_bytes, method_on
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import Peak
 

@@ -9,13 +9,13 @@ from engine.attention.context import AttentionGroup, build_context
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import LocalTransport
 from engine.config.settings import LossConfig, ModelConfig
-from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.model.checkpointed import apply_policies
 from engine.model.dropout import Dropout, row_keys
 from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import LayerAttention

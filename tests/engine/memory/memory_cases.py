@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.predictor import MemoryPrediction
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 
 WORLD = Topology(1, 8)

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.memory.capacity import (
+from engine.planning.memory.capacity import (
     MIB,
     Gpu,
     Hardware,

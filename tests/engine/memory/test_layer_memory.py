@@ -16,13 +16,13 @@ from torch.utils.flop_counter import flop_registry
 
 from engine.attention.api import build_parallel_attention
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.cost import policy_cost, recomputed_matrices, recomputed_parameters
-from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore, Kept
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import layer_manners
+from engine.planning.memory.cost import policy_cost, recomputed_matrices, recomputed_parameters
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.training.train_step import rank_batch, sequence_loss

@@ -13,7 +13,7 @@ from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.memory.auto import (
+from engine.planning.memory.auto import (
     INDIFFERENCE,
     MOST_PREDICTED,
     MemoryChoice,
@@ -21,10 +21,10 @@ from engine.memory.auto import (
     settle_memory,
     settle_run,
 )
-from engine.memory.capacity import Capacity
-from engine.memory.cost import policy_cost
-from engine.memory.fit import least_bytes, method_on, predicted_fit, with_ranks
-from engine.memory.predictor import MemoryPrediction
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.cost import policy_cost
+from engine.planning.memory.fit import least_bytes, method_on, predicted_fit, with_ranks
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
 from engine.planning.time.step_time import plain_step_seconds

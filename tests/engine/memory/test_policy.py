@@ -6,7 +6,7 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig
-from engine.memory.policy import LayerPolicy, layer_policies, policy_name, recompute_before
+from engine.planning.memory.policy import LayerPolicy, layer_policies, policy_name, recompute_before
 
 
 def test_one_policy_for_all_layers() -> None:

@@ -9,9 +9,9 @@ from memory_cases import WORLD, seven_b
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
-from engine.memory.cost import PolicyCost, kept_bytes, own_parameters, policy_cost, state_bytes
-from engine.memory.fit import least_bytes, method_on
-from engine.memory.policy import LayerPolicy
+from engine.planning.memory.cost import PolicyCost, kept_bytes, own_parameters, policy_cost, state_bytes
+from engine.planning.memory.fit import least_bytes, method_on
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters
 

@@ -14,8 +14,8 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.memory.predict import fake_ranks, predict_memory, shortened
-from engine.memory.predictor import MemoryPrediction
 from engine.memory.tracker import LiveTensorTracker
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.presets import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters

@@ -12,7 +12,7 @@ import pytest
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.memory.predictor import MemoryPrediction, Predictor, shared_predictor
+from engine.planning.memory.predictor import MemoryPrediction, Predictor, shared_predictor
 from engine.planning.methods.topology import Topology
 
 HERE = Path(__file__).parent

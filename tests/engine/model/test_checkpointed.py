@@ -18,12 +18,12 @@ from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import LocalTransport
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig
-from engine.memory.policy import LayerPolicy
 from engine.memory.store import DeviceStore
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.checkpointed import apply_policies
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
-from engine.memory.policy import LayerPolicy, layer_policies
+from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.grid import Blocks, divide_sequence
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of

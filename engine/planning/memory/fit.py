@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
-from engine.memory.capacity import Capacity
-from engine.memory.cost import PolicyCost, layers_on_host, own_parameters, policy_cost, state_bytes
-from engine.memory.predictor import MemoryPrediction, Predict
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.cost import PolicyCost, layers_on_host, own_parameters, policy_cost, state_bytes
+from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.degrees import tensor_parallel_problems
 from engine.planning.methods.presets import AttentionMethod, resolve_attention
 from engine.planning.methods.topology import Topology

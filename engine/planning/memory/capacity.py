@@ -1,6 +1,6 @@
 """How much memory there is: of a device by its name, of this machine, or as the configuration says. Standard library.
 
-Device memory is all that the driver reports; what no tensor can have of it is in `engine.memory.reserve`.
+Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.reserve`.
 """
 
 from __future__ import annotations

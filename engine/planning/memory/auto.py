@@ -14,11 +14,11 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.memory.capacity import Capacity
-from engine.memory.cost import PolicyCost, policy_cost
-from engine.memory.fit import Advisor, Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
-from engine.memory.policy import policy_name
-from engine.memory.predictor import MemoryPrediction, Predict
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.cost import PolicyCost, policy_cost
+from engine.planning.memory.fit import Advisor, Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
+from engine.planning.memory.policy import policy_name
+from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, machine_of, settle_auto
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
