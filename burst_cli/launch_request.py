@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from burst_cli import render
 from burst_cli.compose import Composed, compose
 from burst_cli.memory_check import MemoryCheck, MemoryPlanner, check_memory, with_memory
 from burst_cli.plan_candidates import group_topology
@@ -106,8 +105,7 @@ def settle_memory(request: LaunchRequest, config: RunConfig, hardware: Hardware 
     """
     check_config(config)  # once more: the number of ranks is known only now
     check_attention(config, group_topology(config))
-    console = render.stderr()
-    planner = MemoryPlanner(lambda text: console.print(text, style="dim", markup=False), hardware)
+    planner = MemoryPlanner(hardware)
     return check_memory(planner.settle_attention(config), planner, force=request.force)
 
 
@@ -123,7 +121,7 @@ def time_notes(
     from burst_cli.launch_time import expected_time, newest_measured
     from burst_cli.sweep.estimate import LaunchJudge
 
-    planner = MemoryPlanner(hardware=hardware)
+    planner = MemoryPlanner(hardware)
     measured = newest_measured(request.runs_dir or default_runs_dir())
     return expected_time(config, LaunchJudge(facts, planner, measured, request.force or request.dry_run))
 

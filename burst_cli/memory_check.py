@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,11 +29,9 @@ _LARGEST = 3
 class MemoryPlanner:
     """The engine's knowledge of memory; the configurations that it gets know their number of ranks.
 
-    say        told, for people, that a prediction begins, which takes seconds
     hardware   of the machines that ranks run on; None: this one
     """
 
-    say: Callable[[str], None] = lambda _: None
     hardware: Hardware | None = None
     predictor: Predict | None = None
 
@@ -51,7 +49,6 @@ class MemoryPlanner:
 
     def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
         """Raises RunError when it cannot be made."""
-        self.say(f"predicting the memory of a step under {config.memory.activation_checkpoint}")
         return (self.predictor or shared_predictor().predict)(config, world)
 
     def advice(self, config: RunConfig, capacity: Capacity, place: Place) -> str:
