@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
 from engine.attention.kernels.reference import band_bias
 from engine.planning.sequence.mask import Band, row_strips
+from engine.row_blocks import ends
 
 STRIP_ROWS = 512
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -51,7 +52,8 @@ class CpuFlashKernel:
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype if wide else torch.float32) for x in (k, v))
         written = 0  # rows of dq that hold something
-        for rows, keys, kind in calls:
+        # The one before the last ends where it does: of one result the next call still finds the memory taken.
+        for rows, keys, kind in (*ends(calls[:-1]), calls[-1]):
             part = TileGradients(grads.dout[rows], grads.out[rows], grads.lse[rows])
             result = _backward(part, q[rows], k[keys], v[keys], kind)
             dk[keys] += result.dk

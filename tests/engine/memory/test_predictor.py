@@ -100,5 +100,5 @@ def test_real_prediction_grows_with_the_sequence() -> None:
         return found.device_peak_bytes
 
     assert peak(2048) > 1.5 * peak(512)
-    with pytest.raises(ConfigError, match="but 6 ranks were started"):
+    with pytest.raises(ConfigError, match="but there are 6 ranks"):
         shared_predictor().predict(replace(RunConfig(), parallel=replace(RunConfig().parallel, cp_size=3)), WORLD)
