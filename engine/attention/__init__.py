@@ -22,4 +22,5 @@ __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{'mask' if name == 'Mask' else 'library'}"), name)
+    module = "engine.planning.sequence.mask" if name == "Mask" else "engine.attention.library"
+    return getattr(importlib.import_module(module), name)

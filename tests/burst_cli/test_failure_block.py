@@ -92,7 +92,8 @@ def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
 
 def test_last_checkpoint_on_nodes_is_named_by_what_the_ranks_told_in_any_attempt(tmp_path: Path) -> None:
     run = create_run(tmp_path / "runs/tiny/20260101-000000-abcdef", {})
-    plan = replace(plan_of(run, CheckpointConfig(folder="~/saved")), launcher="ssh")
+    plan = plan_of(run, CheckpointConfig(folder="~/saved"))
+    plan = replace(plan, launcher="ssh", nodes=tuple(replace(node, folder="/of/the/node") for node in plan.nodes))
     assert last_checkpoint(run, plan) is None
     for step in (900, 1200):
         run.append_event("checkpoint", step=step)

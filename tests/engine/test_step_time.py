@@ -17,7 +17,7 @@ TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
 
 
 def step_on(machine: Machine, *overrides: str) -> StepTime:
-    step = plan_one(overrides, [], machine, MemoryRequest("none", machine.name)).step
+    step = plan_one(overrides, [], machine, MemoryRequest(machine.name, predicted=False)).step
     assert step is not None
     return step
 

@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from cluster.testbed.hardware.faults import Hardware, build_hardware
 from cluster.testbed.hardware.profiles import NO_HARDWARE, Adapter
 from engine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jinja2
 
 _FABRIC_MANAGER_PID = 4711
 _FIRST_NVSWITCH_BUS = 0xF9
@@ -103,6 +105,8 @@ def _relative(target: str, path: str) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
+    import jinja2  # not where tests run with nothing but the engine's packages
+
     # Plain text: what is filled in are names and numbers of ours, and checked words.
     environment = jinja2.Environment(
         autoescape=False, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from cluster.testbed.hardware.gpus import gpu_pci_path
 from gpu_rehearsal import ended, healthy, with_section
 
 from cluster.parse.gpus import parse_gpu_addresses, read_pci_devices
+from cluster.testbed.hardware.profiles import MODELS
 
 
 def test_pci_devices_hold_gpus_and_switches() -> None:
     devices = read_pci_devices(healthy("a100x8").section("gpu.lspci"))
     assert devices is not None
-    assert (len(devices.gpus), len(devices.nvswitches), devices.total) == (8, 6, 14)
+    assert (len(devices.gpus), len(devices.nvswitches), devices.total) == (8, 6, 18)
     assert devices.gpus[0].address == "0000:07:00.0"
 
 
@@ -35,7 +35,7 @@ def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
 def test_gpu_addresses_lead_from_the_root_port_to_the_gpu(profile: str) -> None:
     addresses = parse_gpu_addresses(healthy(profile))
     assert [gpu.index for gpu in addresses] == list(range(8))
-    assert [gpu.pci_path for gpu in addresses] == [gpu_pci_path(profile, index) for index in range(8)]
+    assert [gpu.pci_path for gpu in addresses] == [MODELS[profile].gpu_path(index) for index in range(8)]
     assert [gpu.numa_node for gpu in addresses] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 

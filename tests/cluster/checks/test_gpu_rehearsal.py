@@ -160,6 +160,7 @@ def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
 def test_a_log_without_its_beginning_and_a_log_without_lines(tmp_path: Path) -> None:
     write_files(tmp_path, "h100x8")
     path = tmp_path / "root/var/log/kernel-gpus.log"
+    path.with_name("kernel-fabric.log").unlink()
     path.write_text("[900.0] usb 1-1: new device\n")
     assert bad(check(ask(tmp_path))) == {("gpu.xid", None, WARN), ("gpu.sxid", None, WARN)}
     path.write_text("")

@@ -24,7 +24,7 @@ class Stream(Sampler):
     """Batches that are nothing but the numbers of their samples; sample `bad` cannot be read."""
 
     def __init__(self, bad: int | None = None) -> None:
-        super().__init__(seq_len=4, grad_accum_steps=2)
+        super().__init__([], grad_accum_steps=2)
         self.bad = bad
 
     def place_of(self, number: int) -> tuple[TokenShards, int]:
