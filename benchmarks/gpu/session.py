@@ -17,6 +17,7 @@ from benchmarks.gpu.store import result_stem, write_document
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers, error_text
 from engine.config.errors import RunError
+from engine.planning.memory.predictor import Predict
 from engine.planning.time.devices import Peak
 from engine.training.peak import above_peak_warning
 
@@ -65,9 +66,9 @@ SIZES: dict[Size, Sizes] = {
 }
 
 
-def plan_parts(sizes: Sizes, device: str, facts: Row) -> tuple[Part, ...]:
+def plan_parts(sizes: Sizes, device: str, facts: Row, predict: Predict | None = None) -> tuple[Part, ...]:
     """All parts in the order in which they run, their weights about minutes of a session of 45; `facts` is the probe's
-    row.
+    row; `predict`: see `steps.choose_policy`.
     """
     return (
         overlap.plan(sizes.overlap),
@@ -75,7 +76,7 @@ def plan_parts(sizes: Sizes, device: str, facts: Row) -> tuple[Part, ...]:
         blocked.plan(sizes.blocked),
         *others.plan(small=sizes.small),
         loss.plan(sizes.loss),
-        steps.plan(sizes.steps, device, facts["environment"]["device"] if device == "cuda" else "cpu"),
+        steps.plan(sizes.steps, device, facts["environment"]["device"] if device == "cuda" else "cpu", predict),
         parity.plan(sizes.parity),
     )
 

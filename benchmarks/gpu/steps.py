@@ -117,13 +117,14 @@ class Policy:
     reason: str
 
 
-def plan(sizes: StepSizes, device: str, device_name: str) -> Part:
+def plan(sizes: StepSizes, device: str, device_name: str, predict: Predict | None = None) -> Part:
     """A measurement per point, each in a process of its own.
 
     The whole model is tried only where it is to fit: what runs out of host memory may take the machine with it.
     """
     lengths = dict.fromkeys(seq_len for _, seq_len in sizes.points)
-    policies = {seq_len: choose_policy(run_config(sizes.model, seq_len, device), device_name) for seq_len in lengths}
+    configs = {seq_len: run_config(sizes.model, seq_len, device) for seq_len in lengths}
+    policies = {seq_len: choose_policy(configs[seq_len], device_name, predict=predict) for seq_len in lengths}
     measurements, known = [], []
     for layers, seq_len in sizes.points:
         measurement, policy = _measurement(sizes, layers, policies[seq_len]), policies[seq_len]

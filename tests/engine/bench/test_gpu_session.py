@@ -54,6 +54,22 @@ class FakeMeasures:
         return [{"forward_tflops": float(measurement.settings.get("tflops", 50.0))}]
 
 
+HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up")
+
+
+def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+    """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
+    method, memory = method_on(config, world), config.memory
+    device, host = least_bytes(config, method, policy_cost(config, method))
+    numbers = own_parameters(config, method)
+    gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
+    work = 10 * 10**9 + 110_000 * config.train.seq_len
+    on_host = memory.optimizer_store == "host"
+    parts: dict[str, dict[str, int]] = {"device": {}, "host": {}}
+    device, host = device + work + gradients * (not on_host), host + gradients * on_host
+    return MemoryPrediction("cuda", 1, 0, device, host, "loss", parts, {}, reserve_bytes=0, seconds=0.0)
+
+
 def part(name: str, *labels: str, weight: float = 1.0, expected_s: float = 10.0, **settings: Any) -> Part:
     return Part(name, name, weight, tuple(Measurement(label, "m:f", settings, expected_s) for label in labels))
 
@@ -111,7 +127,7 @@ ENOUGH = {
 @pytest.mark.parametrize("seconds", ENOUGH)
 def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_names_the_rest(seconds: int) -> None:
     absent = dict.fromkeys(("cpu_flash", "flash_attn", "fa3", "fa4"), "not here")
-    parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent})
+    parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent}, predict)
     budget_s = seconds - min(seconds // 4, 360) - 50  # as scripts/gpu.sh leaves it, less the start
     documents, measures, _ = run(list(parts), budget_s)
     assert [document["name"] for document in documents] == list(ORDER)
@@ -171,7 +187,7 @@ def test_rows_get_their_share_of_a_known_peak() -> None:
 
 def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
     reasons = dict.fromkeys(KERNELS) | {"flash_attn": "the flash-attn package is not installed"}
-    (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}), ["tiles"])
+    (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}, predict), ["tiles"])
     measured = {measurement.settings["kernel"] for measurement in tiles.measurements}
     assert measured == set(KERNELS) - {"flash_attn"}
     assert {"label": "flash_attn", "status": "not available", "error": reasons["flash_attn"]} in tiles.known
@@ -181,7 +197,7 @@ def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
 
 def test_labels_of_a_part_are_unique_and_expected_seconds_are_given() -> None:
     for size in SIZES.values():
-        for one in plan_parts(size, "cpu", FACTS):
+        for one in plan_parts(size, "cpu", FACTS, predict):
             labels = [measurement.label for measurement in one.measurements]
             assert len(set(labels)) == len(labels)
             assert not any("," in label for label in labels)  # --only is a list with commas
@@ -189,7 +205,7 @@ def test_labels_of_a_part_are_unique_and_expected_seconds_are_given() -> None:
 
 
 def test_parts_and_measurements_are_chosen_by_name_and_label() -> None:
-    parts = plan_parts(SIZES["full"], "cuda", FACTS)
+    parts = plan_parts(SIZES["full"], "cuda", FACTS, predict)
     loss, chosen = select(parts, ["steps:2 layers at 1048576", "loss"])
     assert (loss.name, len(loss.measurements)) == ("loss", 12)
     assert [measurement.label for measurement in chosen.measurements] == ["2 layers at 1048576 tokens"]
@@ -228,22 +244,6 @@ def test_there_is_no_slope_without_two_measured_depths_of_one_policy() -> None:
     assert steps.extrapolated([step_row(2, 1.0), step_row(4, 2.0, policy="none")]) == []
     (found,) = steps.extrapolated([step_row(2, 2.0), step_row(4, 1.0)])
     assert (found["status"], "step_s" in found) == ("failed", False)
-
-
-HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up")
-
-
-def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
-    """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
-    method, memory = method_on(config, world), config.memory
-    device, host = least_bytes(config, method, policy_cost(config, method))
-    numbers = own_parameters(config, method)
-    gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
-    work = 10 * 10**9 + 110_000 * config.train.seq_len
-    on_host = memory.optimizer_store == "host"
-    parts: dict[str, dict[str, int]] = {"device": {}, "host": {}}
-    device, host = device + work + gradients * (not on_host), host + gradients * on_host
-    return MemoryPrediction("cuda", 1, 0, device, host, "loss", parts, {}, reserve_bytes=0, seconds=0.0)
 
 
 def test_where_the_plain_policy_does_not_fit_the_optimizer_goes_into_the_backward_pass() -> None:
