@@ -180,7 +180,7 @@ DEEP: dict[str, tuple[int, int, RunConfig]] = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-@pytest.mark.thorough_for("groups", "masks in turn", "whole weights stay")
+@pytest.mark.thorough_for("groups", "masks in turn", "whole weights stay", "weights outweigh activations")
 def test_few_layers_say_what_all_of_them_would(name: str) -> None:
     world_size, num_layers, config = DEEP[name]
     config = replace(config, model=replace(config.model, num_layers=num_layers))
