@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from engine.planning.sequence.mask import Mask
 
 __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
+# Where each of them is: loaded when it is first asked for.
+_HOMES = dict.fromkeys(__all__, "engine.attention.library") | {"Mask": "engine.planning.sequence.mask"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "engine.planning.sequence.mask" if name == "Mask" else "engine.attention.library"
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

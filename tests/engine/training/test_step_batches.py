@@ -13,7 +13,6 @@ from engine.config.errors import DataError
 from engine.config.settings import TrainConfig
 from engine.data import Batch
 from engine.data.sampler import Sampler
-from engine.data.shards import TokenShards
 from engine.parallel.mesh import Mesh
 from engine.training.batches import StepBatches
 
@@ -26,9 +25,6 @@ class Stream(Sampler):
     def __init__(self, bad: int | None = None) -> None:
         super().__init__([], grad_accum_steps=2)
         self.bad = bad
-
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
-        raise NotImplementedError
 
     def batch(self, step: int, micro_step: int, dp_rank: int, dp_size: int, batch_size: int) -> Batch:
         first = self._first_sample + ((step - self._first_step) * 2 + micro_step) * dp_size * batch_size
