@@ -191,6 +191,7 @@ class _Search:
         self._shown: list[MemoryCandidate] = []
         # Bytes beside the least, of policies that work alike; the most of those that were predicted.
         self._working: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._own_only = False  # reckon with what the same policy needed, not with others like it
 
     def best(self) -> MemoryCandidate:
         """The fastest that fits, else the one of those predicted that lacks least."""
@@ -203,7 +204,7 @@ class _Search:
                     legal.append(memory)
                 except ConfigError as error:  # tiles under tensor parallelism
                     problems += error.problems
-            found = self._first_that_fits(legal)
+            found = self._first_that_fits(legal) or self._leanest_that_fits(legal)
             if found is not None:
                 return found
         if not self._shown:
@@ -236,6 +237,14 @@ class _Search:
                 return found
         return None
 
+    def _leanest_that_fits(self, memories: Sequence[MemoryConfig]) -> MemoryCandidate | None:
+        """The policy that keeps least by its own working set: that of others, which may need more, has ruled it out."""
+        self._own_only = True
+        try:
+            return self._first_that_fits([memory for memory in memories if memory.activation_checkpoint == "full"])
+        finally:
+            self._own_only = False
+
     def _fastest(self, hopeful: Sequence[MemoryCandidate]) -> MemoryCandidate:
         """The one that takes least time; of those alike the one that moves nothing and is whole."""
         least_s = min(one.extra_s for one in hopeful)
@@ -263,10 +272,10 @@ class _Search:
         found = replace(candidate, prediction=prediction, fit=fit)
         self._known[candidate.memory] = found
         device, host = candidate.least
-        key = _working_alike(candidate.memory)
-        before = self._working.get(key, (0, 0))
         now = prediction.needed_bytes - device, prediction.host_peak_bytes - host
-        self._working[key] = max(before[0], now[0]), max(before[1], now[1])
+        for key in (_working_alike(candidate.memory, own=own) for own in (False, True)):
+            before = self._working.get(key, (0, 0))
+            self._working[key] = max(before[0], now[0]), max(before[1], now[1])
         return found
 
     def _may_fit(self, candidate: MemoryCandidate) -> bool:
@@ -276,7 +285,7 @@ class _Search:
         """As predicted, else as those that work alike and keep something else."""
         if candidate.fit is not None:
             return candidate.fit
-        device, host = self._working.get(_working_alike(candidate.memory), (0, 0))
+        device, host = self._working.get(_working_alike(candidate.memory, own=self._own_only), (0, 0))
         return fit_of(candidate.least[0] + device, candidate.least[1] + host, self._capacity)
 
     def _with_fewest_on_host(self, memory: MemoryConfig) -> MemoryCandidate:
@@ -305,10 +314,10 @@ class _Search:
         return method_on(self._config, self._world).chunk_store == "host"
 
 
-def _working_alike(memory: MemoryConfig) -> tuple[Any, ...]:
-    """What the bytes beside the least depend on."""
-    keeps_all = memory.activation_checkpoint == "none"
-    return keeps_all, memory.tile_tokens, memory.activation_store, memory.optimizer_store
+def _working_alike(memory: MemoryConfig, *, own: bool) -> tuple[Any, ...]:
+    """What the bytes beside the least depend on; `own`: by the policy too, for what is computed again differs."""
+    kind = memory.activation_checkpoint if own else memory.activation_checkpoint == "none"
+    return kind, memory.tile_tokens, memory.activation_store, memory.optimizer_store
 
 
 def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:

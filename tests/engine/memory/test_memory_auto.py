@@ -103,6 +103,15 @@ def test_candidates_are_all_policies_on_both_stores_with_and_without_tiles() -> 
     assert {"none, on device", "seq_fraction 0.25, on host", "attn_out_every 4, on host, tiles of 4096"} <= names
 
 
+def test_what_one_policy_works_with_is_not_charged_to_another() -> None:
+    """Others fail by far here, and only the one that takes most time fits."""
+    greedy = Predictor(lambda config: 1.0 if config.memory.activation_checkpoint == "full" else 20.0)
+    config = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**20})
+    choice = settle_memory(config, WORLD, capacity(60, None), greedy, H100)
+    assert choice.fits
+    assert choice.config.memory.activation_checkpoint == "full"
+
+
 def test_a_small_host_keeps_checkpoints_on_the_device() -> None:
     assert auto(60).config.memory.activation_store == "host"
     assert auto(60, host_gb=10).config.memory.activation_store == "device"
