@@ -70,12 +70,18 @@ def acts_as_accelerator(device: torch.device) -> bool:
     return device.type != "cpu" or rehearses_accelerator()
 
 
-def spans(total: int, size: int) -> Iterator[slice]:
-    """Slices of `size` that cover [0, total) in order, the last one maybe shorter; in a rehearsal three of them."""
+def spans(total: int, size: int, *, leave_nothing: bool = False) -> Iterator[slice]:
+    """Slices of `size` that cover [0, total) in order, the last one maybe shorter; in a rehearsal three of them.
+
+    leave_nothing   all that one needs is free again when the next begins; then a rehearsal visits the first alone
+    """
     rehearsal = _rehearsal()
     starts: range | tuple[int, ...] = range(0, total, size)
-    if rehearsal is not None and rehearsal.ends_only and len(starts) > 3:
-        starts = (starts[0], starts[1], starts[-1])
+    if rehearsal is not None and rehearsal.ends_only:
+        if leave_nothing and starts:
+            starts = (0,)
+        elif len(starts) > 3:
+            starts = (starts[0], starts[1], starts[-1])
     for start in starts:
         yield slice(start, min(start + size, total))
 

@@ -48,7 +48,7 @@ class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
         assert parameter.grad is not None
         tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         numbers = local_part(parameter.detach()).numel()
-        for span in spans(numbers, PART_NUMBERS):
+        for span in spans(numbers, PART_NUMBERS, leave_nothing=True):
             weight, gradient, mean, square = (part_of(tensor, span) for tensor in tensors)
             update(weight, gradient, mean, square, state["step"], group)
 
