@@ -10,6 +10,8 @@ import gc
 import importlib.util
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
@@ -36,7 +38,7 @@ from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Hardware, capacity_of
 from engine.planning.memory.cost import planned_flops
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import Predict, shared_predictor
+from engine.planning.memory.predictor import Predict, Predictor, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.training.metrics import peak_pinned_bytes
@@ -122,9 +124,15 @@ def plan(sizes: StepSizes, device: str, device_name: str, predict: Predict | Non
 
     The whole model is tried only where it is to fit: what runs out of host memory may take the machine with it.
     """
-    lengths = dict.fromkeys(seq_len for _, seq_len in sizes.points)
-    configs = {seq_len: run_config(sizes.model, seq_len, device) for seq_len in lengths}
-    policies = {seq_len: choose_policy(configs[seq_len], device_name, predict=predict) for seq_len in lengths}
+    lengths = list(dict.fromkeys(seq_len for _, seq_len in sizes.points))
+
+    def choose(seq_len: int) -> Policy:
+        with closing(Predictor()) as own:
+            config = run_config(sizes.model, seq_len, device)
+            return choose_policy(config, device_name, predict=predict or own.predict)
+
+    with ThreadPoolExecutor(len(lengths)) as pool:  # the device waits for it
+        policies = dict(zip(lengths, pool.map(choose, lengths), strict=True))
     measurements, known = [], []
     for layers, seq_len in sizes.points:
         measurement, policy = _measurement(sizes, layers, policies[seq_len]), policies[seq_len]
