@@ -123,11 +123,11 @@ def run_clush(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn
 
 def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """The client: every node's probe, parsed; who answered and why the others did not."""
-    from cluster.access.fanout import fan_out
-    from cluster.access.hosts import Host
-    from cluster.access.resolve import resolve_hosts
-    from cluster.access.ssh import SshPool
     from cluster.probe.script import build_script, new_fence, read_sections
+    from cluster.ssh.fanout import fan_out
+    from cluster.ssh.hosts import Host
+    from cluster.ssh.pool import SshPool
+    from cluster.ssh.resolve import resolve_hosts
     from engine.config.cluster import SshConfig
 
     hosts = resolve_hosts(names, SshConfig(config_file=str(config_file), connect_timeout_s=timeout_s))

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
-from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import NodeFold, find_changed, fold_reports
 from cluster.checks.run import CheckObserver
+from cluster.ssh.nodes import fold_nodes
 
 STYLES = {
     Verdict.OK: "green",

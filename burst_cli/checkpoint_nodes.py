@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from cluster.access.connection import Connection
-from cluster.access.hosts import Host
-from cluster.access.nodes import fold_nodes
 from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError, read_launch_plan
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host
+from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import Checkpoint, checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder, typed_overrides
 from engine.runs.manifest import CheckpointError
@@ -38,8 +38,8 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     if plan is None:
         yield NodeCheckpoints((), {})
         return
-    from cluster.access.resolve import resolve_hosts
-    from cluster.access.ssh import SshPool
+    from cluster.ssh.pool import SshPool
+    from cluster.ssh.resolve import resolve_hosts
 
     hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
     with contextlib.ExitStack() as stack:

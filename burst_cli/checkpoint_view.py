@@ -13,8 +13,8 @@ from rich.text import Text
 
 from burst_cli.checkpoint_nodes import on_nodes, progress_bar
 from burst_cli.figures import DASH, binary_bytes, count
-from cluster.access.nodes import fold_nodes
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
+from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import (
     checkpoints_of,
     list_checkpoints,

@@ -17,7 +17,6 @@ from burst_cli.figures import binary_bytes, seconds
 from burst_cli.launch_fleet import at_home, ready_fleet, survey_nodes
 from burst_cli.plan_view import show_plan
 from burst_cli.runs.failure import failure_block
-from cluster.access.hosts import Host
 from cluster.control.controller import control
 from cluster.control.outcome import SilentObserver
 from cluster.control.runner import open_links
@@ -25,6 +24,7 @@ from cluster.control.stopping import StopRequests
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan
 from cluster.plan_ssh import build_ssh_plan, resolve_fleet
+from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run, default_runs_dir, new_run_path

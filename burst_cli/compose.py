@@ -171,7 +171,7 @@ def count_nodes(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, 
     cluster = config.cluster
     if cluster.nodes is None:
         return config, []
-    from cluster.access.nodes import parse_nodes
+    from cluster.ssh.nodes import parse_nodes
 
     count = 0
     for key, nodes in (("cluster.spare_nodes", cluster.spare_nodes), ("cluster.nodes", cluster.nodes)):

@@ -69,8 +69,8 @@ def read_log(path: Path) -> str:
 
 def _chosen(node: str | None, names: Sequence[str]) -> set[str]:
     """The names that --node picks; all without it. Raises HostsError for one that is none of them."""
-    from cluster.access.nodes import fold_nodes, parse_nodes
     from cluster.errors import HostsError
+    from cluster.ssh.nodes import fold_nodes, parse_nodes
 
     wanted = set(names) if node is None else set(parse_nodes(node, "--node").names)
     if not wanted <= set(names):

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, Verdict
+from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment

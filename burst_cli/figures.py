@@ -119,7 +119,7 @@ def fold_names(names: Sequence[str]) -> str:
     unique = list(dict.fromkeys(names))
     if len(unique) < 2:
         return "".join(unique)
-    from cluster.access.nodes import fold_nodes
+    from cluster.ssh.nodes import fold_nodes
 
     try:
         return fold_nodes(unique)

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.host_view import describe_key, key_table
-from cluster.access.fanout import Outcome, fan_out
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import trust_file
-from cluster.access.ssh import SshPool
-from cluster.access.trust import ShownKey, add_keys, fetch_keys
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import trust_file
+from cluster.ssh.pool import SshPool
+from cluster.ssh.trust import ShownKey, add_keys, fetch_keys
 
 
 @dataclass

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, fingerprint
-from cluster.access.trust import ShownKey
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys, fingerprint
+from cluster.ssh.trust import ShownKey
 
 _STYLES = {"known": "green", "added": "green", "new": "yellow"}
 

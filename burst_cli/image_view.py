@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, duration, seconds
-from cluster.access.nodes import fold_nodes
+from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
     from cluster.image.plan import ImagePlan, NodePlan

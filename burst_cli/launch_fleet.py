@@ -10,10 +10,6 @@ from burst_cli import render
 from burst_cli.compose import Composed
 from burst_cli.launch_request import LaunchRequest, PreparedLaunch, settle_memory, time_notes, with_policy
 from burst_cli.memory_check import with_memory
-from cluster.access.hosts import Host
-from cluster.access.nodes import parse_nodes
-from cluster.access.resolve import resolve_hosts
-from cluster.access.ssh import SshPool
 from cluster.code.archive import build_archive
 from cluster.code.upload import Delivery, code_place, shared_place, upload_code
 from cluster.facts import probe_local_node
@@ -25,6 +21,10 @@ from cluster.preflight.facts import RemoteFacts
 from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, survey_fleet
+from cluster.ssh.hosts import Host
+from cluster.ssh.nodes import parse_nodes
+from cluster.ssh.pool import SshPool
+from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware

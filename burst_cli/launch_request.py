@@ -180,6 +180,6 @@ def _node_overrides(nodes: tuple[str, ...] | None) -> tuple[str, ...]:
     """The settings that mean these nodes, so that the record of a run says which they were."""
     if nodes is None:
         return ()
-    from cluster.access.nodes import fold_nodes
+    from cluster.ssh.nodes import fold_nodes
 
     return (f"cluster.nodes='{fold_nodes(nodes)}'",)

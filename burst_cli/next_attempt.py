@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from burst_cli.launch_request import LaunchRequest, PreparedLaunch, prepare_launch
-from cluster.access.nodes import parse_nodes
 from cluster.control.attempt import Restarts
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
@@ -14,6 +13,7 @@ from cluster.control.stopping import StopRequests
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files
 from cluster.preflight.judge import UnfitNodesError
+from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import RunFolder
 

@@ -53,7 +53,7 @@ def _ranks(plan: LaunchPlan) -> str:
     """How many ranks there are where, nodes folded."""
     if len(plan.nodes) == 1:
         return f"{plan.world_size} ranks on {plan.nodes[0].name}"
-    from cluster.access.nodes import fold_nodes
+    from cluster.ssh.nodes import fold_nodes
 
     names = fold_nodes(node.name for node in plan.nodes)
     return f"{plan.world_size} ranks on {len(plan.nodes)} nodes ({names}), by {plan.launcher}"

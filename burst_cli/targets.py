@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from cluster.access.hosts import Host
-    from cluster.access.nodes import NodeList
+    from cluster.ssh.hosts import Host
+    from cluster.ssh.nodes import NodeList
     from engine.config.settings import RunConfig
 
 HostsOption = Annotated[
@@ -51,8 +51,8 @@ def select_targets(
     when none is, or when a name or the way to it makes no sense.
     """
     from burst_cli.compose import compose
-    from cluster.access.nodes import slurm_nodes
-    from cluster.access.resolve import resolve_hosts
+    from cluster.ssh.nodes import slurm_nodes
+    from cluster.ssh.resolve import resolve_hosts
 
     config = compose(overrides, config_dirs).config
     is_named = any(one is not None for one in (hosts, hostfile, config.cluster.nodes))
@@ -64,8 +64,8 @@ def select_targets(
 
 def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:
     """The names alone."""
-    from cluster.access.nodes import parse_nodes, read_hostfile, slurm_nodes
     from cluster.errors import HostsError
+    from cluster.ssh.nodes import parse_nodes, read_hostfile, slurm_nodes
 
     if hosts is not None and hostfile is not None:
         raise HostsError("--hosts and --hostfile both name nodes; give one of them")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from cluster.access.hosts import node_command, reaching
 from cluster.failure import Failure
+from cluster.ssh.hosts import node_command, reaching
 from engine.config.settings import RunConfig
 from engine.runs.folder import typed_overrides
 from engine.runs.oom import Where, less_memory_text

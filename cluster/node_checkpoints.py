@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.access.connection import Connection
-from cluster.access.fanout import fan_out
-from cluster.access.hosts import Host
-from cluster.access.nodes import fold_nodes
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
+from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import commit, new_folder, verify_files
 from engine.runs.files import sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict

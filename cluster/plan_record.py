@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from cluster.access.hosts import is_host_name
 from cluster.control.runner import runner_of
 from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
 from cluster.plan import CONFIG_FILE, NODE_FILES, PLAN_FILE, PLAN_FORMAT, Backend, LaunchPlan, NodePlan
 from cluster.remote_text import one_line
+from cluster.ssh.hosts import is_host_name
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 from engine.runs.files import replace_file

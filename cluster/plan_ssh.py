@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.access.nodes import fold_nodes
 from cluster.env.plan import plan_fleet
 from cluster.errors import ClusterError
 from cluster.facts import NodeFacts
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.preflight.facts import RemoteFacts
+from cluster.ssh.nodes import fold_nodes
 from engine.config.settings import RunConfig, dump_config
 
 

@@ -15,9 +15,9 @@ from burst_cli.targets import HostfileOption, HostsOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cluster.access.hosts import Host
     from cluster.checks.finding import FleetReport
     from cluster.checks.run import CheckOptions
+    from cluster.ssh.hosts import Host
     from engine.config.settings import RunConfig
 
 app = new_verb()
@@ -171,8 +171,8 @@ def _find_hosts(
     import os
 
     from burst_cli.targets import select_nodes
-    from cluster.access.nodes import slurm_nodes
-    from cluster.access.resolve import resolve_hosts
+    from cluster.ssh.nodes import slurm_nodes
+    from cluster.ssh.resolve import resolve_hosts
 
     named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
     if all(source is None for source in named):

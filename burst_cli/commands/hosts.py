@@ -14,7 +14,7 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption
 
 if TYPE_CHECKING:
-    from cluster.access.hosts import Host
+    from cluster.ssh.hosts import Host
 
 app = new_verb(help="List the nodes; trust or forget their host keys.")
 
@@ -126,8 +126,8 @@ def forget_hosts(
     """
     from burst_cli import render
     from burst_cli.targets import select_targets
-    from cluster.access.known_hosts import HostKeys, trust_file
-    from cluster.access.trust import forget_names
+    from cluster.ssh.known_hosts import HostKeys, trust_file
+    from cluster.ssh.trust import forget_names
 
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     own = HostKeys.load([str(trust_file())])

@@ -16,9 +16,9 @@ from burst_cli.targets import HostfileOption, HostsOption
 
 if TYPE_CHECKING:
     from burst_cli.targets import Targets
-    from cluster.access.connection import Connection
-    from cluster.access.fanout import Outcome
-    from cluster.access.hosts import Host
+    from cluster.ssh.connection import Connection
+    from cluster.ssh.fanout import Outcome
+    from cluster.ssh.hosts import Host
 
 T = TypeVar("T")
 
@@ -181,8 +181,8 @@ def prune(
 
 def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
     """What came of `work` on each node, in their order."""
-    from cluster.access.fanout import fan_out
-    from cluster.access.ssh import SshPool
+    from cluster.ssh.fanout import fan_out
+    from cluster.ssh.pool import SshPool
 
     def connected(host: Host) -> T:
         with pool.connect(host) as connection:

@@ -247,7 +247,7 @@ def _checked_name(name: str) -> str:
 
 def _expand(nodes: str) -> list[str]:
     """Node names of a NodeSet."""
-    from cluster.access.nodes import parse_nodes
+    from cluster.ssh.nodes import parse_nodes
 
     return list(parse_nodes(nodes, "NODES").names)
 

@@ -14,8 +14,8 @@ from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane
 from burst_cli.sweep.store import SweepFolder, sweeps_dir
-from cluster.access.nodes import parse_nodes
 from cluster.facts import probe_local_node
+from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import list_runs

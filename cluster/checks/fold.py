@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.ssh.nodes import fold_nodes
 
 _ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
 _QUIET = frozenset({Verdict.OK, Verdict.SKIP})

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from cluster.access.connection import Connection
 from cluster.checks.check import GIB, Check, age, gib
 from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup, Judge, TestBetween
@@ -36,6 +35,7 @@ from cluster.parse.host import Answer, Filesystem
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
 from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")

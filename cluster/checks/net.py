@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import ClassVar
 
-from cluster.access.connection import Connection
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup, Judge, TestBetween
@@ -16,6 +15,7 @@ from cluster.parse.fabric import NetInterface
 from cluster.parse.interfaces import InterfaceChoice, explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe
+from cluster.ssh.connection import Connection
 from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from cluster.access.connection import Connection, RemoteProcess
-from cluster.access.fanout import fan_out
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection, RemoteProcess
+from cluster.ssh.fanout import fan_out
 from engine.config.errors import BurstError
 
 CHECK = "net.pairs"

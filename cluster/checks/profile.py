@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.access.nodes import fold_nodes
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict, worst
 from cluster.remote_text import one_line
+from cluster.ssh.nodes import fold_nodes
 
 # Of these 0 is never right where another node has some.
 COUNTS = frozenset({"gpu.count", "ib.count"})

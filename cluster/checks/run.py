@@ -17,9 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cluster.access.connection import Connection
-from cluster.access.fanout import Outcome, fan_out
-from cluster.access.hosts import Host
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, FleetReport, NodeReport
 from cluster.checks.group import CheckGroup, TestBetween, broken
@@ -30,6 +27,9 @@ from cluster.errors import SshError, SshFailure
 from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
 
@@ -183,7 +183,7 @@ class _Connections:
 
     def _open_pool(self) -> Connect:
         """Connects over SSH; nodes behind the same jump host share one login there."""
-        from cluster.access.ssh import SshPool
+        from cluster.ssh.pool import SshPool
 
         return self._exit.enter_context(SshPool()).connect
 

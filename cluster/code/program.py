@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.access.connection import Connection
 from cluster.code.node.boot import OLD_PYTHON, boot_code, pack_modules, with_length
 from cluster.code.node.messages import READY, Message, MessageError, MessageReader, pack
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _EPITAPH_S = 3.0

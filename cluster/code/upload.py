@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.access.connection import Connection
-from cluster.access.fanout import fan_out
-from cluster.access.hosts import Host
-from cluster.access.nodes import fold_nodes
 from cluster.code.archive import CodeArchive, CodeError
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
+from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.nodes import fold_nodes
 
 MODULES = ("cluster.code.node.tree", "cluster.code.node.messages", "cluster.code.node.install")
 KEEP = 5

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.access.nodes import fold_nodes
 from cluster.advice import advice
 from cluster.control.evidence import Findings, collect_evidence, torchrun_log
 from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
@@ -15,6 +14,7 @@ from cluster.failure import Failure, find_failure
 from cluster.node_checkpoints import roots_of
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
+from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import MANIFEST_FILE

@@ -6,18 +6,18 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.access.connection import Connection
-from cluster.access.hosts import Host
 from cluster.control.link import NodeLink
 from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.control.stopping import StopRequests
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host
 from engine.runs.folder import RunFolder, typed_overrides
 
 if TYPE_CHECKING:
-    from cluster.access.ssh import SshPool
     from cluster.plan import LaunchPlan
+    from cluster.ssh.pool import SshPool
 
 # A connection that is silent for three of these is dead: long before a lease is over.
 _KEEPALIVE_S = 5.0
@@ -76,8 +76,8 @@ class SshRunner(_NamedNodes):
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
         # Only who goes to other machines pays for what that takes.
-        from cluster.access.resolve import resolve_hosts
-        from cluster.access.ssh import SshPool
+        from cluster.ssh.pool import SshPool
+        from cluster.ssh.resolve import resolve_hosts
 
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
         pool = SharedPool(SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S), len(hosts))

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.access.connection import Connection
-from cluster.access.hosts import Host
 from cluster.code.node.messages import Message, MessageError, pack
 from cluster.code.program import NoAnswerError, NodeProgram
 from cluster.control.link import NodeSpec, NodeStatus, StartRefusedError
@@ -25,6 +23,8 @@ from cluster.control.node_copy import CopyError, NodeCopy
 from cluster.control.node_status import as_integer, as_pids, as_status
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host
 from cluster.supervise.node.daemon import AGENT_MODULES
 
 # No use in trying again: a person must do something first.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.access.fanout import fan_out
-from cluster.access.hosts import Host
-from cluster.access.ssh import SshPool
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.probe.run import probe_local, probe_node
 from cluster.probe.section import NodeProbe
+from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool
 from engine.config.cluster import ClusterConfig
 
 PROBE_TIMEOUT_S = 90.0

@@ -12,10 +12,10 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.access.hosts import is_host_name
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
+from cluster.ssh.hosts import is_host_name
 from engine.runs.files import replace_file
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from cluster.access.hosts import node_command
 from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
 from cluster.parse.fabric import GpuAddress, NetInterface
@@ -16,6 +15,7 @@ from cluster.parse.interfaces import explain_interface, read_interfaces
 from cluster.parse.unreadable import UnreadableError
 from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
+from cluster.ssh.hosts import node_command
 from engine.config.cluster import ClusterConfig
 
 FACT_GROUPS = ("ib", "net", "gpu", "env")

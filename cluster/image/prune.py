@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.access.connection import Connection
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
 
 LABEL = "org.burst.image"
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.access.fanout import fan_out
-from cluster.access.hosts import Host
-from cluster.access.ssh import SshConnection
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.local import LocalImage
@@ -28,6 +25,9 @@ from cluster.image.plan import (
 from cluster.image.relays import Feed, PushSecrets
 from cluster.image.status import read_node_image
 from cluster.remote_text import one_line
+from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshConnection
 
 Connect = Callable[[Host], SshConnection]
 _TICK_S = 0.25

@@ -16,13 +16,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.access.connection import RemoteProcess
-from cluster.access.ssh import SshConnection
 from cluster.code.node.boot import boot_code, pack_modules, with_length
 from cluster.errors import SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.node.registry import Door, Handler, Limiter
 from cluster.remote_text import one_line
+from cluster.ssh.connection import RemoteProcess
+from cluster.ssh.pool import SshConnection
 
 _MODULES = ("cluster.image.node.registry", "cluster.image.node.relay")
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.access.connection import Connection
 from cluster.errors import ClusterError
 from cluster.image.node.identity import image_identity
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection
 
 _TIMEOUT_S = 30.0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.fold import fold_reports
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import EXPLANATIONS, Selection
 from cluster.preflight.judge import NodeProblem, UnfitNodesError
+from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
 
 # What stops a run or spoils it. Whose the processes on a node are, its image, its Python and its clock are asked by the

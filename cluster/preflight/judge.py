@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.access.nodes import fold_nodes
 from cluster.code.node.boot import OLD_PYTHON
 from cluster.code.program import NoAnswerError
 from cluster.errors import ClusterError, SshError
 from cluster.preflight.facts import DataFacts, RemoteFacts
 from cluster.preflight.survey import Survey, needed_modules
+from cluster.ssh.nodes import fold_nodes
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 

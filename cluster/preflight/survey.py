@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.access.connection import Connection
-from cluster.access.fanout import Outcome, fan_out
-from cluster.access.hosts import Host
 from cluster.code.program import ask_program
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan_container import text_files
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.probe.run import probe_node
+from cluster.ssh.connection import Connection
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 

@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from cluster.access.connection import Connection, RemoteProcess
-from cluster.access.hosts import is_host_name
 from cluster.errors import SshError, SshFailure
 from cluster.probe.script import build_script, is_complete, new_fence, read_sections
 from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Connection, RemoteProcess
+from cluster.ssh.hosts import is_host_name
 
 ANSWER_BYTES = 4 << 20
 DEFAULT_TIMEOUT_S = 60.0

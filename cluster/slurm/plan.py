@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.access.nodes import parse_nodes, slurm_nodes
 from cluster.facts import NodeFacts
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.sbatch import SCRIPT_FILE, JobRequest, check_slurm_settings, sbatch_text
+from cluster.ssh.nodes import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, dump_config
 from engine.runs.records import json_text

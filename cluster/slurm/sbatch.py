@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.access.nodes import fold_nodes, parse_nodes
 from cluster.remote_text import one_line
+from cluster.ssh.nodes import fold_nodes, parse_nodes
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.errors import ConfigError
 

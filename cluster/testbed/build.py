@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.access.hosts import Host
+from cluster.ssh.hosts import Host
 from cluster.testbed.folder import (
     TestbedError,
     TestbedFolder,

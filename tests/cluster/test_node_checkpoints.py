@@ -12,10 +12,10 @@ from testkit.local_connection import LocalConnection
 from testkit.saved_checkpoints import newest_verified
 
 from burst_cli.checkpoint_view import Pruned, prune_run
-from cluster.access.connection import Connection
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host
 from engine.runs.commit import Checkpoint, commit, file_facts, new_folder
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts, read_manifest

@@ -15,13 +15,13 @@ from typing import Self
 
 import pytest
 
-from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
-from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.errors import SshError, SshFailure
 from cluster.probe.script import assemble_script, is_complete, new_fence, read_sections
 from cluster.probe.section import NodeProbe, Section
+from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece

@@ -23,11 +23,11 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.access.ssh import connect
 from cluster.image.local import LocalImage
 from cluster.image.plan import ImagePlan, PushOptions
 from cluster.image.push import STALL_S, Connect, NodeResult, Push
 from cluster.image.relays import PushSecrets
+from cluster.ssh.pool import connect
 from cluster.testbed.build import Testbed
 
 DOCKERD = "/usr/sbin/dockerd"

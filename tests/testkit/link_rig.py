@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from cluster.access.hosts import Host
-from cluster.access.ssh import SshPool
 from cluster.control.link import NodeLink, NodeSpec, NodeStatus
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed, open_testbed
 from testkit import KIT
 from testkit.supervise_rig import PYTHON_PATH, new_run_id

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.ssh.hosts import Host
 
 
 class LocalConnection:

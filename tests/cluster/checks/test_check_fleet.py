@@ -11,12 +11,12 @@ import pytest
 from testkit.check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, FakeGroup, answer, frame
 from testkit.machine_clock import machine_time
 
-from cluster.access.hosts import Host
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
 from cluster.probe.section import NodeProbe
+from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig, SshConfig
 
 CONFIG = ClusterConfig(name="prod")

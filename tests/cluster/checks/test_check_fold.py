@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.access.nodes import parse_nodes
 from cluster.checks.finding import Finding, NodeReport, Verdict
 from cluster.checks.fold import fold_reports
+from cluster.ssh.nodes import parse_nodes
 
 NODE_NAMES = st.from_regex(r"[a-z][a-z0-9]{0,4}(-[a-z]{1,3})?[0-9]{0,3}(\.lan)?", fullmatch=True)
 TEXTS = st.sampled_from(["2 errors", "3 errors", "no tool", "driver 535.104.05", "driver 550.54.15", ""])

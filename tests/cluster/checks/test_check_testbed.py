@@ -10,11 +10,11 @@ import pytest
 from testkit.testbed_fixture import Testbeds
 
 from burst_cli.app import main
-from cluster.access.nodes import fold_nodes
 from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
 from cluster.errors import SshFailure
+from cluster.ssh.nodes import fold_nodes
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 from engine.config.cluster import ClusterConfig

@@ -10,13 +10,13 @@ import tarfile
 from host_sections import DOCKER
 from testkit.testbed_fixture import MakeTestbed
 
-from cluster.access.ssh import SshConnection, connect
 from cluster.checks.finding import Verdict
 from cluster.checks.host import GROUP
 from cluster.checks.host_engine import engine_version, read_image
 from cluster.checks.host_view import HostView
 from cluster.probe.run import probe_node
 from cluster.probe.section import NodeProbe
+from cluster.ssh.pool import SshConnection, connect
 
 PAYLOAD = b"x" * 100_000
 

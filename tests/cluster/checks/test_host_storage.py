@@ -12,11 +12,11 @@ import pytest
 from testkit.local_connection import LocalConnection
 from testkit.testbed_fixture import MakeTestbed
 
-from cluster.access.connection import CommandResult
-from cluster.access.ssh import connect
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.storage import WRITE_SCRIPT, Answer, FolderTest, check_shared_folder, judge_folder, read_answer
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.pool import connect
 from engine.config.errors import ConfigError
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from testkit.local_connection import LocalConnection
 
-from cluster.access.hosts import Host
 from cluster.code.archive import CodeArchive, CodeError, build_archive
 from cluster.code.node.install import InstallError, install, prune
 from cluster.code.node.tree import check_tree, list_tree, tree_id
 from cluster.code.upload import CodePlace, Delivery, code_place, upload_code
+from cluster.ssh.hosts import Host
 
 Connect = Callable[[Host], LocalConnection]
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
-from cluster.access.connection import CommandResult
-from cluster.access.hosts import Host
 from cluster.code.node.messages import READY, Message, MessageReader, pack
 from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.hosts import Host
 from cluster.supervise.node.agent import Agent
 from engine.runs.process import process_start
 

@@ -16,7 +16,7 @@ from testkit import KIT
 from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
 from testkit.waiting import wait_for
 
-from cluster.access.ssh import SshPool
+from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed
 
 MIB = 1 << 20

@@ -10,12 +10,12 @@ import pytest
 from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
-from cluster.access.ssh import SshPool
 from cluster.control.local_link import LocalLink
 from cluster.control.runner import SharedPool, open_links
 from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
 from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.ssh.pool import SshPool
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.access.connection import CommandResult
-from cluster.access.hosts import Host
 from cluster.code.node.messages import pack
 from cluster.control.link import NodeStatus, StartRefusedError
 from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.hosts import Host
 
 LOG = f"logs/{NODE}/rank0000.log"
 

@@ -17,9 +17,9 @@ from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
-from cluster.access.ssh import SshPool
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
+from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 

@@ -15,9 +15,9 @@ import pytest
 from testkit.image_rig import PushRig, Watcher, noise, saved_image, tar_of
 from testkit.waiting import wait_for
 
-from cluster.access.ssh import SshPool
 from cluster.image.archive import PackedImage, Packing
 from cluster.image.local import LocalImage
+from cluster.ssh.pool import SshPool
 from cluster.testbed.faults import clear_faults, set_fault
 
 ENGINE = Path(__file__).resolve().parents[2] / "testkit/fakes/container_engine.py"

@@ -14,11 +14,11 @@ from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
 from burst_cli.app import main
-from cluster.access.ssh import connect
 from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
 from cluster.image.prune import prune_node
 from cluster.image.status import read_node_image
+from cluster.ssh.pool import connect
 
 MIB = 1 << 20
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from testkit.local_connection import LocalConnection, LocalProcess
 from testkit.plan_fleet import run_config
 
-from cluster.access.connection import CommandResult
-from cluster.access.hosts import Host
-from cluster.access.ssh import SshPool
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.preflight.judge import find_problems
 from cluster.preflight.node.survey import find_data
 from cluster.preflight.survey import MODULES, Question, survey_fleet
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed
 from engine.data.files import list_files
 

@@ -10,10 +10,10 @@ import pytest
 from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
 from testkit.machine_clock import machine_time
 
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
 from cluster.probe.run import ANSWER_BYTES, probe_local, probe_node
 from cluster.probe.section import NodeProbe, SectionState
+from cluster.ssh.hosts import Host
 
 HOST = Host("n1", "192.0.2.1")
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from testkit.machine_clock import machine_time
 
-from cluster.access.ssh import connect
+from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down

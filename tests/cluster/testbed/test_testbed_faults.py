@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cluster.access.ssh import connect
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import TestbedError
 from cluster.testbed.status import read_status

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from cluster.access.ssh import connect
+from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import NodeFolder
 from cluster.testbed.hardware.files import FakeFile

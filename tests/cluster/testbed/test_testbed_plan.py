@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.access.hosts import is_host_name
+from cluster.ssh.hosts import is_host_name
 from cluster.testbed.build import build_plan
 from cluster.testbed.folder import Fault, NodeFolder, TestbedFolder, TestbedState, state_root
 from cluster.testbed.machine import missing_requirements

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 
-from cluster.access.ssh import connect
+from cluster.ssh.pool import connect
 from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec

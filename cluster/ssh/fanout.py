@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cluster.access.hosts import Host
+from cluster.ssh.hosts import Host
 from engine.config.errors import BurstError
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, fingerprint, parse_line
-from cluster.access.trust import ShownKey, add_keys, forget_names, judge_keys
 from cluster.errors import ClusterError, SshError, SshFailure
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys, fingerprint, parse_line
+from cluster.ssh.trust import ShownKey, add_keys, forget_names, judge_keys
 
 KEY = paramiko.ECDSAKey.generate()
 OTHER = paramiko.ECDSAKey.generate()

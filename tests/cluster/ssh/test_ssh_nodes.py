@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.access.hosts import is_host_name
-from cluster.access.nodes import MAX_NODES, fold_nodes, parse_nodes, read_hostfile, slurm_nodes
 from cluster.errors import HostsError
+from cluster.ssh.hosts import is_host_name
+from cluster.ssh.nodes import MAX_NODES, fold_nodes, parse_nodes, read_hostfile, slurm_nodes
 
 
 @pytest.mark.parametrize(

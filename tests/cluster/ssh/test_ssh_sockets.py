@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from testkit.machine_clock import machine_time
 
-from cluster.access.deadline import Deadline
-from cluster.access.hosts import Host
-from cluster.access.sockets import NameService, open_socket
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.hosts import Host
+from cluster.ssh.sockets import NameService, open_socket
 
 
 def names(*addresses: str) -> NameService:

@@ -19,8 +19,8 @@ from testkit.fleet import Fleet, start_fleet
 
 from burst_cli.app import main
 from burst_cli.targets import select_targets
-from cluster.access.known_hosts import trust_file
 from cluster.errors import HostsError
+from cluster.ssh.known_hosts import trust_file
 
 Burst = Callable[..., tuple[int, str, str]]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.hosts import Host
 
 KNOWN_HOSTS_BYTES = 64 << 20
 _PLAIN_TYPE = re.compile(r"[a-z0-9@.-]+")

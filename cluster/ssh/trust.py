@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, fingerprint, is_name, key_type, parse_line, trust_file
-from cluster.access.ssh import SshPool
 from cluster.errors import ClusterError, SshError, SshFailure
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys, fingerprint, is_name, key_type, parse_line, trust_file
+from cluster.ssh.pool import SshPool
 from engine.runs.files import replace_file
 
 # What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import paramiko
 
-from cluster.access.deadline import Deadline
-from cluster.access.hosts import Host
-from cluster.access.identities import offered_keys, open_agent
-from cluster.access.transport import SshTransport
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.hosts import Host
+from cluster.ssh.identities import offered_keys, open_agent
+from cluster.ssh.transport import SshTransport
 
 # The names of an RSA key's signatures, of which known_hosts knows nothing.
 _SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}

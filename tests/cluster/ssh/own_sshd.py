@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.access.hosts import Host
+from cluster.ssh.hosts import Host
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster.access.hosts import Host, is_host_name, reaching
-from cluster.access.known_hosts import trust_file
 from cluster.errors import HostsError
 from cluster.remote_text import one_line
+from cluster.ssh.hosts import Host, is_host_name, reaching
+from cluster.ssh.known_hosts import trust_file
 from engine.config.cluster import SshConfig
 
 Options = Mapping[str, tuple[str, ...]]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from paramiko import RSAKey
 
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys, trust_file
-from cluster.access.nodes import parse_nodes
-from cluster.access.resolve import parse_jump, read_options, resolve_hosts
 from cluster.errors import HostsError, SshError
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys, trust_file
+from cluster.ssh.nodes import parse_nodes
+from cluster.ssh.resolve import parse_jump, read_options, resolve_hosts
 from engine.config.cluster import SshConfig
 
 

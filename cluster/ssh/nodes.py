@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
-from cluster.access.hosts import is_host_name
 from cluster.errors import HostsError
 from cluster.remote_text import one_line
+from cluster.ssh.hosts import is_host_name
 
 MAX_NODES = 16384
 HOSTFILE_BYTES = 1 << 20

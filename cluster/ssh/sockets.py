@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.access.deadline import Deadline
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.hosts import Host
 
 # Of several addresses that fail differently, the answer that says most.
 _TELLING = (SshFailure.REFUSED, SshFailure.TIMEOUT, SshFailure.UNREACHABLE)

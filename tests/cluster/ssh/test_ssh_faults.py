@@ -22,13 +22,13 @@ from testkit import ROOT
 from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from testkit.machine_clock import machine_time
 
-from cluster.access.connection import CommandResult
-from cluster.access.fanout import Outcome, fan_out
-from cluster.access.hosts import Host
-from cluster.access.resolve import resolve_hosts
-from cluster.access.ssh import SshPool, connect
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import clean_text
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool, connect
+from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig
 
 CONNECT_S = 2.0
@@ -153,8 +153,8 @@ def test_a_command_killed_by_a_signal_has_no_exit_code(
 def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
     script = (
         "import json, resource, sys\n"
-        "from cluster.access.resolve import resolve_hosts\n"
-        "from cluster.access.ssh import connect\n"
+        "from cluster.ssh.resolve import resolve_hosts\n"
+        "from cluster.ssh.pool import connect\n"
         "from engine.config.cluster import SshConfig\n"
         "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

@@ -8,11 +8,11 @@ import time
 
 import paramiko
 
-from cluster.access.connection import CommandResult
-from cluster.access.deadline import Deadline
-from cluster.access.hosts import Host
-from cluster.access.transport import WINDOW_BYTES, SshTransport
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.hosts import Host
+from cluster.ssh.transport import WINDOW_BYTES, SshTransport
 
 STALL_S = 120.0
 _WRITE_BYTES = 1 << 15
@@ -22,7 +22,7 @@ _POLL_S = 0.25
 
 
 class SshProcess:
-    """See `cluster.access.connection.RemoteProcess`.
+    """See `cluster.ssh.connection.RemoteProcess`.
 
     stall_s: writing fails when the command reads nothing for so long.
     """

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from own_sshd import Server, start_sshd
 from testkit.machine_clock import machine_time
 
-from cluster.access.connection import quote_command
-from cluster.access.deadline import Deadline
-from cluster.access.fanout import fan_out
-from cluster.access.hosts import Host
-from cluster.access.ssh import SshConnection, SshPool, connect
-from cluster.access.transport import SshTransport
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import quote_command
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshConnection, SshPool, connect
+from cluster.ssh.transport import SshTransport
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
 NASTY = [

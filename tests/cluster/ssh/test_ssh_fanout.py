@@ -14,9 +14,9 @@ import pytest
 from testkit import ROOT
 from testkit.machine_clock import machine_time
 
-from cluster.access.fanout import Outcome, fan_out
-from cluster.access.hosts import Host
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
 
 HOSTS = [Host(f"n{number}", f"n{number}") for number in range(12)]
 
@@ -106,8 +106,8 @@ def test_an_interrupted_process_does_not_wait_for_what_hangs(tmp_path: Path) -> 
     script = tmp_path / "hang.py"
     script.write_text(
         "import time\n"
-        "from cluster.access.fanout import fan_out\n"
-        "from cluster.access.hosts import Host\n"
+        "from cluster.ssh.fanout import fan_out\n"
+        "from cluster.ssh.hosts import Host\n"
         "def work(host):\n"
         "    print('begun', flush=True)\n"
         "    time.sleep(60)\n"

@@ -1,6 +1,6 @@
 """The seam between what burst wants done on a node and how it gets there.
 
-`Connection` is what checks, image distribution and launches use. `cluster.access.ssh` implements it over SSH; tests
+`Connection` is what checks, image distribution and launches use. `cluster.ssh.pool` implements it over SSH; tests
 implement it in a few lines.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from cluster.access.hosts import Host
+from cluster.ssh.hosts import Host
 
 DEFAULT_OUTPUT_BYTES = 4 << 20
 

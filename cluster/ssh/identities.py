@@ -12,8 +12,8 @@ from typing import cast
 import paramiko
 from paramiko.agent import AgentSSH
 
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import fingerprint
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import fingerprint
 
 _AGENT_TIMEOUT_S = 5.0
 

@@ -16,15 +16,15 @@ from typing import Self
 
 import paramiko
 
-from cluster.access.connection import DEFAULT_OUTPUT_BYTES, CommandResult, quote_command
-from cluster.access.deadline import Deadline
-from cluster.access.handshake import DroppedError, log_in, open_tunnel, shake_hands, words
-from cluster.access.hosts import Host
-from cluster.access.known_hosts import HostKeys
-from cluster.access.process import STALL_S, SshProcess
-from cluster.access.sockets import open_socket
-from cluster.access.transport import KEEPALIVE_S, SshTransport, keep_alive
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, quote_command
+from cluster.ssh.deadline import Deadline
+from cluster.ssh.handshake import DroppedError, log_in, open_tunnel, shake_hands, words
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys
+from cluster.ssh.process import STALL_S, SshProcess
+from cluster.ssh.sockets import open_socket
+from cluster.ssh.transport import KEEPALIVE_S, SshTransport, keep_alive
 
 # One sshd lets few strangers in at the same time (MaxStartups 10:30:100) and drops the others.
 STRANGERS = 8
@@ -46,7 +46,7 @@ def connect(host: Host) -> SshConnection:
 
 
 class SshConnection:
-    """See `cluster.access.connection.Connection`; made by `connect`."""
+    """See `cluster.ssh.connection.Connection`; made by `connect`."""
 
     def __init__(
         self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S, pool: SshPool | None = None
