@@ -14,8 +14,8 @@ from cluster.checks.gpu_links import check_fabric_manager, check_nvlink, check_p
 from cluster.checks.gpu_smoke import check_cuda_smoke
 from cluster.checks.gpu_view import GpuView, known_numbers, spread
 from cluster.checks.group import CheckGroup, Judge
-from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog
-from cluster.probe.section import NodeProbe
+from cluster.survey.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
 SRAM_AGGREGATE_WARN = 1  # errors over the life of the board

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from cluster.checks.check import Check, age
 from cluster.checks.finding import Finding
 from cluster.checks.gpu_view import AGAIN_SECTION, GpuView
-from cluster.parse.nvidia_smi import Gpu, GpuProcess, SmiTrouble
 from cluster.remote_text import one_line
+from cluster.survey.nvidia_smi import Gpu, GpuProcess, SmiTrouble
 
 IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
 _OWNER = re.compile(r"owner (\d{1,10}) (\S{1,40}) (\d{1,12})")

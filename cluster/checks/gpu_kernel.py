@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView
-from cluster.parse.kernel_log import KernelLog, read_kernel_log
-from cluster.parse.nvidia_smi import normal_address
 from cluster.remote_text import one_line
+from cluster.survey.kernel_log import KernelLog, read_kernel_log
+from cluster.survey.nvidia_smi import normal_address
 
 RECOVERY_XID = 154  # its text says what has to be done
 FALLEN_XID = 79

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView
-from cluster.parse.gpus import NvidiaDevice
-from cluster.parse.nvidia_smi import Gap, GapError, Gpu
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section
 from cluster.remote_text import one_line
+from cluster.survey.nvidia_smi import Gap, GapError, Gpu, NvidiaDevice
+from cluster.survey.section import Section, UnreadableError
 
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
 NVLINKS_OF_MODEL = {

@@ -8,10 +8,20 @@ from dataclasses import dataclass, replace
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
-from cluster.parse.gpus import LSPCI_SECTION, SMI_SECTION, PciDevices, read_pci_devices
-from cluster.parse.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog, SmiTrouble, read_smi
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
+from cluster.survey.nvidia_smi import (
+    LSPCI_SECTION,
+    SMI_SECTION,
+    Gap,
+    GapError,
+    Gpu,
+    PciDevices,
+    SmiFailure,
+    SmiLog,
+    SmiTrouble,
+    read_pci_devices,
+    read_smi,
+)
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 AGAIN_SECTION = "gpu.again"

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 # Findings of one check: one for every device that is not as it should be, at least one.

@@ -31,11 +31,10 @@ from cluster.checks.host_software import (
 )
 from cluster.checks.host_view import HostView, judge_room
 from cluster.checks.storage import check_shared, check_shared_folder
-from cluster.parse.host import Answer, Filesystem
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
+from cluster.survey.lines import Answer, Filesystem
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")

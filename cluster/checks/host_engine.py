@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from cluster.checks.check import GIB, Check, gib
 from cluster.checks.finding import Finding
 from cluster.checks.host_view import HostView, judge_room
-from cluster.parse.host import Answer, Filesystem
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import SectionState
 from cluster.remote_text import one_line
+from cluster.survey.lines import Answer, Filesystem
+from cluster.survey.section import SectionState, UnreadableError
 
 # The first engine with `docker run --gpus`.
 OLDEST_DOCKER = (19, 3)

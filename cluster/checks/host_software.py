@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.checks.host_view import HostView
-from cluster.parse.host import Answer
 from cluster.remote_text import one_line
+from cluster.survey.lines import Answer
 
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cluster.checks.check import Check, gib
 from cluster.checks.finding import Finding
-from cluster.parse.host import Answer, Filesystem
-from cluster.probe.section import NodeProbe
+from cluster.survey.lines import Answer, Filesystem
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
 

@@ -14,10 +14,8 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup, Judge
 from cluster.checks.ib_health import check_counters, check_flaps, check_gpudirect, check_health
 from cluster.checks.ib_ports import ETHERNET, FabricView, usual
-from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import roce_gid_index
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
+from cluster.survey.adapters import HcaPort, roce_gid_index
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 # 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.

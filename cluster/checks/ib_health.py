@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from cluster.checks.check import Check, age
 from cluster.checks.finding import Finding
 from cluster.checks.ib_ports import FabricView
-from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import GpuDirect, known_lines, parse_gpudirect, port_name
-from cluster.parse.kernel_log import KernelLog, read_kernel_log
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section
 from cluster.remote_text import one_line
+from cluster.survey.adapters import GpuDirect, HcaPort, known_lines, parse_gpudirect, port_name
+from cluster.survey.kernel_log import KernelLog, read_kernel_log
+from cluster.survey.section import Section, UnreadableError
 
 _COUNTER = re.compile(r"[0-9]{1,20}")
 _STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")

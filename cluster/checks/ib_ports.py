@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
-from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import Adapters, parse_adapters
-from cluster.probe.section import NodeProbe
+from cluster.survey.adapters import Adapters, HcaPort, parse_adapters
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"

@@ -11,11 +11,9 @@ from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup, Judge, TestBetween
 from cluster.checks.pairs import check_pairs
-from cluster.parse.fabric import NetInterface
-from cluster.parse.interfaces import InterfaceChoice, explain_interface, read_interfaces
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
 from cluster.ssh.connection import Connection
+from cluster.survey.interfaces import InterfaceChoice, NetInterface, explain_interface, read_interfaces
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280

@@ -1,6 +1,6 @@
 """All nodes against all: does a TCP connection work from each to each other, in both directions?
 
-On every node runs an agent (`cluster/probe/pair_agent.py`), started over SSH, asked by JSON lines, gone when we are.
+On every node runs an agent (`cluster/survey/pair_agent.py`), started over SSH, asked by JSON lines, gone when we are.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PairAgent:
 
     def begin(self, token: str, deadline_s: float, timeout_s: float = START_TIMEOUT_S) -> None:
         """Send program and greeting; learn the port."""
-        program = (files("cluster.probe") / "pair_agent.py").read_bytes()
+        program = (files("cluster.survey") / "pair_agent.py").read_bytes()
         greeting = {"nonce": self._nonce, "token": token, "address": self.address, "deadline_s": deadline_s}
         text = b"%d\n%s%s\n" % (len(program), program, json.dumps(greeting).encode())
         with contextlib.suppress(SshError):  # why it does not read is in what it says

@@ -24,12 +24,12 @@ from cluster.checks.profile import merge_compared, profile_findings
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
 from cluster.errors import SshError, SshFailure
-from cluster.probe.run import DEFAULT_TIMEOUT_S, probe_local, probe_node
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.fanout import Outcome, fan_out
 from cluster.ssh.hosts import Host
+from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
 
@@ -70,7 +70,7 @@ class CheckOptions:
         return tuple(group for group in self.all_groups if group.name in self.selection.groups)
 
     def question(self, config: ClusterConfig) -> Mapping[str, Any]:
-        """What every node is asked, as arguments of `probe_node`.
+        """What every node is asked, as arguments of `survey_node`.
 
         Raises ConfigError where CUDA is to be tried without an image.
         """
@@ -133,7 +133,7 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions | None = Non
     """The report on this machine alone, without SSH; a launch here takes this very Python for its ranks."""
     config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
     begin = time.monotonic()
-    probe = probe_local(**options.question(config))
+    probe = survey_here(**options.question(config))
     view = _judge(probe, answer_findings(probe)[1:], options.groups, config)
     findings, notes = _compare({probe.node: view}, options.groups, config, clocks=False)
     elapsed_s = time.monotonic() - begin
@@ -200,7 +200,7 @@ class _Visitor:
     def visit(self, host: Host) -> NodeView:
         """What the node said. Its connection stays open where it is needed again."""
         try:
-            probe = probe_node(self.connections.open(host), **self.question)
+            probe = survey_node(self.connections.open(host), **self.question)
         except SshError as error:
             self.connections.drop(host)
             return NodeView((reach_finding(error, host.name),))

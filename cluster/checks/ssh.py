@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.errors import SshError, SshFailure
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
+from cluster.survey.section import NodeProbe
 
 REACH, PROBE = "ssh.reach", "ssh.probe"
 EXPLANATIONS: Mapping[str, str] = {

@@ -12,10 +12,10 @@ from cluster.checks.check import GIB, Check
 from cluster.checks.finding import Finding
 from cluster.checks.host_view import HostView, judge_room
 from cluster.errors import SshError, SshFailure
-from cluster.probe.section import SectionState
 from cluster.remote_text import one_line
 from cluster.ssh.connection import CommandResult, Connection
 from cluster.ssh.fanout import fan_out
+from cluster.survey.section import SectionState
 from engine.config.errors import BurstError, ConfigError
 
 CHECK = "host.shared"

@@ -9,11 +9,11 @@ from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
 from cluster.env.plan import plan_fleet
-from cluster.probe.run import probe_local, probe_node
-from cluster.probe.section import NodeProbe
 from cluster.ssh.fanout import fan_out
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
+from cluster.survey.ask import survey_here, survey_node
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
 PROBE_TIMEOUT_S = 90.0
@@ -41,7 +41,7 @@ def ask_fleet(
 
     def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
         with pool.connect(host) as connection:
-            return read(probe_node(connection, groups, timeout_s=PROBE_TIMEOUT_S, settings=settings), host)
+            return read(survey_node(connection, groups, timeout_s=PROBE_TIMEOUT_S, settings=settings), host)
 
     errors: dict[str, str] = {}
     if hosts:
@@ -50,6 +50,6 @@ def ask_fleet(
         answers = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
     else:
-        answers = [read(probe_local(groups, timeout_s=PROBE_TIMEOUT_S, settings=settings))]
+        answers = [read(survey_here(groups, timeout_s=PROBE_TIMEOUT_S, settings=settings))]
     planned = plan_fleet((facts for facts, _ in answers), config, log_dir=log_dir)
     return FleetEnvironment(planned, {facts.node: live for facts, live in answers}, errors)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.parse.fabric import GpuAddress, HcaPort, NetInterface
+from cluster.survey.adapters import HcaPort
+from cluster.survey.interfaces import NetInterface
+from cluster.survey.nvidia_smi import GpuAddress
 
 
 @dataclass(frozen=True)

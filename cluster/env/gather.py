@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
-from cluster.parse.fabric import GpuAddress, NetInterface
-from cluster.parse.gpus import parse_gpu_addresses
-from cluster.parse.infiniband import Adapters, parse_adapters, parse_gpudirect
-from cluster.parse.interfaces import explain_interface, read_interfaces
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
+from cluster.survey.adapters import Adapters, parse_adapters, parse_gpudirect
+from cluster.survey.interfaces import NetInterface, explain_interface, read_interfaces
+from cluster.survey.nvidia_smi import GpuAddress, parse_gpu_addresses
+from cluster.survey.section import NodeProbe, Section, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 FACT_GROUPS = ("ib", "net", "gpu", "env")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
-from cluster.parse.fabric import HcaPort
+from cluster.survey.adapters import HcaPort
 from engine.config.cluster import ClusterConfig
 
 INFINIBAND = "InfiniBand"

@@ -12,8 +12,8 @@ from typing import Any
 
 from cluster.env.facts import NodeEnvironment
 from cluster.errors import ClusterError
-from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
+from cluster.survey.section import NodeProbe, Section
 
 LIVE_GROUP = "env_live"
 LIVE_SECTIONS = (f"{LIVE_GROUP}.session", f"{LIVE_GROUP}.files", f"{LIVE_GROUP}.processes")

@@ -15,8 +15,7 @@ from dataclasses import replace
 from cluster.env.facts import EnvironmentVariable, HcaDecision, LeftOut, NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.hcas import INFINIBAND, choose_hcas
 from cluster.env.rails import align_rails, map_rails, rail_order
-from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import roce_gid_index
+from cluster.survey.adapters import HcaPort, roce_gid_index
 from engine.config.cluster import ClusterConfig
 
 FLIGHT_RECORDER_ENTRIES = 2000

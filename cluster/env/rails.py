@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from cluster.env.facts import NodeEnvironment, Rail
 from cluster.env.hcas import port_order
-from cluster.parse.fabric import GpuAddress, HcaPort
+from cluster.survey.adapters import HcaPort
+from cluster.survey.nvidia_smi import GpuAddress
 
 _T = TypeVar("_T")
 

@@ -11,10 +11,10 @@ from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan_container import text_files
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
-from cluster.probe.run import probe_node
 from cluster.ssh.connection import Connection
 from cluster.ssh.fanout import Outcome, fan_out
 from cluster.ssh.hosts import Host
+from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 
@@ -112,7 +112,7 @@ def survey_fleet(
 def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
     with connect(host) as connection:
         settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
-        probe = probe_node(connection, FACT_GROUPS, timeout_s=_PROBE_S, settings=settings)
+        probe = survey_node(connection, FACT_GROUPS, timeout_s=_PROBE_S, settings=settings)
         answer = ask_program(connection, MODULES, question.to_dict(host.name), timeout_s=_SURVEY_S)
     try:
         facts = read_remote_facts(host.name, answer)

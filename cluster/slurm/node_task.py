@@ -23,13 +23,13 @@ from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, node_spec
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.plan_record import read_launch_plan
-from cluster.probe.run import probe_local
 from cluster.slurm.granted import look_again, node_folder, write_granted
 from cluster.slurm.plan import TASK_FILE, RankCommand
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.ssh.hosts import is_host_name
 from cluster.supervise.node.daemon import run_foreground
 from cluster.supervise.node.sweep import sweep
+from cluster.survey.ask import survey_here
 from engine.config.errors import BurstError
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
@@ -106,7 +106,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site) -> NodePlan:
 def look_around(plan: LaunchPlan, place: Place) -> Site:
     """The facts of this machine. Raises ClusterError when its network cannot be told."""
     settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
-    facts = read_facts(probe_local(FACT_GROUPS, timeout_s=_PROBE_S, settings=settings), plan.config.cluster)
+    facts = read_facts(survey_here(FACT_GROUPS, timeout_s=_PROBE_S, settings=settings), plan.config.cluster)
     home = Path("~").expanduser()
     try:
         user = pwd.getpwuid(os.getuid()).pw_name

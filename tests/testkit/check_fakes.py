@@ -18,10 +18,10 @@ import pytest
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.errors import SshError, SshFailure
-from cluster.probe.script import assemble_script, is_complete, new_fence, read_sections
-from cluster.probe.section import NodeProbe, Section
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
+from cluster.survey.script import assemble_script, is_complete, new_fence, read_sections
+from cluster.survey.section import NodeProbe, Section
 from engine.config.cluster import ClusterConfig
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.parse.fabric import NetInterface
 from cluster.plan_ssh import Fleet
 from cluster.preflight.facts import GpuFacts, PythonFacts, RemoteFacts
 from cluster.preflight.survey import Survey
+from cluster.survey.interfaces import NetInterface
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig, config_from_dict
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ib import GROUP
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 COMPUTE = tuple(f"mlx5_{number}" for number in (0, 1, 2, 5, 6, 7, 8, 11))

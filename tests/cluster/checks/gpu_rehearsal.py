@@ -12,8 +12,8 @@ from pathlib import Path
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
-from cluster.probe.script import build_script, new_fence, read_sections
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.script import build_script, new_fence, read_sections
+from cluster.survey.section import NodeProbe, Section, SectionState
 from cluster.testbed.hardware.files import hardware_files
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.host import GROUP
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig
 
 DOCKER = ClusterConfig(container=ContainerConfig(runtime="docker", image="burst:cuda"), shared_folder="/mnt/shared")

@@ -15,8 +15,8 @@ from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
-from cluster.probe.section import NodeProbe
 from cluster.ssh.hosts import Host
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig, SshConfig
 
 CONFIG = ClusterConfig(name="prod")

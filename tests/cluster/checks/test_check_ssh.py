@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.checks.finding import Verdict
 from cluster.checks.ssh import answer_findings, clock_findings, reach_finding
 from cluster.errors import SshError, SshFailure
-from cluster.probe.section import NodeProbe
+from cluster.survey.section import NodeProbe
 
 
 def clock(node: str, offset_s: float | None, error_s: float = 0.01) -> NodeProbe:

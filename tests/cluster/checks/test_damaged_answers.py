@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cluster.checks import gpu, host, ib, net
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig
 
 # Which checks rest on which section. Nothing of these tables is known to the code: they say what a person would expect.

@@ -11,9 +11,8 @@ from cluster.checks.finding import Verdict
 from cluster.checks.ib import GROUP
 from cluster.checks.ib_ports import FabricView
 from cluster.checks.profile import profile_findings
-from cluster.parse.infiniband import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section, SectionState
+from cluster.survey.adapters import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
+from cluster.survey.section import Section, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 ONE = "mlx5_5"

@@ -9,9 +9,8 @@ from fabric_nodes import LO, damaged, default_route, ended, link, net_probe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.parse.interfaces import explain_interface, read_interfaces
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.survey.interfaces import explain_interface, read_interfaces
+from cluster.survey.section import NodeProbe, SectionState, UnreadableError
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge", state="DOWN")
 DOCKER_BUSY = link("docker0", "172.17.0.1/16", kind="bridge")

@@ -7,8 +7,8 @@ from fabric_nodes import LO, damaged, default_route, link, net_probe
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.net import GROUP, check_subnets
-from cluster.parse.fabric import NetInterface
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.survey.interfaces import NetInterface
+from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")

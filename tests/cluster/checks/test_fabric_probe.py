@@ -15,12 +15,10 @@ from fabric_nodes import complaints
 from cluster.checks.finding import Verdict
 from cluster.checks.ib import GROUP
 from cluster.checks.ib_ports import FabricView
-from cluster.parse.fabric import HcaPort
-from cluster.parse.infiniband import parse_adapters, roce_gid_index
-from cluster.parse.interfaces import explain_interface, read_interfaces
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.script import build_script, new_fence, read_sections
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
+from cluster.survey.interfaces import explain_interface, read_interfaces
+from cluster.survey.script import build_script, new_fence, read_sections
+from cluster.survey.section import NodeProbe, SectionState, UnreadableError
 from cluster.testbed.hardware.faults import FAULTS
 from cluster.testbed.hardware.files import FakeFile, hardware_files
 from cluster.testbed.hardware.profiles import compute_adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpu_rehearsal import ended, healthy, with_section
 
-from cluster.parse.gpus import parse_gpu_addresses, read_pci_devices
+from cluster.survey.nvidia_smi import parse_gpu_addresses, read_pci_devices
 from cluster.testbed.hardware.profiles import MODELS
 
 

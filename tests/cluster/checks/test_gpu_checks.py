@@ -10,7 +10,7 @@ from gpu_rehearsal import bad, check, ended, fixture_text, healthy, only, with_s
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN

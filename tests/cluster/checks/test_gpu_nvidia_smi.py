@@ -8,8 +8,8 @@ import pytest
 from gpu_rehearsal import bad, check, ended, fixture_text
 
 from cluster.checks.finding import Verdict
-from cluster.parse.nvidia_smi import MAX_DEPTH, SmiFailure, SmiLog, SmiTrouble, normal_address, parse_xml, read_smi
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.nvidia_smi import MAX_DEPTH, SmiFailure, SmiLog, SmiTrouble, normal_address, parse_xml, read_smi
+from cluster.survey.section import NodeProbe, Section, SectionState
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 FIELDS = ("recovery", "ecc_mode", "ecc", "sram", "row_remap", "throttle", "power_limit", "clocks", "mig", "lost")

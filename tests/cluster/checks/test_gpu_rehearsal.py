@@ -14,9 +14,9 @@ from gpu_rehearsal import NODE, ask, bad, check, fixture_text, healthy, only, re
 from cluster.checks.finding import Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_kernel import read_errors
-from cluster.parse.kernel_log import read_kernel_log
-from cluster.probe.script import assemble_script, new_fence, read_sections
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.survey.kernel_log import read_kernel_log
+from cluster.survey.script import assemble_script, new_fence, read_sections
+from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.faults import BUSY_PID, FAULTS
 from cluster.testbed.hardware.files import hardware_files, pci_folder
 from cluster.testbed.hardware.profiles import MODELS
@@ -196,7 +196,7 @@ def reader(folder: Path, name: str, body: str) -> None:
 def ask_real_log(folder: Path) -> NodeProbe:
     """The section of the kernel log as on a real node: without a rehearsal tree, with `folder`/bin first in PATH."""
     fence, environment = new_fence(), {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    script = assemble_script([(files("cluster.probe") / "kernel.sh").read_text()], fence)
+    script = assemble_script([(files("cluster.survey") / "kernel.sh").read_text()], fence)
     answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, timeout=200)
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 

@@ -19,7 +19,7 @@ from host_sections import (
 
 from cluster.checks.finding import Verdict, worst
 from cluster.checks.host import GROUP
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN

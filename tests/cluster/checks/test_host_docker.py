@@ -14,9 +14,9 @@ from cluster.checks.finding import Verdict
 from cluster.checks.host import GROUP
 from cluster.checks.host_engine import engine_version, read_image
 from cluster.checks.host_view import HostView
-from cluster.probe.run import probe_node
-from cluster.probe.section import NodeProbe
 from cluster.ssh.pool import SshConnection, connect
+from cluster.survey.ask import survey_node
+from cluster.survey.section import NodeProbe
 
 PAYLOAD = b"x" * 100_000
 
@@ -31,7 +31,7 @@ def tar_of_one_file() -> bytes:
 
 
 def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
-    probe = probe_node(connection, ["host"], settings=GROUP.probe_settings(DOCKER))
+    probe = survey_node(connection, ["host"], settings=GROUP.probe_settings(DOCKER))
     return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
 
 

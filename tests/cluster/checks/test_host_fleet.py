@@ -9,7 +9,7 @@ from host_sections import BARE, DOCKER, GIB_BLOCKS, HEALTHY, healthy
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.host import GROUP
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 
 ABSENT = Section("host.image", "Error: No such image: burst:cuda", 1, SectionState.ENDED)
 IMAGE_GIB = 18

@@ -18,9 +18,9 @@ from host_sections import BARE, DOCKER
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.host import GROUP, read_memory, read_runs
 from cluster.checks.host_software import read_software
-from cluster.parse.host import Answer
-from cluster.probe.script import assemble_script, new_fence, read_sections
-from cluster.probe.section import NodeProbe, SectionState
+from cluster.survey.lines import Answer
+from cluster.survey.script import assemble_script, new_fence, read_sections
+from cluster.survey.section import NodeProbe, SectionState
 
 RUN_ID = "20260105-101010-abcdef"
 HOSTILE_IMAGE = "$(touch pwned);`touch pwned`' \" --help *"
@@ -49,7 +49,7 @@ def _tool(name: str) -> str:
 
 def script_of(sections: Sequence[str]) -> str:
     """Only these sections of host.sh; all when there are none."""
-    text = (files("cluster.probe") / "host.sh").read_text()
+    text = (files("cluster.survey") / "host.sh").read_text()
     blocks = dict(re.findall(r"^section host\.(\w+)( .*?\nEND\n)", text, re.MULTILINE | re.DOTALL))
     assert len(blocks) == text.count("\nEND\n")
     return "".join(f"section host.{name}{blocks[name]}" for name in sections) if sections else text

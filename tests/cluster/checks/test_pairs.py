@@ -20,7 +20,7 @@ from cluster.checks.pairs import AGENT_ARGV, AgentError, Link, PairAgent, check_
 from cluster.errors import SshError
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
-AGENT = files("cluster.probe") / "pair_agent.py"
+AGENT = files("cluster.survey") / "pair_agent.py"
 END_WAIT_S = 5.0
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS
 from cluster.env.live import LIVE_SECTIONS
-from cluster.probe.run import probe_local
-from cluster.probe.section import NodeProbe
+from cluster.survey.ask import survey_here
+from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.files import hardware_files
 
 
@@ -33,4 +33,4 @@ def furnish(
 def probe(*groups: str) -> NodeProbe:
     """The answer of the very script that nodes get, of these groups; none: of all that facts are read from."""
     settings = {"BURST_PROBE_SECTIONS": " ".join((*FACT_SECTIONS, *LIVE_SECTIONS))}
-    return probe_local(groups or FACT_GROUPS, settings=settings)
+    return survey_here(groups or FACT_GROUPS, settings=settings)

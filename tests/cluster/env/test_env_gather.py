@@ -15,7 +15,7 @@ from env_topologies import kept
 from cluster.env.gather import read_facts
 from cluster.env.plan import plan_environment
 from cluster.errors import ClusterError
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig
 
 CONFIG = ClusterConfig()
@@ -131,7 +131,7 @@ def test_gpudirect_is_known_from_modules(
 
 @pytest.mark.parametrize("fragment", ["env.sh", "env_live.sh"])
 def test_the_probe_fragments_parse_in_the_shells_of_nodes(fragment: str) -> None:
-    text = (files("cluster.probe") / fragment).read_text(encoding="utf-8")
+    text = (files("cluster.survey") / fragment).read_text(encoding="utf-8")
     shells = [["sh", "-n"], *([["busybox", "ash", "-n"]] if shutil.which("busybox") else [])]
     for part in text.split("<<'END'\n")[1:]:
         script = part.split("\nEND\n")[0]

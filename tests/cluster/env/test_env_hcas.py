@@ -8,7 +8,7 @@ import pytest
 from env_topologies import interface, kept, node, port, reason
 
 from cluster.env.facts import StorageRoute
-from cluster.parse.fabric import GpuAddress
+from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GOOD = port("mlx5_0", netdev="ib0")

@@ -14,7 +14,7 @@ from env_hardware import furnish, probe
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, LiveSource, compare_live, read_live
 from cluster.errors import ClusterError
-from cluster.probe.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section, SectionState
 
 CANARY = "s3cret-canary-4711"
 RUN = "20260101-000000-abcdef"

@@ -9,7 +9,7 @@ import pytest
 from cluster.checks.finding import Verdict
 from cluster.env.facts import HcaDecision, NodeEnvironment
 from cluster.env.nccl_log import check_nccl_log
-from cluster.parse.fabric import HcaPort
+from cluster.survey.adapters import HcaPort
 
 
 def planned(node: str, *devices: str) -> NodeEnvironment:

@@ -8,7 +8,8 @@ from env_topologies import SISTERS, machine, port
 from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_fleet
 from cluster.env.rails import map_rails, rail_order
-from cluster.parse.fabric import GpuAddress, HcaPort
+from cluster.survey.adapters import HcaPort
+from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 
 

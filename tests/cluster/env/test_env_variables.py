@@ -9,7 +9,7 @@ from env_topologies import MACHINES, interface, machine, node, port
 
 from cluster.env.facts import DriverFacts, NodeEnvironment
 from cluster.env.plan import plan_environment
-from cluster.parse.fabric import GpuAddress
+from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 
 

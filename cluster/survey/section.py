@@ -65,3 +65,14 @@ class NodeProbe:
     def section(self, name: str) -> Section:
         """The section of that name; one in state MISSING when the node did not answer it."""
         return self.sections.get(name, Section(name))
+
+
+class UnreadableError(ValueError):
+    """A section did not end well or does not read as it must.
+
+    evidence: the first line that it holds. remedy: what to do about it, where that is known.
+    """
+
+    def __init__(self, text: str, evidence: str = "", remedy: str = "") -> None:
+        self.evidence, self.remedy = evidence, remedy
+        super().__init__(text)

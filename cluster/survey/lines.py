@@ -1,4 +1,4 @@
-"""Answers of `cluster/probe/host.sh`: sections of lines, each a word and the rest. All raise UnreadableError."""
+"""Answers of `cluster/survey/host.sh`: sections of lines, each a word and the rest. All raise UnreadableError."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
+from cluster.survey.section import NodeProbe, UnreadableError
 
 _SAMPLE_CHARACTERS = 160
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from types import MappingProxyType
 
-from cluster.probe.section import Section, SectionState
 from cluster.remote_text import clean_text
+from cluster.survey.section import Section, SectionState
 
 SECTION_BYTES = 1 << 20
 MAX_SECTIONS = 500
@@ -40,7 +40,7 @@ def build_script(
     settings: Mapping[str, str] = MappingProxyType({}),
     fragments: Iterable[str] = (),
 ) -> bytes:
-    """The script for `sh -s`: exported `settings`, the prelude, `cluster/probe/GROUP.sh` of each group, `fragments`.
+    """The script for `sh -s`: exported `settings`, the prelude, `cluster/survey/GROUP.sh` of each group, `fragments`.
 
     Groups that read the kernel log share its section.
     """
@@ -138,4 +138,4 @@ def _seconds(word: bytes | None) -> float | None:
 
 
 def _read(name: str) -> str:
-    return (files("cluster.probe") / name).read_text(encoding="utf-8")
+    return (files("cluster.survey") / name).read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from testkit.check_fakes import done, frame, run_script
 
 from cluster.checks.selection import GROUP_NAMES
-from cluster.probe.script import (
+from cluster.survey.script import (
     MAX_SECTIONS,
     SECTION_BYTES,
     assemble_script,
@@ -21,7 +21,7 @@ from cluster.probe.script import (
     new_fence,
     read_sections,
 )
-from cluster.probe.section import SectionState
+from cluster.survey.section import SectionState
 
 FENCE = "@@" + "ab" * 16
 SHELLS = [["dash"], ["bash", "--posix"], ["busybox", "sh"]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
+from cluster.survey.section import NodeProbe, UnreadableError
 
 SECTION = "kernel.log"
 MAX_LINE = 2000  # characters; the patterns of those who read lines take time in the square of it

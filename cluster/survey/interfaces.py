@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.parse.fabric import NetInterface
-from cluster.parse.infiniband import pci_path
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import NodeProbe, Section
 from cluster.remote_text import one_line
+from cluster.survey.adapters import pci_path
+from cluster.survey.section import NodeProbe, Section, UnreadableError
 
 _MAX_INTERFACES = 4096
 _MAX_PROC_LINES = 256
@@ -24,6 +22,22 @@ _INTERNAL_NAME = re.compile(
 )
 _INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
 _TYPES = {"1": "ether", "32": "infiniband", "772": "loopback", "776": "sit", "778": "gre"}  # ARPHRD_* of the kernel
+
+
+@dataclass(frozen=True)
+class NetInterface:
+    """One network interface. addresses: IPv4 with prefix length, `10.0.0.1/24`. kind: ether, loopback, infiniband,
+    bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave here. master: the bridge
+    or bond that it is a part of. is_up: switched on, and the link is there."""
+
+    name: str
+    is_up: bool
+    mtu: int | None = None
+    kind: str = "ether"
+    addresses: tuple[str, ...] = ()
+    is_default_route: bool = False
+    pci_path: tuple[str, ...] = ()
+    master: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, 
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.probe.run import ANSWER_BYTES, probe_local, probe_node
-from cluster.probe.section import NodeProbe, SectionState
 from cluster.ssh.hosts import Host
+from cluster.survey.ask import ANSWER_BYTES, survey_here, survey_node
+from cluster.survey.section import NodeProbe, SectionState
 
 HOST = Host("n1", "192.0.2.1")
 
 
 def ask(tell: Answer, timeout_s: float = 5.0, **connection: object) -> NodeProbe:
-    return probe_node(FakeConnection(HOST, tell, **connection), [], timeout_s=timeout_s)
+    return survey_node(FakeConnection(HOST, tell, **connection), [], timeout_s=timeout_s)
 
 
 def test_a_whole_answer_has_no_trouble() -> None:
@@ -31,7 +31,7 @@ def test_a_whole_answer_has_no_trouble() -> None:
 
 def test_the_whole_probe_is_one_command_with_the_script_on_stdin() -> None:
     connection = FakeConnection(HOST, HEALTHY)
-    probe_node(connection, ["host"], settings={"BURST_IMAGE": "a b; id"})
+    survey_node(connection, ["host"], settings={"BURST_IMAGE": "a b; id"})
     assert connection.commands == [["date", "+%s.%N"], ["sh", "-s"]]
     (process,) = connection.processes
     assert "export BURST_IMAGE='a b; id'\n" in process.script
@@ -139,7 +139,7 @@ def test_a_node_that_does_not_even_tell_the_time_is_an_error() -> None:
             raise SshError("n1", SshFailure.COMMAND_TIMEOUT, "a command did not end within 10 s")
 
     with pytest.raises(SshError, match="did not end"):
-        probe_node(Stuck(HOST, HEALTHY), [])
+        survey_node(Stuck(HOST, HEALTHY), [])
 
 
 @pytest.mark.parametrize("ahead_s", [-7.5, 0.0, 2.0])
@@ -162,7 +162,7 @@ def test_a_time_that_makes_no_sense_is_none(clock: bytes) -> None:
 
 
 def test_this_machine_is_asked_without_ssh() -> None:
-    probe = probe_local(["host"], timeout_s=30)
+    probe = survey_here(["host"], timeout_s=30)
     assert probe.trouble == ""
     assert probe.section("host.memory").ok
     assert probe.clock_offset_s is None
@@ -174,7 +174,7 @@ def test_this_machine_is_asked_without_ssh() -> None:
 )
 def test_this_machine_is_given_up_in_time_and_may_break_off_or_leave_processes_behind(end: str, words: str) -> None:
     begin = machine_time()
-    probe = probe_local([], timeout_s=5, fragments=[f"section t.one 5 <<'END'\necho here\nEND\n{end}\n"])
+    probe = survey_here([], timeout_s=5, fragments=[f"section t.one 5 <<'END'\necho here\nEND\n{end}\n"])
     assert probe.section("t.one").output == "here"
     assert words in probe.trouble
     assert bool(words) == bool(probe.trouble)

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cluster.errors import SshError, SshFailure
-from cluster.probe.script import build_script, is_complete, new_fence, read_sections
-from cluster.probe.section import NodeProbe
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection, RemoteProcess
 from cluster.ssh.hosts import is_host_name
+from cluster.survey.script import build_script, is_complete, new_fence, read_sections
+from cluster.survey.section import NodeProbe
 
 ANSWER_BYTES = 4 << 20
 DEFAULT_TIMEOUT_S = 60.0
@@ -29,7 +29,7 @@ _CLOCK = re.compile(rb"\s*(\d{1,11})(\.\d{1,9})?")
 _END_WAIT_S = 2.0
 
 
-def probe_node(
+def survey_node(
     connection: Connection,
     groups: Sequence[str],
     *,
@@ -56,7 +56,7 @@ def probe_node(
     return NodeProbe(connection.host.name, read_sections(answer, fence), offset_s, error_s, trouble)
 
 
-def probe_local(
+def survey_here(
     groups: Sequence[str],
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,

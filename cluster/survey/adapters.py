@@ -9,12 +9,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cluster.parse.fabric import HcaPort
-from cluster.parse.unreadable import UnreadableError
-from cluster.probe.section import Section
 from cluster.remote_text import one_line
+from cluster.survey.section import Section, UnreadableError
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -24,6 +22,52 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec\b")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s\b")
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
 _MAX_LINES = 2048  # ports, twice: more than any node has, and few enough to compare each with each
+
+
+@dataclass(frozen=True)
+class HcaPort:
+    """One port of one InfiniBand or RoCE adapter, from /sys/class/infiniband.
+
+    device, port: `mlx5_0`, 1. link_layer: InfiniBand or Ethernet. state: ACTIVE, DOWN, INIT, ... phys_state: LinkUp,
+    Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
+    (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. gids: index -> (type, address).
+    pcie_gts: GT/s per lane. None, or "" for a state: the node did not
+    tell.
+    """
+
+    device: str
+    port: int
+    link_layer: str
+    state: str
+    phys_state: str
+    rate_gbps: float | None = None
+    pci_path: tuple[str, ...] = ()
+    netdev: str | None = None
+    numa_node: int | None = None
+    is_virtual_function: bool = False
+    is_bond: bool = False
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    netdev_is_up: bool | None = None
+    has_default_route: bool = False
+    netdev_mtu: int | None = None
+    pcie_gts: float | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether traffic can pass: the link is up, and the port was set up (by a subnet manager, or as Ethernet)."""
+        return self.state == "ACTIVE" and self.phys_state == "LinkUp"
+
+    @property
+    def pci_address(self) -> str | None:
+        """Where the adapter itself sits."""
+        return self.pci_path[-1] if self.pci_path else None
+
+    @property
+    def name(self) -> str:
+        """`mlx5_0:1`, as NCCL_IB_HCA spells it."""
+        return f"{self.device}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""What nodes print, as values: pure functions from text to frozen dataclasses."""
