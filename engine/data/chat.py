@@ -26,8 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.files import json_type, read_json_object, read_text
-from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.data.texts import Spans, Text
+from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.runs.files import hash_json
 
 ROLES = ("system", "user", "assistant", "tool")

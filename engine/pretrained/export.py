@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 from engine.config.settings import RunConfig
 from engine.data.chat import TEMPLATE_FILE, ChatTemplate
-from engine.data.special_tokens import TOKENIZER_CONFIG_FILE, tokens_for_export
-from engine.data.tokenizers import TOKENIZER_FILE
+from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, tokens_for_export
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
 from engine.runs.commit import Checkpoint

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
+from engine.data.build import Piece, iter_pieces
 from engine.data.sampler import Sampler, Samples
 from engine.data.shards import TokenShards, open_token_set
 from engine.data.sources import Document, Source
-from engine.data.split import Piece, iter_pieces
 from engine.data.texts import Text
 
 # Machines under load are slow, so no deadline per example.

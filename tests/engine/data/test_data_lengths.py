@@ -18,9 +18,8 @@ from engine.config.errors import DataError
 from engine.config.rules import config_problems
 from engine.config.settings import DataConfig, RunConfig
 from engine.data import LengthRule, TokenShards, length_classes, open_training_data, prepare
-from engine.data.lengths import by_length, classify
 from engine.data.manifest import Manifest
-from engine.data.sampler import BLOCK, Sampler, Samples
+from engine.data.sampler import BLOCK, Sampler, Samples, by_length, classify
 
 SEQ_LEN = 10
 

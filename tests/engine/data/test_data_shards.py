@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.errors import DataError
-from engine.data.manifest import DTYPES, storage_dtype
+from engine.data.manifest import DTYPES, TokenSetWriter, storage_dtype
 from engine.data.shards import open_token_set
 from engine.data.tokenizers import ByteTokenizer, train_bpe
-from engine.data.writer import TokenSetWriter
 
 
 def write_documents(folder: Path, documents: list[list[str]], file_tokens: int = 1 << 20) -> list[int]:

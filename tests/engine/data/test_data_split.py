@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.errors import DataError
-from engine.data.split import Piece, SplitRule, Survey, iter_pieces, make_rule
+from engine.data.build import Piece, SplitRule, Survey, iter_pieces, make_rule
 
 texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=30)
 fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
