@@ -44,9 +44,8 @@ from engine.runs.summary import predicted_facts, summarise
 from engine.training.batches import StepBatches
 from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict
-from engine.training.metrics import StepCost, StepMeter
+from engine.training.metrics import StepCost, StepMeter, StepProfiler
 from engine.training.peak import find_peak
-from engine.training.profiling import StepProfiler
 from engine.training.rank.faults import NO_FAULTS, Faults, FindFaults, read_faults
 from engine.training.rank.lifecycle import GRACE_S, KILL_MARGIN_S, StopRequest, run_states
 from engine.training.rank.process import RankStatus

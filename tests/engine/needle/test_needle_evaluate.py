@@ -18,7 +18,7 @@ from engine.config.settings import LossConfig, RunConfig
 from engine.data.needles import NeedleTask
 from engine.data.tokenizers import ByteTokenizer
 from engine.loss.head import LMHead
-from engine.training.needles import NeedleFigures, evaluate_needles, needle_figures, score_tasks
+from engine.training.validation import NeedleFigures, evaluate_needles, needle_figures, score_tasks
 
 RELATIVE = 1e-5  # fp32 sums of the model in another order
 VOCABULARY = 256

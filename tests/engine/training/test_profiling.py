@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.training.profiling import StepProfiler
+from engine.training.metrics import StepProfiler
 
 
 def run_steps(profiler: StepProfiler, steps: int) -> None:
