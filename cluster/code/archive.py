@@ -9,7 +9,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.code.node.tree import tree_id
+from cluster.agent.code import tree_id
 from cluster.errors import ClusterError
 
 PACKAGES = ("engine",)  # what ranks import of us
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """code_id: of its files, see `cluster.code.node.tree`. data: a packed tar of them."""
+    """code_id: of its files, see `cluster.agent.code`. data: a packed tar of them."""
 
     code_id: str
     data: bytes

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.code.node.boot import OLD_PYTHON, boot_code, pack_modules, with_length
-from cluster.code.node.messages import READY, Message, MessageError, MessageReader, pack
+from cluster.agent.boot import OLD_PYTHON, boot_code, pack_modules, with_length
+from cluster.agent.messages import READY, Message, MessageError, MessageReader, pack
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection

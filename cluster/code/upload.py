@@ -14,7 +14,7 @@ from cluster.ssh.fanout import fan_out
 from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes
 
-MODULES = ("cluster.code.node.tree", "cluster.code.node.messages", "cluster.code.node.install")
+MODULES = ("cluster.agent.messages", "cluster.agent.code")
 KEEP = 5
 _DAY_S = 86400.0
 _SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node

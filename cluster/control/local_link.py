@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from cluster.agent import folder
+from cluster.agent.start import start
+from cluster.agent.start import sweep as sweep_node
 from cluster.control.link import NodeSpec, NodeStatus, Phase, StartRefusedError
 from cluster.errors import ClusterError
-from cluster.supervise.node import daemon, folder
-from cluster.supervise.node.sweep import sweep as sweep_node
 
 
 class LocalLink:
@@ -27,7 +28,7 @@ class LocalLink:
 
     def start(self, spec: NodeSpec) -> None:
         """Start a supervisor that outlives this process; see `NodeLink.start`."""
-        answer = daemon.start(spec.to_dict())
+        answer = start(spec.to_dict())
         if "refused" in answer:
             raise StartRefusedError(self._node, **answer["refused"])
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.code.node.messages import Message, MessageError, pack
+from cluster.agent.messages import Message, MessageError, pack
+from cluster.agent.start import AGENT_MODULES
 from cluster.code.program import NoAnswerError, NodeProgram
 from cluster.control.link import NodeSpec, NodeStatus, StartRefusedError
 from cluster.control.node_copy import CopyError, NodeCopy
@@ -25,7 +26,6 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
-from cluster.supervise.node.daemon import AGENT_MODULES
 
 # No use in trying again: a person must do something first.
 _LASTING = (SshFailure.AUTH, SshFailure.HOST_KEY_CHANGED, SshFailure.HOST_KEY_UNKNOWN, SshFailure.DNS)

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.code.node.boot import boot_code, pack_modules, with_length
+from cluster.agent.boot import boot_code, pack_modules, with_length
 from cluster.errors import SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.node.registry import Door, Handler, Limiter

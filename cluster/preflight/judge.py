@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.code.node.boot import OLD_PYTHON
+from cluster.agent.boot import OLD_PYTHON
 from cluster.code.program import NoAnswerError
 from cluster.errors import ClusterError, SshError
 from cluster.preflight.facts import DataFacts, RemoteFacts

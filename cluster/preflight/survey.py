@@ -18,12 +18,7 @@ from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 
-MODULES = (
-    "cluster.code.node.tree",
-    "cluster.image.node.identity",
-    "cluster.code.node.messages",
-    "cluster.preflight.node.survey",
-)
+MODULES = ("cluster.agent.messages", "cluster.agent.code", "cluster.image.node.identity", "cluster.agent.survey")
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
 _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 _PROBE_S = 60.0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cluster.agent.start import run_foreground, sweep
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.errors import ClusterError
@@ -27,8 +28,6 @@ from cluster.slurm.granted import look_again, node_folder, write_granted
 from cluster.slurm.plan import TASK_FILE, RankCommand
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.ssh.hosts import is_host_name
-from cluster.supervise.node.daemon import run_foreground
-from cluster.supervise.node.sweep import sweep
 from cluster.survey.ask import survey_here
 from engine.config.errors import BurstError
 from engine.runs.files import replace_file

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.agent.folder import request_stop
 from cluster.control.attempt import Restarts, begin_attempt
 from cluster.control.link import TIME_LIMIT
 from cluster.control.stopping import read_cancel
@@ -24,7 +25,6 @@ from cluster.slurm.job import REQUEUED
 from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP
 from cluster.slurm.submit import lay_token
-from cluster.supervise.node.folder import request_stop
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder
 

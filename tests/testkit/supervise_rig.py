@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 
-from cluster.supervise.node.daemon import start
-from cluster.supervise.node.folder import NodeFiles, beat, read_status, request_stop
-from cluster.supervise.node.sweep import sweep
+from cluster.agent.folder import NodeFiles, beat, read_status, request_stop
+from cluster.agent.start import start, sweep
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
 from testkit.waiting import wait_for

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.code.node.messages import MAX_OBJECT_BYTES, Message, MessageError, MessageReader, pack
+from cluster.agent.messages import MAX_OBJECT_BYTES, Message, MessageError, MessageReader, pack
 
 MOST = 2000
 

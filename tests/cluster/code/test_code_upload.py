@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from testkit.local_connection import LocalConnection
 
+from cluster.agent.code import InstallError, check_tree, install, list_tree, prune, tree_id
 from cluster.code.archive import CodeArchive, CodeError, build_archive
-from cluster.code.node.install import InstallError, install, prune
-from cluster.code.node.tree import check_tree, list_tree, tree_id
 from cluster.code.upload import CodePlace, Delivery, code_place, upload_code
 from cluster.ssh.hosts import Host
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
-from cluster.code.node.messages import READY, Message, MessageReader, pack
+from cluster.agent.messages import READY, Message, MessageReader, pack
+from cluster.agent.serve import Agent
 from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
-from cluster.supervise.node.agent import Agent
 from engine.runs.process import process_start
 
 HOST = Host("node1", "127.0.0.1")

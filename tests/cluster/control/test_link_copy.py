@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.agent.serve import NodeTail
 from cluster.control.node_copy import CopyError, CopyLimits, NodeCopy
-from cluster.supervise.node.tail import NodeTail
 
 LOG = "logs/node1/rank0000.log"
 ERROR = "logs/node1/rank0000.error.json"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.code.node.messages import pack
+from cluster.agent.messages import pack
 from cluster.control.link import NodeStatus, StartRefusedError
 from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure

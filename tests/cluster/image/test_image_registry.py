@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.image_rig import noise, saved_image, tar_of
 
-from cluster.code.node.boot import boot_code, pack_modules, with_length
+from cluster.agent.boot import boot_code, pack_modules, with_length
 from cluster.image.archive import ArchiveError, PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Door, Handler, Limiter
 from cluster.image.node.relay import Relay

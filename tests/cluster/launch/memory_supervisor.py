@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from cluster.supervise.node.folder import NodeFiles, make_folder
-from cluster.supervise.node.memory import MemoryWatch
-from cluster.supervise.node.spec import parse_spec
-from cluster.supervise.node.supervisor import Supervisor
+from cluster.agent.folder import NodeFiles, make_folder, parse_spec
+from cluster.agent.memory import MemoryWatch
+from cluster.agent.supervisor import Supervisor
 
 if __name__ == "__main__":
     spec = parse_spec(json.load(sys.stdin))

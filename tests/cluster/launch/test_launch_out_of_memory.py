@@ -18,13 +18,13 @@ from testkit import ROOT
 from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes
 
+from cluster.agent.memory import memory_groups
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeSpec
 from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchOutcome, SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
-from cluster.supervise.node.control_group import memory_groups
 from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import json_text
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from testkit.local_connection import LocalConnection, LocalProcess
 from testkit.plan_fleet import run_config
 
+from cluster.agent.survey import find_data
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.preflight.judge import find_problems
-from cluster.preflight.node.survey import find_data
 from cluster.preflight.survey import MODULES, Question, survey_fleet
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testkit.supervise_rig import Rig
 
-from cluster.supervise.node.locks import node_lock_path
+from cluster.agent.start import node_lock_path
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from testkit.local_connection import LocalConnection
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
+from cluster.agent.folder import NodeFiles, write_json
+from cluster.agent.serve import PIECE_BYTES
+from cluster.agent.start import AGENT_MODULES
 from cluster.code.program import NoAnswerError, NodeProgram
-from cluster.supervise.node.daemon import AGENT_MODULES
-from cluster.supervise.node.folder import NodeFiles, write_json
-from cluster.supervise.node.tail import PIECE_BYTES
 
 NODE = "alpha"
 MIB = 1 << 20

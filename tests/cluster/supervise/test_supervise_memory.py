@@ -12,11 +12,10 @@ import pytest
 from testkit.supervise_rig import PYTHON_PATH, Rig
 from testkit.waiting import wait_for
 
-from cluster.supervise.node.control_group import memory_groups, memory_limit_bytes, oom_counter
-from cluster.supervise.node.memory import MemoryWatch
-from cluster.supervise.node.processes import resident_bytes
-from cluster.supervise.node.spec import Spec, parse_spec
-from cluster.supervise.node.supervisor import Supervisor
+from cluster.agent.folder import Spec, parse_spec
+from cluster.agent.memory import MemoryWatch, memory_groups, memory_limit_bytes, oom_counter
+from cluster.agent.processes import resident_bytes
+from cluster.agent.supervisor import Supervisor
 
 GIB = 2**30
 FIRST_NAMESPACE = "pid:[4026531836]"

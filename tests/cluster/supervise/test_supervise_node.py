@@ -16,18 +16,16 @@ import pytest
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill
 from testkit.waiting import wait_for
 
-import cluster.supervise.node
-from cluster.code.node.boot import pack_modules
+import cluster.agent
+from cluster.agent import processes
+from cluster.agent.boot import pack_modules
+from cluster.agent.folder import read_json, safe_name, write_json, write_text
+from cluster.agent.health import Gpus, parse_gpus, read_health
+from cluster.agent.processes import Family, Helpers, Marks
+from cluster.agent.start import AGENT_MODULES, holder, take_lock
 from cluster.code.upload import MODULES as INSTALL_MODULES
 from cluster.image.relays import _MODULES as RELAY_MODULES
 from cluster.preflight.survey import MODULES as SURVEY_MODULES
-from cluster.supervise.node import processes
-from cluster.supervise.node.container import Helpers
-from cluster.supervise.node.daemon import AGENT_MODULES
-from cluster.supervise.node.family import Family, Marks
-from cluster.supervise.node.folder import read_json, safe_name, write_json, write_text
-from cluster.supervise.node.health import Gpus, parse_gpus, read_health
-from cluster.supervise.node.locks import holder, take_lock
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,8 +68,8 @@ def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library(
 
 
 def test_every_module_of_the_supervisor_travels() -> None:
-    present = {path.stem for path in Path(str(cluster.supervise.node.__file__)).parent.glob("[!_]*.py")}
-    assert present <= {name.rpartition(".")[2] for name in AGENT_MODULES}
+    present = {path.stem for path in Path(str(cluster.agent.__file__)).parent.glob("[!_]*.py")}
+    assert present - {"survey", "code"} <= {name.rpartition(".")[2] for name in AGENT_MODULES}
 
 
 @pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
@@ -162,7 +160,7 @@ def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_come
 def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     code = (
-        "import sys, time; from cluster.supervise.node.locks import take_lock\n"
+        "import sys, time; from cluster.agent.start import take_lock\n"
         "lock = take_lock(sys.argv[1]); lock.say('run', 5); print('held', flush=True); time.sleep(100)"
     )
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
@@ -256,7 +254,7 @@ def test_gpus_of_drivers_new_old_and_broken(
 
 def foreground(spec: dict[str, object]) -> subprocess.Popen[str]:
     code = (
-        "import sys, json; from cluster.supervise.node.daemon import run_foreground\n"
+        "import sys, json; from cluster.agent.start import run_foreground\n"
         "sys.exit(run_foreground(json.loads(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}

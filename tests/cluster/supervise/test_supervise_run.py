@@ -16,9 +16,9 @@ from testkit.machine_clock import machine_time
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, names_of, new_run_id
 from testkit.waiting import wait_for
 
-from cluster.supervise.node.folder import read_json
-from cluster.supervise.node.supervisor import StopOrder
-from cluster.supervise.node.sweep import sweep
+from cluster.agent.folder import read_json
+from cluster.agent.start import sweep
+from cluster.agent.supervisor import StopOrder
 
 
 def children_of(rig: Rig) -> int:
@@ -197,9 +197,9 @@ def test_full_disk_does_not_free_the_processes(rig: Rig) -> None:
 
 _UNWRITABLE = """
 import json, os, sys
-from cluster.supervise.node import supervisor
-from cluster.supervise.node.folder import NodeFiles, make_folder
-from cluster.supervise.node.spec import parse_spec
+from cluster.agent import supervisor
+from cluster.agent.folder import NodeFiles, make_folder
+from cluster.agent.folder import parse_spec
 supervisor._PATIENCE_S = float(sys.argv[1])
 spec = parse_spec(json.load(sys.stdin))
 files = NodeFiles(spec.folder, spec.node)

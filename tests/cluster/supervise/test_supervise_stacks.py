@@ -11,7 +11,7 @@ import pytest
 from testkit.supervise_rig import Rig, kill
 from testkit.waiting import wait_for
 
-from cluster.supervise.node.folder import read_json, request_stacks
+from cluster.agent.folder import read_json, request_stacks
 
 
 @pytest.fixture

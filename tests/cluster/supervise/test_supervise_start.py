@@ -13,9 +13,7 @@ from testkit import KIT
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.supervise.node.daemon import start
-from cluster.supervise.node.locks import RefusedError, node_lock_path
-from cluster.supervise.node.sweep import sweep
+from cluster.agent.start import RefusedError, node_lock_path, start, sweep
 
 
 def test_run_that_completes_leaves_a_truthful_outcome(rig: Rig) -> None:

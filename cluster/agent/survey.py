@@ -12,8 +12,8 @@ import subprocess
 import time
 from typing import Any, Callable, Optional
 
-from cluster.code.node.messages import serve
-from cluster.code.node.tree import check_tree, expand, read_environment
+from cluster.agent.code import check_tree, expand, read_environment
+from cluster.agent.messages import serve
 
 _TOOL_S = 20.0
 _HASH_S = 10.0

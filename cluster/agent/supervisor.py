@@ -5,23 +5,41 @@ It hears of the world by files of the run folder alone (`folder.py`), so it surv
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
 
-from cluster.supervise.node.container import Container, Helpers
-from cluster.supervise.node.family import Family, Marks
-from cluster.supervise.node.folder import Document, NodeFiles, now_text, read_json, write_json
-from cluster.supervise.node.health import Health
-from cluster.supervise.node.memory import MemoryWatch
-from cluster.supervise.node.processes import become_subreaper, die_with_parent, process_start
-from cluster.supervise.node.spec import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, Spec, SpecError, seconds
-from cluster.supervise.node.stacks import Stacks
+from cluster.agent.folder import (
+    RANK_LOGS_VARIABLE,
+    Document,
+    NodeFiles,
+    Spec,
+    SpecError,
+    now_text,
+    read_json,
+    seconds,
+    write_json,
+)
+from cluster.agent.health import Health, Stacks
+from cluster.agent.memory import MemoryWatch
+from cluster.agent.processes import (
+    NODE_VARIABLE,
+    RUN_ID_VARIABLE,
+    Family,
+    Helpers,
+    Marks,
+    become_subreaper,
+    die_with_parent,
+    process_start,
+)
 
 _TURN_S = 0.1
 _UPDATE_S = 2.0
@@ -320,3 +338,70 @@ def _why(program: str, cwd: str, error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and not os.path.isdir(cwd):
         return f"the folder {cwd} to start in is not there"
     return "cannot start {}: {}".format(program, getattr(error, "strerror", None) or error)
+
+
+_TIMEOUT_S = 20.0
+
+
+class Container:
+    """Container `name`, which belongs to the run only if one of its labels is the run id."""
+
+    def __init__(self, engine: Sequence[str], name: str, run_id: str, helpers: Optional[Helpers] = None) -> None:
+        self._engine, self.name, self._run_id = list(engine), name, run_id
+        self._helpers = helpers or Helpers()
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to end, in the background."""
+        seconds = max(1, int(grace_s))
+        self._later(lambda: self._act(["stop", "-t", str(seconds), self.name], seconds + _TIMEOUT_S))
+
+    def kill(self) -> None:
+        """End it now, in the background."""
+        self._later(lambda: self._act(["kill", self.name], _TIMEOUT_S))
+
+    def remove(self, wait_s: float, sure_s: float = 0.0) -> str:
+        """Remove it, running or not; what stands in the way, "" when it is gone.
+
+        `sure_s`: so long it may still appear, made by an engine whose client was killed.
+        """
+        begin = time.monotonic()
+        while True:
+            passed = time.monotonic() - begin
+            ours = self.is_ours(min(wait_s, _TIMEOUT_S))
+            if ours is False and passed >= sure_s:
+                return ""
+            if ours and self._call(["rm", "-f", self.name], _TIMEOUT_S) == 0:
+                return ""
+            if passed > wait_s:
+                return f"the engine did not remove container {self.name}"
+            time.sleep(0.3)
+
+    def is_ours(self, timeout_s: float = _TIMEOUT_S) -> Optional[bool]:
+        """Whether there is such a container with our label; None when the engine does not say."""
+        words = ["container", "inspect", "--format", "{{json .Config.Labels}}", self.name]
+        try:
+            done = self._helpers.run(self._engine + words, timeout_s)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            text = done.stderr.decode("utf-8", "replace").lower()
+            return False if "no such container" in text else None
+        with contextlib.suppress(ValueError):
+            labels = json.loads(done.stdout.decode("utf-8", "replace"))
+            return isinstance(labels, dict) and self._run_id in labels.values()
+        return None
+
+    def _act(self, words: list[str], timeout_s: float) -> None:
+        if self.is_ours():
+            self._call(words, timeout_s)
+
+    def _call(self, words: list[str], timeout_s: float) -> Optional[int]:
+        try:
+            return self._helpers.run(self._engine + words, timeout_s).returncode
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+
+    def _later(self, act: Callable[[], object]) -> None:
+        thread = threading.Thread(target=act, name="container")
+        thread.daemon = True
+        thread.start()

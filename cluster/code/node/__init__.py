@@ -1,1 +1,0 @@
-"""Runs on nodes: Python 3.9, standard library only."""

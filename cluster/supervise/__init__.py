@@ -1,1 +1,0 @@
-"""The node's side of a run: the supervisor that owns its processes, and the agent by which a launcher reaches it."""
