@@ -153,6 +153,7 @@ def plan_one(
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
     config = compose(overrides, config_dirs).config
     world = world_topology(config)
+    machine = machine and machine.shared_by(world.local_ranks)
     capacity = capacity_of(config, world.local_ranks, device=memory.device)
     config = _computing_on(config, capacity)
     if not memory.predicted and config.memory.activation_checkpoint == "auto":

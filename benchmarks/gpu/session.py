@@ -18,7 +18,7 @@ from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers, error_text
 from engine.config.errors import RunError
 from engine.planning.memory.predictor import Predict
-from engine.planning.time.devices import Peak
+from engine.planning.time.machine import Peak
 from engine.training.peak import above_peak_warning
 
 SCHEMA = 1

@@ -141,7 +141,7 @@ def plan(
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
     """The speeds of a device that is named; None where there is none, or only a number of bytes."""
     from engine.config.errors import ConfigError
-    from engine.planning.time.machine import find_machine
+    from engine.planning.time.devices import find_machine
 
     if device is None or _is_number(device):
         if changes:

@@ -15,7 +15,7 @@ from engine.config.schema import setting
 class MachineConfig:
     """Speeds that predictions use; null: those of the named machine."""
 
-    name: str = setting("auto", "a known device, or cpu; auto: by the device, else cpu with gloo, else h100")
+    name: str = setting("auto", "a known device, cpu, or a measured FILE.json; auto: by the device, else h100")
     forward_flops_per_s: float | None = setting(None, "attention forward on large tiles, per rank", "FLOP/s", above=0)
     backward_flops_per_s: float | None = setting(None, "attention backward on large tiles, per rank", "FLOP/s", above=0)
     intra_bytes_per_s: float | None = setting(None, "between ranks of a node, one direction", "bytes/s", above=0)

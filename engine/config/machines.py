@@ -37,8 +37,8 @@ def runs_elsewhere(cluster: ClusterConfig) -> bool:
 
 def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
     name = cluster.machine.name
-    if name not in ("auto", "cpu") and find_device(name) is None:
-        yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto, cpu')}")
+    if name != "auto" and find_device(name) is None:
+        yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto')}")
 
 
 def _launcher(cluster: ClusterConfig) -> Iterator[Problem]:

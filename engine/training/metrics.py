@@ -25,8 +25,8 @@ from engine.parallel.collectives import max_over_ranks
 from engine.parallel.mesh import Mesh
 from engine.parallel.waits import WaitClock, find_straggler
 from engine.planning.sequence.layers import AttendedPairs
-from engine.planning.time.devices import Peak
 from engine.planning.time.flops import Flops, Recomputed, mfu, step_flops
+from engine.planning.time.machine import Peak
 from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult

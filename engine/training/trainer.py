@@ -37,8 +37,8 @@ from engine.parallel.waiting import count_waits
 from engine.planning.memory.cost import recomputed_matrices
 from engine.planning.memory.policy import policy_name
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.time.devices import Peak
 from engine.planning.time.flops import count_parameters
+from engine.planning.time.machine import Peak
 from engine.runs.folder import RunFolder
 from engine.runs.summary import predicted_facts, summarise
 from engine.training.batches import StepBatches

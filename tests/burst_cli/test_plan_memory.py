@@ -16,7 +16,7 @@ from engine.planning.memory.auto import MemoryChoice, settle_memory
 from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import find_machine
+from engine.planning.time.devices import find_machine
 
 GIB = 2**30
 WORLD = Topology(1, 4)

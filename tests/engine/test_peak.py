@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.config.settings import TrainConfig
-from engine.planning.time.devices import Peak, published_peak
+from engine.planning.time.devices import published_peak
+from engine.planning.time.machine import Peak
 from engine.training.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
 
 # Names as torch.cuda gives them, each beside one that is nearly alike; dense bf16 TFLOP/s of the datasheets.

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from burst_cli.plan_candidates import MemoryRequest, plan_one
-from engine.planning.time.machine import Machine, find_machine
+from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices

@@ -15,6 +15,7 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, unknown_device
+from engine.planning.time.machine import Machine
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
@@ -93,13 +94,10 @@ def capacity_of(
 
     Raises ConfigError for a device that is not known.
     """
-    machine = _Machine(hardware)
+    here = _Here(hardware)
     memory = config.memory
-    name = device or _configured_device(config) or (machine.found.gpus[0].name if machine.found.gpus else None)
-    if name == "cpu":
-        found = _cpu(local_ranks, machine.found, memory.host_bytes)
-    else:
-        found = _accelerator(name or DEFAULT_DEVICE, local_ranks, machine)
+    name = device or _configured_device(config) or (here.found.gpus[0].name if here.found.gpus else None)
+    found = _capacity(name or DEFAULT_DEVICE, local_ranks, here, memory.host_bytes)
     if memory.device_bytes is None and memory.host_bytes is None:
         return found
     return Capacity(
@@ -190,7 +188,7 @@ def _psutil_total() -> int | None:
     return int(psutil.virtual_memory().total)
 
 
-class _Machine:
+class _Here:
     """This machine, asked at most once and only if need be."""
 
     def __init__(self, hardware: Hardware | None) -> None:
@@ -211,34 +209,38 @@ def _configured_device(config: RunConfig) -> str | None:
     return None if cluster.machine.name == "auto" else cluster.machine.name
 
 
-def _cpu(local_ranks: int, hardware: Hardware, host_bytes: int | None) -> Capacity:
-    total = host_bytes or hardware.host_bytes
+def _cpu(known: Machine, local_ranks: int, here: _Here, host_bytes: int | None) -> Capacity:
+    """A rank's share of the host memory that a profile knows, else of this machine's."""
+    measured = known.host_memory_bytes
+    total = host_bytes or measured or here.found.host_bytes
     if total is None:
         raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
-    origin = "memory.host_bytes" if host_bytes else hardware.host_source
-    source = f"host memory of this machine ({origin}) / {local_ranks} ranks"
-    return Capacity("cpu", total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
+    origin = "memory.host_bytes" if host_bytes else known.source if measured else here.found.host_source
+    source = f"host memory of {known.name if measured else 'this machine'} ({origin}) / {local_ranks} ranks"
+    return Capacity(known.name, total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
 
 
-def _accelerator(name: str, local_ranks: int, machine: _Machine) -> Capacity:
-    """A device by name or by bytes; one of this machine has this machine's host memory."""
+def _capacity(name: str, local_ranks: int, here: _Here, host_bytes: int | None) -> Capacity:
+    """A device by name or by bytes; one of this machine has this machine's host memory, as CPUs have."""
     try:
         given = float(name)
     except ValueError:
         given = 0.0
     if given >= 1:
         return Capacity(f"{given / 1e9:.4g} GB", int(given), f"as given: {name} bytes", None, "unknown", local_ranks)
-    present = [gpu for gpu in machine.found.gpus if gpu.name == name]
+    present = [gpu for gpu in here.found.gpus if gpu.name == name]
     if present:
         total = min(gpu.total_bytes for gpu in present)
-        hardware = machine.found
+        hardware = here.found
         return Capacity(name, total, "nvidia-smi", hardware.host_bytes, hardware.host_source, local_ranks)
     known = find_device(name)
     if known is None:
-        raise ConfigError(f"device: {unknown_device(name, 'cpu, a number of bytes such as 80e9')}")
-    if known.memory_mib is None:
+        raise ConfigError(f"device: {unknown_device(name, 'a number of bytes such as 80e9')}")
+    if known.is_cpu:
+        return _cpu(known, local_ranks, here, host_bytes)
+    if known.memory_bytes is None:
         raise ConfigError(f"device: the memory of {known.name} is not known here; set memory.device_bytes")
-    source = f"{known.source}; {known.memory_mib} MiB"
-    host_bytes = known.server_host_bytes
-    host_source = "unknown" if host_bytes is None else f"{known.source}, per node (set memory.host_bytes)"
-    return Capacity(known.name, known.memory_mib * MIB, source, host_bytes, host_source, local_ranks)
+    source = f"{known.source}; {known.memory_bytes // MIB} MiB"
+    of_node = known.host_memory_bytes
+    host_source = "unknown" if of_node is None else f"{known.source}, per node (set memory.host_bytes)"
+    return Capacity(known.name, known.memory_bytes, source, of_node, host_source, local_ranks)

@@ -17,8 +17,8 @@ from engine.planning.methods.presets import PRESETS, AttentionMethod, legal_degr
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.time.devices import DEFAULT_DEVICE, find_device
-from engine.planning.time.machine import Machine, find_machine
+from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine
+from engine.planning.time.machine import Machine
 
 # Methods for larger groups than are planned whole are first compared in one of this size, with as many ranks per node
 # and as many tokens per rank; so many of them are then planned as they are, which takes a second each for 256 ranks.

@@ -1,31 +1,54 @@
-"""Machines as a plan's time sees them: kernel rates, links, memory. Plain numbers, standard library only."""
+"""Machines as predictions see them: peaks, memory, rates of kernels, links. Plain numbers, standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import bisect
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from engine.config.errors import ConfigError
-from engine.config.schema import nearest
-from engine.planning.schedule.plan import LinkBytes
-from engine.planning.time.devices import Device, find_device, unknown_device
+from engine.planning.schedule.plan import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
+# (size, share of the rate that something of this size reaches), sizes ascending; empty: all sizes reach it.
+Shares = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s that one device can do at most, None where nobody knows, and where the number came from."""
+
+    flops_per_s: float | None
+    source: str
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device with its links. Rates are per device and per direction; every link carries both directions at once.
+    """One device with its links: a row of `engine.planning.time.devices`, or what burst bench machine measured.
 
-    forward_flops_per_s, backward_flops_per_s   attention kernels on a large tile, in the FLOPs of `tile_flops`
-    matmul_flops_per_s                          large products of matrices
-    kernel_block_rows                           side of the blocks in which a kernel works; half of one is wasted per
-                                                row along the edge of a causal tile or a band
-    tile_overhead_s                             added to every tile: launch, and ramp-up of the kernel
-    elementwise_bytes_per_s                     device memory, for merging and local operations
-    intra, inter, host                          to a rank of the same node, to one of another node, to host memory
-    shared_nic                                  all ranks of a node share one `inter` link; else each has its own
+    Rates are per device and per direction; every link carries both directions at once.
+
+    pattern                     of what torch and drivers call it
+    source                      the document, or where and when it was measured
+    bf16_peak, fp32_peak        dense FLOP/s, without sparsity: bf16 with fp32 accumulation, fp32 outside the tensor
+                                cores (torch uses TF32 only when told to)
+    memory_bytes                as the driver reports it; of a CPU: None, it is the host's
+    host_memory_bytes           of a node; None: not known
+    is_cpu                      ranks compute on the cores of their node
+    local_ranks                 of a node that shared its cores when the rates were measured, which are those of one of
+                                them; None: a rank has its device to itself
+    forward, backward           attention kernels on a large tile, in the FLOPs of `tile_flops`
+    matmul                      large products of matrices
+    *_shares                    of these, by rows of a tile and by the smallest side of a product
+    kernel_block_rows           side of the blocks in which a kernel works; half of one is wasted per row along the edge
+                                of a causal tile or a band
+    tile_overhead_s             added to every tile: launch, and ramp-up of the kernel
+    operator_overhead_s         of the host, per operator that it starts
+    elementwise                 device memory, for merging and local operations
+    update                      bytes of weights, gradients and moments that the optimizer reads and writes
+    intra, inter, host          to a rank of the same node, to one of another node, to host memory
+    shared_nic                  all ranks of a node share one `inter` link; else each has its own
     """
 
     name: str
@@ -35,6 +58,7 @@ class Machine:
     kernel_block_rows: float
     tile_overhead_s: float
     elementwise_bytes_per_s: float
+    update_bytes_per_s: float
     intra_bytes_per_s: float
     intra_latency_s: float
     inter_bytes_per_s: float
@@ -42,6 +66,18 @@ class Machine:
     host_bytes_per_s: float
     host_latency_s: float
     shared_nic: bool = False
+    operator_overhead_s: float = 0.0
+    forward_shares: Shares = ()
+    backward_shares: Shares = ()
+    matmul_shares: Shares = ()
+    is_cpu: bool = False
+    local_ranks: int | None = None
+    memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    bf16_peak: float | None = None
+    fp32_peak: float | None = None
+    source: str = ""
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         problems = []
@@ -51,8 +87,28 @@ class Machine:
             if not (value >= 0 if may_be_0 else value > 0):
                 bound = "0 or more" if may_be_0 else "more than 0 (inf: free)"
                 problems.append(f"machine {self.name}: {name} is {value}; expected {bound}")
+        for name in ("forward_shares", "backward_shares", "matmul_shares"):
+            points = getattr(self, name)
+            ascending = all(len(point) == 2 and min(point) > 0 for point in points) and points == tuple(sorted(points))
+            if not ascending:
+                problems.append(f"machine {self.name}: {name} is {points}; expected (size, share), sizes ascending")
         if problems:
             raise ConfigError(problems)
+
+    def peak(self, dtype: str) -> Peak:
+        """What a device can do at most in a number format."""
+        flops_per_s = self.bf16_peak if dtype == "bfloat16" else self.fp32_peak
+        return Peak(flops_per_s, f"{self.source}, {dtype} dense")
+
+    def tile_flops_per_s(self, direction: Direction, rows: float) -> float:
+        """Rate of the attention kernel on a tile of so many rows (the fewer of queries and keys)."""
+        if direction == "forward":
+            return self.forward_flops_per_s * share_at(self.forward_shares, rows)
+        return self.backward_flops_per_s * share_at(self.backward_shares, rows)
+
+    def product_flops_per_s(self, side: float) -> float:
+        """Rate of a product of matrices whose smallest side is this."""
+        return self.matmul_flops_per_s * share_at(self.matmul_shares, side)
 
     def bytes_per_s(self, link: LinkKind) -> float:
         """Rate of one direction of a link."""
@@ -70,71 +126,31 @@ class Machine:
         """Seconds between the post of a message by both ends and its first byte."""
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
+    def shared_by(self, local_ranks: int) -> Machine:
+        """As one of `local_ranks` ranks of a node sees it: fewer share its cores, and each is so much faster."""
+        if self.local_ranks in (None, local_ranks):
+            return self
+        faster = self.local_ranks / local_ranks
+        changes = {
+            name: getattr(self, name) * (faster if name.endswith("_per_s") else 1 / faster)
+            for name in machine_fields()
+            if name.endswith(("_per_s", "_overhead_s")) and not name.startswith("inter")
+        }
+        return replace(self, local_ranks=local_ranks, **changes)
+
+
+def share_at(shares: Shares, size: float) -> float:
+    """The share that this size reaches: between two points by the logarithm of the size, else that of the end."""
+    if not shares:
+        return 1.0
+    above = bisect.bisect_left(shares, (size,))
+    if above in (0, len(shares)):
+        return shares[min(above, len(shares) - 1)][1]
+    (low, low_share), (high, high_share) = shares[above - 1 : above + 1]
+    place = math.log(size / low) / math.log(high / low)
+    return low_share + place * (high_share - low_share)
+
 
 def machine_fields() -> tuple[str, ...]:
     """Names of all rates and latencies."""
     return tuple(field.name for field in fields(Machine) if field.type == "float")
-
-
-# One core per rank, float32 flash kernel of torch, gloo over loopback and over 10 Gbit Ethernet; orders of magnitude,
-# since cores differ.
-_CPU = Machine(
-    name="cpu",
-    forward_flops_per_s=80e9,
-    backward_flops_per_s=55e9,
-    matmul_flops_per_s=80e9,
-    kernel_block_rows=512,
-    tile_overhead_s=50e-6,
-    elementwise_bytes_per_s=10e9,
-    intra_bytes_per_s=2e9,
-    intra_latency_s=200e-6,
-    inter_bytes_per_s=1.25e9,
-    inter_latency_s=300e-6,
-    host_bytes_per_s=10e9,
-    host_latency_s=1e-6,
-)
-
-
-def find_machine(name: str, changes: Mapping[str, float | bool] | None = None) -> Machine:
-    """The machine of `cpu` or of a device of `engine.planning.time.devices`, with some of its fields replaced.
-
-    Raises ConfigError for an unknown name or field and for a rate that cannot be.
-    """
-    device = find_device(name)
-    if name != "cpu" and device is None:
-        raise ConfigError(f"device: {unknown_device(name, 'cpu, a number of bytes such as 80e9 for memory alone,')}")
-    machine = _CPU if device is None else _of_device(device)
-    known = {*machine_fields(), "shared_nic"}
-    unknown = [
-        f"machine: no such field: {field}{_near(field, known)}; fields are {', '.join(sorted(known))}"
-        for field in changes or {}
-        if field not in known
-    ]
-    if unknown:
-        raise ConfigError(unknown)
-    return replace(machine, **dict(changes or {}))  # type: ignore[arg-type]
-
-
-def _of_device(device: Device) -> Machine:
-    """Times are of the order of a kernel's launch and ramp-up, of an NCCL message, of a copy to the host."""
-    forward, backward = device.kernel_shares
-    return Machine(
-        name=device.name,
-        forward_flops_per_s=forward * device.bf16_tflops * 1e12,
-        backward_flops_per_s=backward * device.bf16_tflops * 1e12,
-        matmul_flops_per_s=device.matmul_share * device.bf16_tflops * 1e12,
-        kernel_block_rows=128,
-        tile_overhead_s=10e-6,
-        elementwise_bytes_per_s=device.memory_gbps * 1e9,
-        intra_bytes_per_s=device.peer_gbps * 1e9,
-        intra_latency_s=8e-6,
-        inter_bytes_per_s=device.nic_gbps * 1e9,
-        inter_latency_s=15e-6,
-        host_bytes_per_s=device.host_gbps * 1e9,
-        host_latency_s=10e-6,
-    )
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = nearest(name, known)
-    return f" (did you mean {near}?)" if near else ""

@@ -21,7 +21,6 @@ from engine.config.settings import RunConfig
 from engine.planning.memory.cost import LayerCost, PolicyCost
 from engine.planning.methods.preview import AttentionPreview
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import published_peak
 from engine.planning.time.flops import Flops, count_parameters, mfu, step_flops
 from engine.planning.time.machine import Machine
 
@@ -99,8 +98,7 @@ def predict_step(
         tokens=tokens,
         world_size=world.size,
     )
-    published = published_peak(machine.name, config.train.compute_dtype)
-    peak = config.train.peak_flops_per_device or (published.flops_per_s if published else None)
+    peak = config.train.peak_flops_per_device or machine.peak(config.train.compute_dtype).flops_per_s
     if peak is None:
         return time
     return replace(time, mfu=mfu(flops.model, step_time_s=time.seconds, devices=world.size, peak_flops_per_s=peak))

@@ -19,7 +19,7 @@ from engine.planning.methods.auto import (
 )
 from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import find_machine
+from engine.planning.time.devices import find_machine
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),

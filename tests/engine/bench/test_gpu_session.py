@@ -30,7 +30,7 @@ from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
 from engine.planning.memory.fit import least_bytes, method_on
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import Peak
+from engine.planning.time.machine import Peak
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")

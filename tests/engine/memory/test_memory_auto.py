@@ -26,7 +26,7 @@ from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.fit import least_bytes, method_on, predicted_fit, with_ranks
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import find_machine
+from engine.planning.time.devices import find_machine
 from engine.planning.time.step_time import plain_step_seconds
 
 GB = 10**9

@@ -16,8 +16,8 @@ from engine.config.settings import RunConfig
 from engine.parallel.collectives import max_over_ranks
 from engine.parallel.waits import WaitClock
 from engine.planning.sequence.layers import AttendedPairs
-from engine.planning.time.devices import Peak
 from engine.planning.time.flops import Flops
+from engine.planning.time.machine import Peak
 from engine.training.metrics import StepCost, StepMeter, TensorMemory, peak_pinned_bytes
 from engine.training.train_step import StepResult
 

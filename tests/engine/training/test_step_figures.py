@@ -47,8 +47,8 @@ from engine.model.llama import LlamaModel
 from engine.planning.methods.presets import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attended_pairs, attention_layers
-from engine.planning.time.devices import Peak
 from engine.planning.time.flops import count_parameters, step_flops
+from engine.planning.time.machine import Peak
 from engine.training.metrics import PeakMemory, StepMeter
 from engine.training.trainer import step_cost
 
