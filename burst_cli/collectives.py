@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,14 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import binary_bytes, seconds
-from burst_cli.launch_fleet import at_home, ready_fleet, survey_nodes
 from burst_cli.plan_view import show_plan
 from burst_cli.runs.failure import failure_block
 from cluster.control.controller import control
 from cluster.control.outcome import SilentObserver
-from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
-from cluster.facts import probe_local_node
-from cluster.plan import LaunchPlan, build_launch_plan
-from cluster.plan_ssh import build_ssh_plan, resolve_fleet
-from cluster.ssh.hosts import Host
+from cluster.launch.runner import Asked, open_links, runner_for
+from cluster.plan import LaunchPlan
+from cluster.ssh.nodes import fold_nodes
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
@@ -33,23 +31,21 @@ MODULE, EXP = "engine.collectives", "collectives"
 SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others up
 
 
-def check_collectives(hosts: Sequence[Host], cluster: ClusterConfig, *, dry_run: bool, as_json: bool) -> int:
-    """The exit code of the measurement on `hosts` (none: this machine), 1 where it failed or something is slow.
+def check_collectives(
+    nodes: tuple[str, ...], cluster: ClusterConfig, overrides: Sequence[str], *, dry_run: bool, as_json: bool
+) -> int:
+    """The exit code of the measurement on `nodes` (none: this machine), 1 where it failed or something is slow.
 
-    Raises UnfitNodesError for nodes that cannot carry a launch.
+    overrides: what was typed. Raises UnfitNodesError for nodes that cannot carry a launch.
     """
-    config = at_home(RunConfig(exp=EXP, cluster=cluster))
-    run_path = new_run_path(default_runs_dir(), EXP)
-    if hosts:
-        fleet, delivery, warnings = survey_nodes(config, hosts, force=False)
-        plan = build_ssh_plan(resolve_fleet(config, fleet.nodes)[0], fleet, run_path, module=MODULE)
-        if not dry_run:
-            ready_fleet(plan, tuple(hosts), fleet, delivery).lay_code()
-    else:
-        plan, warnings = build_launch_plan(config, probe_local_node(), run_path, module=MODULE), ()
+    cluster = replace(cluster, launcher="auto", nodes=fold_nodes(nodes) if nodes else None)
+    asked = Asked(nodes or None, tuple(overrides), dry_run=dry_run, busy=render.stderr().status, module=MODULE)
+    survey = runner_for(cluster).survey(RunConfig(exp=EXP, cluster=cluster), asked)
+    plan = survey.plan(survey.config, new_run_path(default_runs_dir(), EXP))
     if dry_run:
-        show_plan(plan, None, warnings, as_json=as_json)
+        show_plan(plan, None, survey.warnings, as_json=as_json)
         return 0
+    survey.prepare(plan)
     return _run(plan, as_json=as_json)
 
 

@@ -76,13 +76,13 @@ def _spawn(run: RunFolder, way: str) -> subprocess.Popen[bytes]:
 
 
 def _has_begun(run: RunFolder, process: subprocess.Popen[bytes], attempt: int, *, start: bool) -> bool:
-    """Whether the process leads the run, and all nodes have begun, or Slurm has taken a job that may wait for hours."""
+    """Whether the process leads the run, and all nodes have begun, or a scheduler has a job that may wait for hours."""
     controller = find_controller(run)
     if controller is None or controller.pid != process.pid:
         return False
     state = run.read_state()
     is_this_attempt = not start or state["state"] in ("starting", "running")
-    has_begun = state.get("nodes_started_at") is not None or state.get("slurm_job") is not None
+    has_begun = state.get("nodes_started_at") is not None or state.get("job") is not None
     return is_this_attempt and state["attempt"] >= attempt and (not start or has_begun)
 
 

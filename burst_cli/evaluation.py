@@ -8,8 +8,9 @@ from burst_cli import render
 from burst_cli.checkpoint_nodes import bring
 from burst_cli.checkpoint_view import checkpoint_of_step
 from burst_cli.compose import compose
-from burst_cli.launch_request import LaunchRequest, choose_launcher
+from burst_cli.launch_request import LaunchRequest
 from burst_cli.runs.choose import choose_run
+from cluster.launch.runner import runner_for
 from cluster.plan_record import PlanFileError, read_launch_plan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
@@ -48,9 +49,9 @@ def evaluation_request(words: tuple[str, ...], step: int | None, options: Launch
 
 def _evaluates_here(options: LaunchRequest, words: tuple[str, ...], base: RunConfig) -> bool:
     """Whether the ranks will be on this machine, which may not be where those of the run were."""
-    if options.hosts is not None or options.hostfile is not None or base.cluster.launcher == "local":
+    if options.hosts is not None or options.hostfile is not None or runner_for(base.cluster).is_here:
         return False
-    return choose_launcher(compose(words, options.config_dirs, base).config) == "local"
+    return runner_for(compose(words, options.config_dirs, base).config.cluster).is_here
 
 
 def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

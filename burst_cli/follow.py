@@ -12,8 +12,8 @@ from burst_cli.launching import conclude
 from burst_cli.next_attempt import lead_attempts
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
-from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
+from cluster.launch.runner import open_links
 from cluster.plan_record import read_launch_plan
 from engine.config.errors import BurstError
 from engine.runs.folder import open_run

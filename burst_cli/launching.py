@@ -26,9 +26,9 @@ from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
 from cluster.control.controller import Manner, control
 from cluster.control.outcome import LaunchOutcome
-from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
+from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -63,8 +63,7 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
         show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
         return 0
     render.stderr().print(launch_notes(prepared.memory, prepared.warnings, prepared.notes), soft_wrap=True, end="")
-    if prepared.fleet is not None:
-        prepared.fleet.lay_code()
+    prepared.survey.prepare(prepared.plan)
     return run_plan(prepared.plan, prepared.overrides, manner)
 
 
@@ -76,7 +75,7 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
     """
     check_writable(Path(plan.run_path))
     console = render.plain_stderr() if manner.plain_lines else render.stderr()
-    if plan.is_here:
+    if runner_of(plan).is_here:
         prepare_data(plan.config, console)
     stop = StopRequests()
     with stop.listening():
@@ -134,7 +133,7 @@ def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
 
 def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
     ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
-    nodes = "" if plan.is_here else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
+    nodes = "" if runner_of(plan).is_here else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
     return Text.assemble(
         (f"{run.exp}/{run.run_id}", "bold"),
         f"  {ranks}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",

@@ -10,6 +10,7 @@ from cluster.control.attempt import Restarts
 from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.stopping import StopRequests
+from cluster.launch.runner import runner_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files
 from cluster.preflight.judge import UnfitNodesError
@@ -33,7 +34,7 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
     ConfigError, UnfitNodesError and CodeError.
     """
     request = request or LaunchRequest()
-    if not plan.has_own_folders:
+    if not runner_of(plan).takes_nodes:
         if request.hosts is not None or request.hostfile is not None:
             raise ConfigError(f"run {run.run_id} is of launcher {plan.launcher}, so it takes no --hosts or --hostfile")
         return plan
@@ -47,8 +48,7 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
         prepared = with_spares(lambda names: prepare_launch(replace(request, hosts=",".join(names))), names, spares)
     else:
         prepared = prepare_launch(request)
-    if prepared.fleet is not None:
-        prepared.fleet.lay_code()
+    prepared.survey.prepare(prepared.plan)
     write_plan_files(prepared.plan, run)
     return prepared.plan
 

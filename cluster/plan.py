@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.control.link import STOP_GRACE_S, NodeSpec
 from cluster.env.facts import EnvironmentVariable
@@ -25,7 +25,6 @@ from engine.runs.records import json_text
 TRAINER_MODULE = "engine.train"
 PLAN_FILE = "launch.json"
 PLAN_FORMAT = 1
-Launcher = Literal["local", "ssh", "slurm"]
 # What a node far away needs of the run folder; with env/<node>.env, and run.json in a state of its own.
 CONFIG_FILE = "config.yaml"
 NODE_FILES = (CONFIG_FILE, "memory_plan.json")
@@ -95,7 +94,7 @@ class LaunchPlan:
     backend: Backend
     nodes: tuple[NodePlan, ...]
     files: tuple[tuple[str, str], ...]
-    launcher: Launcher = "local"
+    launcher: str = "local"
     is_exclusive: bool = False
 
     @property
@@ -107,11 +106,6 @@ class LaunchPlan:
     def has_own_folders(self) -> bool:
         """Whether the nodes keep the run in folders that this machine does not see."""
         return any(node.folder != self.run_path for node in self.nodes)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the ranks are on this machine, as its own."""
-        return self.launcher == "local"
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values; what `--dry-run --json` prints."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from cluster.control.runner import runner_of
 from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
+from cluster.launch.runner import RUNNERS, runner_of
 from cluster.plan import CONFIG_FILE, NODE_FILES, PLAN_FILE, PLAN_FORMAT, Backend, LaunchPlan, NodePlan
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
@@ -22,7 +22,6 @@ from engine.runs.records import replace_json
 
 MAX_BYTES = 64 << 20
 MAX_NODES = 16384
-_LAUNCHERS = ("local", "ssh", "slurm")
 _BACKENDS = ("nccl", "gloo")
 
 
@@ -120,7 +119,7 @@ def plan_from_dict(document: Mapping[str, Any]) -> LaunchPlan:
         backend=backend,
         nodes=nodes,
         files=tuple(files.items()),
-        launcher=table.choice("launcher", _LAUNCHERS),  # type: ignore[arg-type]
+        launcher=table.choice("launcher", tuple(RUNNERS)),
         is_exclusive=table.truth("exclusive"),
     )
 

@@ -113,7 +113,8 @@ def check_nodes(
     if collectives:
         from burst_cli.collectives import check_collectives
 
-        raise typer.Exit(check_collectives(targets, config.cluster, dry_run=dry_run, as_json=as_json))
+        names = tuple(host.name for host in targets)
+        raise typer.Exit(check_collectives(names, config.cluster, overrides or (), dry_run=dry_run, as_json=as_json))
     raise typer.Exit(run_check(targets, config, options, output))
 
 

@@ -18,6 +18,7 @@ from burst_cli.memory_check import MemoryPlanner, check_memory
 from burst_cli.plan_candidates import flops_of, group_topology
 from burst_cli.values import seconds_between
 from cluster.facts import NodeFacts
+from cluster.launch.runner import runner_for
 from cluster.plan import choose_backend
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
@@ -141,7 +142,7 @@ class LaunchJudge:
 
     def settle(self, config: RunConfig) -> RunConfig:
         """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
-        if is_local(config):
+        if runner_for(config.cluster).is_here:
             backend = choose_backend(config, self.facts)
             cluster = replace(
                 config.cluster,
@@ -157,7 +158,7 @@ class LaunchJudge:
 
     def shortage(self, config: RunConfig) -> str | None:
         """The first sentence of what a launch would refuse with; None where machines are not known yet."""
-        if self.force or config.cluster.world_size is None or not is_local(config):
+        if self.force or config.cluster.world_size is None or not runner_for(config.cluster).is_here:
             return None
         try:
             problems = check_memory(self.planner.settle_attention(config), self.planner, force=True).problems
@@ -183,12 +184,6 @@ class LaunchJudge:
         if known is None and config.cluster.backend == "gloo":
             return ASSUMED_CORE_FLOPS * (config.cluster.threads_per_rank or 1)
         return known.flops_per_s if known is not None else None
-
-
-def is_local(config: RunConfig) -> bool:
-    """Whether the ranks of `config` run on this machine."""
-    cluster = config.cluster
-    return cluster.launcher == "local" or (cluster.launcher == "auto" and cluster.nodes is None)
 
 
 def work_of(config: RunConfig) -> Work:

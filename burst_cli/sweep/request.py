@@ -9,12 +9,13 @@ from pathlib import Path
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.memory_check import MemoryPlanner
 from burst_cli.runs.read import run_record
-from burst_cli.sweep.estimate import LaunchJudge, is_local, measured_runs
+from burst_cli.sweep.estimate import LaunchJudge, measured_runs
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane
 from burst_cli.sweep.store import SweepFolder, sweeps_dir
 from cluster.facts import probe_local_node
+from cluster.launch.runner import runner_for
 from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -78,9 +79,9 @@ def _lanes(request: SweepRequest, axes: list[Axis], gpus: int) -> tuple[Lane, ..
     config = _first_legal(request, axes)
     if config is None:
         return (Lane("one"),)  # no cell composes, which is about to be said
-    nodes = config.cluster.nodes
-    names = parse_nodes(nodes, "cluster.nodes").names if nodes is not None and not is_local(config) else ()
-    return choose_lanes(names, request.parallel, gpus=gpus, is_slurm=config.cluster.launcher == "slurm")
+    nodes, runner = config.cluster.nodes, runner_for(config.cluster)
+    names = parse_nodes(nodes, "cluster.nodes").names if nodes is not None and not runner.is_here else ()
+    return choose_lanes(names, request.parallel, gpus=gpus, is_queued=runner.is_queued)
 
 
 def _first_legal(request: SweepRequest, axes: list[Axis]) -> RunConfig | None:
@@ -92,10 +93,10 @@ def _first_legal(request: SweepRequest, axes: list[Axis]) -> RunConfig | None:
     return None
 
 
-def choose_lanes(names: Sequence[str], parallel: int, *, gpus: int = 0, is_slurm: bool = False) -> tuple[Lane, ...]:
+def choose_lanes(names: Sequence[str], parallel: int, *, gpus: int = 0, is_queued: bool = False) -> tuple[Lane, ...]:
     """Where cells run at the same time: on disjoint sets of neighbours of the nodes `names`, of equal size.
 
-    Without names on this machine, or as jobs of Slurm. Raises ConfigError where that cannot be.
+    Without names on this machine, or as jobs of a scheduler. Raises ConfigError where that cannot be.
     """
     if names:
         if parallel < 1 or len(names) % parallel:
@@ -106,10 +107,10 @@ def choose_lanes(names: Sequence[str], parallel: int, *, gpus: int = 0, is_slurm
         size = len(names) // parallel
         parts = (",".join(names[first : first + size]) for first in range(0, len(names), size))
         return tuple(Lane(part, (f"cluster.nodes='{part}'",)) for part in parts)
-    if parallel > 1 and gpus and not is_slurm:
+    if parallel > 1 and gpus and not is_queued:
         raise ConfigError(
             f"--parallel {parallel}: cells at the same time would share the {gpus} GPUs of this machine; "
             "name nodes with cluster.nodes, or leave it out"
         )
-    where = "Slurm" if is_slurm else "this machine"
+    where = "the queue" if is_queued else "this machine"
     return tuple(Lane(where if parallel == 1 else f"{where} {number}") for number in range(1, parallel + 1))

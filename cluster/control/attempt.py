@@ -41,7 +41,7 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
         launcher=plan.launcher,
         nodes=[node.name for node in plan.nodes],
         nodes_started_at=None,
-        slurm_job=None,
+        job=None,
         lease_s=lease_s,
         leftover=[],
         **{_LOG_STARTS: log_starts(plan, run)},

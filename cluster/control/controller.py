@@ -18,12 +18,12 @@ from cluster.control.judge import Case, complete, judge
 from cluster.control.link import NodeLink
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
 from cluster.control.progress import StepWatch
-from cluster.control.runner import runner_of
 from cluster.control.signs import Signs
 from cluster.control.starting import Starter, start_failure
 from cluster.control.stopping import Requests, StopRequests
 from cluster.control.timing import Clock, LaunchTiming, SystemClock
 from cluster.failure import Failure
+from cluster.launch.runner import runner_of
 from cluster.plan import LaunchPlan, node_spec
 from cluster.plan_record import with_texts
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError

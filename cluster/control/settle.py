@@ -15,9 +15,9 @@ from cluster.control.fleet import Fleet
 from cluster.control.judge import Case, judge
 from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome, SilentObserver
-from cluster.control.runner import open_links, runner_of
 from cluster.control.stopping import CANCEL_FILE, StopRequests, write_cancel
 from cluster.control.timing import Clock, SystemClock
+from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import read_launch_plan
 from engine.runs.folder import FINAL_STATES, RunFolder

@@ -40,7 +40,7 @@ def await_nodes(
     if job is None:
         return LaunchOutcome("failed", 1, _failure("the run was never given to Slurm"))
     try:
-        run.record(slurm_job=job.job_id)
+        run.record(job=job.job_id)
         return _Waiting(plan, run, job.watch(), observer, stop).until_granted()
     except BaseException as error:
         job.cancel()

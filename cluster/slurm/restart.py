@@ -65,7 +65,7 @@ def begin(plan: LaunchPlan, run: RunFolder, record: JobRecord, restarts: int) ->
         text = f"Slurm requeued job {record.job_id}"
         run.transition("failed", failure=Failure("launcher", REQUEUED, text).to_dict())
     begin_attempt(plan, run, None)
-    run.record(slurm_job=record.job_id)
+    run.record(job=record.job_id)
     again = replace(record.again(restarts), in_a_row=count.in_a_row, saved=count.saved)
     write_record(run.path, again)
     lay_token(run.path, again.token)

@@ -145,6 +145,12 @@ class ClusterConfig:
     machine: MachineConfig = MachineConfig()
 
     @property
+    def resolved_launcher(self) -> str:
+        """Who starts the ranks, with auto resolved."""
+        by_nodes = "local" if self.nodes is None else "ssh"
+        return by_nodes if self.launcher == "auto" else self.launcher
+
+    @property
     def world_size(self) -> int | None:
         """Ranks of a run on these machines; None while it is not known how many machines or ranks on each there are."""
         if self.ranks_per_node is None or (self.num_nodes is None and self.nodes is not None):

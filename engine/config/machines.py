@@ -32,7 +32,7 @@ def machine_problems(config: RunConfig) -> Iterator[Problem]:
 
 def runs_elsewhere(cluster: ClusterConfig) -> bool:
     """Whether ranks run on machines whose disks are not ours, so that files of this one say nothing of theirs."""
-    return cluster.launcher == "ssh" or (cluster.launcher == "auto" and cluster.nodes is not None)
+    return cluster.resolved_launcher == "ssh"
 
 
 def _machine(cluster: ClusterConfig) -> Iterator[Problem]:

@@ -18,9 +18,9 @@ from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
 from cluster.control.outcome import SilentObserver
-from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
+from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig

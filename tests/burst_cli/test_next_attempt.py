@@ -111,7 +111,7 @@ def test_spare_nodes_take_the_place_of_those_that_are_not_fit(dead: str, spares:
     def prepare(names: tuple[str, ...]) -> PreparedLaunch:
         if unfit := tuple(name for name in names if name in dead.split()):
             raise UnfitNodesError([NodeProblem("ssh.refused", unfit, "it does not answer")])
-        return PreparedLaunch(None, None, names)  # type: ignore[arg-type]
+        return PreparedLaunch(None, None, names, None)  # type: ignore[arg-type]
 
     if taken is None:
         with pytest.raises(UnfitNodesError, match="it does not answer"):

@@ -198,4 +198,4 @@ def test_cells_must_not_share_the_gpus_of_one_machine() -> None:
     with pytest.raises(ConfigError, match="would share the 8 GPUs"):
         choose_lanes([], 2, gpus=8)
     assert len(choose_lanes([], 2)) == 2
-    assert len(choose_lanes([], 2, gpus=8, is_slurm=True)) == 2
+    assert len(choose_lanes([], 2, gpus=8, is_queued=True)) == 2

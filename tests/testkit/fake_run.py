@@ -18,11 +18,11 @@ from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchOutcome, SilentObserver
-from cluster.control.runner import open_links
 from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.env.facts import EnvironmentVariable
+from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
 from cluster.plan_record import read_launch_plan
 from cluster.testbed.build import Testbed

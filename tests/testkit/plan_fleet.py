@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.plan_ssh import Fleet
+from cluster.launch.ssh import Fleet
 from cluster.preflight.facts import GpuFacts, PythonFacts, RemoteFacts
 from cluster.preflight.survey import Survey
 from cluster.survey.interfaces import NetInterface

@@ -11,9 +11,10 @@ from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
 from cluster.control.local_link import LocalLink
-from cluster.control.runner import SharedPool, open_links
 from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
+from cluster.launch.runner import open_links
+from cluster.launch.ssh import SharedPool
 from cluster.plan import LaunchPlan, build_launch_plan
 from cluster.ssh.pool import SshPool
 from engine.config.cluster import ClusterConfig, SshConfig
@@ -47,7 +48,7 @@ def test_a_local_plan_has_a_link_to_this_machine(run):
 
 
 def test_a_local_launch_does_not_load_what_ssh_takes():
-    code = "import sys, cluster.control.runner; sys.exit('paramiko' in sys.modules)"
+    code = "import sys, cluster.launch.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from testkit.fake_plan import node_facts
 from testkit.plan_fleet import fleet, run_config
 
+from cluster.launch.ssh import build_ssh_plan
 from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
 from cluster.plan_record import PlanFileError, read_launch_plan, with_texts
-from cluster.plan_ssh import build_ssh_plan
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run
 

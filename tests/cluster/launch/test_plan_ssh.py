@@ -7,9 +7,9 @@ import pytest
 import yaml
 from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
 
+from cluster.launch.ssh import Fleet, build_ssh_plan, fleet_warnings
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
-from cluster.plan_ssh import Fleet, build_ssh_plan, fleet_warnings
 from cluster.survey.adapters import HcaPort
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict

@@ -19,10 +19,10 @@ from testkit.waiting import wait_for
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
 from cluster.control.outcome import LaunchOutcome
-from cluster.control.runner import open_links
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
 from cluster.facts import probe_local_node
+from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import CONF_VARIABLE, client_environment
 from cluster.slurm.plan import build_slurm_plan

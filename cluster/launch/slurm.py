@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.control.link import NodeLink
@@ -10,19 +12,53 @@ from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
+from cluster.facts import NodeFacts
+from cluster.launch.local import local_facts
+from cluster.launch.runner import Asked, PlainSurvey
 from cluster.plan import LaunchPlan
 from cluster.slurm.allocate import await_nodes
+from cluster.slurm.client import SlurmClient, SlurmError
 from cluster.slurm.granted import granted_plan
 from cluster.slurm.job import REQUEUED, find_job
 from cluster.slurm.link import SlurmLink
+from cluster.slurm.plan import asks_partition, build_slurm_plan
 from cluster.slurm.record import read_record
+from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class SlurmSurvey(PlainSurvey):
+    """A cluster whose nodes share folders and Python with this machine. partition_gpus: of a node, where it counts."""
+
+    config: RunConfig
+    facts: NodeFacts
+    module: str
+    partition_gpus: int = 0
+
+    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
+        """Its nodes have names that only stand for them."""
+        return build_slurm_plan(config, self.facts, run_path, module=self.module, partition_gpus=self.partition_gpus)
 
 
 class SlurmRunner:
     """See `Runner`."""
 
+    is_here = takes_nodes = False
     is_queued = True
+
+    def survey(self, config: RunConfig, asked: Asked) -> SlurmSurvey:
+        """A rehearsal does without Slurm."""
+        client, gpus = SlurmClient(), 0
+        try:
+            if asks_partition(config, os.environ):
+                gpus = client.partition_gpus(config.cluster.slurm.partition)
+            elif not asked.dry_run:
+                client.ping()
+        except SlurmError:
+            if not asked.dry_run:
+                raise
+        return SlurmSurvey(config, local_facts(config), asked.module, gpus)
 
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         """The launcher may not have lived to write down which nodes these are."""
@@ -47,3 +83,6 @@ class SlurmRunner:
     def goes_on(self, outcome: LaunchOutcome) -> bool:
         """The batch file has begun, or will begin, the next attempt in the run folder."""
         return outcome.failure is not None and outcome.failure.type == REQUEUED
+
+
+RUNNER = SlurmRunner()

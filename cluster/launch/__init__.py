@@ -1,0 +1,1 @@
+"""How a run comes to its nodes: the runner protocol, and one file per launcher."""

@@ -1,0 +1,158 @@
+"""The runner protocol: what differs between launchers, one file each. Nobody else asks for the name of a launcher.
+
+survey    what is known of the machines, and what may be planned for them      Runner.survey
+prepare   what they lack before anything starts                                Survey.prepare
+start     nodes are asked for, and their ranks begin                           Runner.await_nodes, NodeLink.start
+status    how every node is                                                    NodeLink.poll
+stop      the end, in order or at once                                         NodeLink.stop, NodeLink.sweep
+fetch     logs and figures come into the run folder, unless they lie in it     NodeLink.follow
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from cluster.control.link import NodeLink
+    from cluster.control.outcome import LaunchObserver, LaunchOutcome
+    from cluster.control.ssh_link import LinkTiming
+    from cluster.control.stopping import StopRequests
+    from cluster.plan import LaunchPlan
+    from engine.config.cluster import ClusterConfig
+    from engine.config.settings import RunConfig
+    from engine.planning.memory.capacity import Hardware
+    from engine.runs.folder import RunFolder
+
+# A module is imported when its launcher is used: who stays on this machine does not pay for SSH.
+RUNNERS = {
+    "local": "cluster.launch.local",
+    "ssh": "cluster.launch.ssh",
+    "slurm": "cluster.launch.slurm",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed beside the configuration.
+
+    nodes: in the order of their ranks; None: those of cluster.nodes. busy: shows what is waited for. module: what every
+    rank runs.
+    """
+
+    nodes: tuple[str, ...] | None = None
+    overrides: tuple[str, ...] = ()
+    force: bool = False
+    dry_run: bool = False
+    busy: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+    module: str = "engine.train"
+
+
+class Survey(Protocol):
+    """What is known of the machines of one launch.
+
+    config: with paths as the ranks read them. warnings: what is odd. hardware: what every machine has at least; None:
+    as much as this one.
+    """
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def hardware(self) -> Hardware | None: ...
+
+    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
+        """What would be started for `config`, with all that follows from the machines. Raises ConfigError."""
+
+    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
+        """Warnings. Raises UnfitNodesError for machines that cannot be trusted with a run."""
+
+    def prepare(self, plan: LaunchPlan) -> None:
+        """Bring to the machines what they lack for `plan`."""
+
+
+class Runner(Protocol):
+    """One launcher.
+
+    is_here: ranks are processes of this machine. is_queued: nodes are waited for in the queue of a scheduler, which
+    also ends them; else their leases do. takes_nodes: people name nodes, which are asked again before every attempt.
+    """
+
+    is_here: bool
+    is_queued: bool
+    takes_nodes: bool
+
+    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+        """What a launch must know; changes nothing anywhere. Raises ConfigError, UnfitNodesError, ClusterError."""
+
+    def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
+        """`plan` with the nodes that it got, as far as they are known by now. Raises PlanFileError."""
+
+    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+        """See `open_links`."""
+
+    def await_nodes(
+        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
+    ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
+        """The plan with its nodes and links to them, once there are some, or the outcome of a run that got none; None:
+        the plan and its links are as they were. start: ask for nodes; else go on with what was asked for."""
+
+    def goes_on(self, outcome: LaunchOutcome) -> bool:
+        """Whether the next attempt of a run that ended so is begun by somebody else, and to be led from here."""
+
+
+class NamedNodes:
+    """The part of `Runner` that launchers share whose plans name their nodes."""
+
+    is_here = is_queued = takes_nodes = False
+
+    def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
+        return plan
+
+    def await_nodes(self, *_: object, start: bool) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
+        return None
+
+    def goes_on(self, outcome: LaunchOutcome) -> bool:
+        return False
+
+
+class PlainSurvey:
+    """The part of `Survey` that launchers share which trust their machines and bring them nothing."""
+
+    warnings: tuple[str, ...] = ()
+    hardware: Hardware | None = None
+
+    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self, plan: LaunchPlan) -> None:
+        pass
+
+
+def runner_named(name: str) -> Runner:
+    """The runner of launcher `name`."""
+    return cast(Runner, importlib.import_module(RUNNERS[name]).RUNNER)
+
+
+def runner_for(cluster: ClusterConfig) -> Runner:
+    """The runner that these settings mean."""
+    return runner_named(cluster.resolved_launcher)
+
+
+def runner_of(plan: LaunchPlan) -> Runner:
+    """The runner of the launcher that `plan` names."""
+    return runner_named(plan.launcher)
+
+
+def open_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
+    """A link per node of `plan`, in its order; nothing is connected yet. Their user closes every one of them.
+
+    Raises HostsError when SSH no longer knows a node, ClusterError when Slurm does not answer.
+    """
+    return runner_of(plan).links(plan, run, timing)

@@ -1,0 +1,290 @@
+"""`Runner` for nodes reached by SSH: all are asked what they have, get the code, and are led over one connection each.
+
+The plan is a torchrun per node, ranks in the order of the nodes; a pure function of the nodes' facts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.code.archive import build_archive
+from cluster.code.upload import Delivery, code_place, shared_place, upload_code
+from cluster.control.link import NodeLink
+from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.env.plan import plan_fleet
+from cluster.errors import ClusterError
+from cluster.facts import NodeFacts
+from cluster.image.local import engine_words
+from cluster.launch.runner import Asked, NamedNodes
+from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
+from cluster.preflight.facts import RemoteFacts
+from cluster.preflight.gate import check_health
+from cluster.preflight.judge import check_survey
+from cluster.preflight.survey import Question, survey_fleet
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host
+from cluster.ssh.nodes import fold_nodes, parse_nodes
+from cluster.ssh.pool import SshPool
+from cluster.ssh.resolve import resolve_hosts
+from engine.config.cluster import ClusterConfig, SshConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, dump_config
+from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
+from engine.runs.folder import RunFolder, typed_overrides
+
+# A connection that is silent for three of these is dead: long before a lease is over.
+_KEEPALIVE_S = 5.0
+_STALL_S = 15.0
+_JUMP_RETRY_S = 5.0
+
+
+@dataclass(frozen=True)
+class SshSurvey:
+    """Nodes that can carry the run, and what they must get before anything starts."""
+
+    config: RunConfig
+    fleet: Fleet
+    hosts: tuple[Host, ...]
+    delivery: Delivery
+    warnings: tuple[str, ...]
+    asked: Asked
+
+    @property
+    def hardware(self) -> Hardware:
+        """The GPUs of the node with the smallest, the least host memory."""
+        return least_hardware(self.fleet.nodes)
+
+    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
+        return build_ssh_plan(config, self.fleet, run_path, module=self.asked.module)
+
+    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
+        with self.asked.busy(f"checking {len(self.hosts)} nodes"):
+            return check_health(self.hosts, cluster, force=self.asked.force)
+
+    def prepare(self, plan: LaunchPlan) -> None:
+        """The code of the ranks on every node. Raises CodeError."""
+        folders = {facts.node: node_folders(plan.config, facts.home) for facts in self.fleet.nodes}
+        with SshPool() as pool, self.asked.busy(f"code of the ranks to {len(self.hosts)} nodes"):
+            upload_code(self.hosts, replace(self.delivery, folders=folders), pool.connect)
+
+
+class SshRunner(NamedNodes):
+    """Ranks on nodes that are reached by SSH."""
+
+    takes_nodes = True
+
+    def survey(self, config: RunConfig, asked: Asked) -> SshSurvey:
+        named = config.cluster.nodes
+        if asked.nodes is None and named is None:
+            raise ConfigError(
+                "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME "
+                "(a file in conf/cluster/ with `nodes:`); `burst testbed up` makes nodes to try things on"
+            )
+        config = at_home(config)
+        names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
+        hosts = resolve_hosts(names, config.cluster.ssh, asked.overrides)
+        config = with_shared_checkpoints(config, hosts[0].user)
+        archive = build_archive()
+        place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
+        question = Question(config, archive.code_id, place.root if place.is_shared else None, _engine(config))
+        with SshPool() as pool, asked.busy(f"asking {len(hosts)} nodes"):
+            found = survey_fleet(hosts, question, pool.connect)
+        warnings = check_survey(found, config, force=asked.force)
+        fleet = Fleet(tuple(found.facts[host.name] for host in hosts), archive.code_id)
+        warnings += fleet_warnings(fleet, resolve_fleet(config, fleet.nodes)[0])
+        delivery = Delivery(archive, place, width=config.cluster.ssh.fan_out)
+        return SshSurvey(config, fleet, hosts, delivery, warnings, asked)
+
+    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+        hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
+        pool = SharedPool(SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S), len(hosts))
+        links: list[NodeLink] = []
+        for host, node in zip(hosts, plan.nodes, strict=True):
+            place = NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0)
+            links.append(SshLink(host, pool, place, timing or LinkTiming(), on_end=pool.leave))
+        return links
+
+
+class SharedPool:
+    """A pool for so many users that ends with the last of them."""
+
+    def __init__(self, pool: SshPool, users: int) -> None:
+        self._pool, self._users = pool, users
+        self._lock = threading.Lock()
+
+    def connect(self, host: Host) -> Connection:
+        """A connection of the pool."""
+        return self._pool.connect(host)
+
+    def leave(self) -> None:
+        """One user needs no more connections."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self._pool.close()
+
+
+RUNNER = SshRunner()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The nodes of a launch in the order of their ranks, and what they all get.
+
+    code_id: name of the code of the ranks.
+    """
+
+    nodes: tuple[RemoteFacts, ...]
+    code_id: str
+
+    @property
+    def first(self) -> RemoteFacts:
+        """The node of rank 0, where the others meet."""
+        return self.nodes[0]
+
+
+def build_ssh_plan(config: RunConfig, fleet: Fleet, run_path: Path, *, module: str = TRAINER_MODULE) -> LaunchPlan:
+    """The plan to run `config` on `fleet`, with `run_path` as the run folder of this machine (not yet there).
+
+    The nodes have passed `cluster.preflight.judge`. Raises ConfigError when the backend does not fit them.
+    """
+    resolved, backend = resolve_fleet(config, fleet.nodes)
+    builder = NodesBuilder(resolved, backend, run_path.name, len(fleet.nodes), module)
+    port = config.cluster.master_port or fleet.first.port
+    assert port is not None, "refused by cluster.preflight.judge"
+    meeting = Rendezvous(_address(fleet.first), port)
+    sites = [_site(facts, resolved, run_path.name, fleet.code_id) for facts in fleet.nodes]
+    nodes = tuple(builder.node(rank, site, meeting) for rank, site in enumerate(sites))
+    texts = [(node.env_file, builder.environment_text(node)) for node in nodes]
+    files = (("config.yaml", dump_config(resolved)), *texts)
+    world_size = backend.local_ranks * len(nodes)
+    plan = LaunchPlan(str(run_path), resolved, world_size, backend, nodes, files, "ssh", True)
+    return with_files(plan)
+
+
+def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> Site:
+    folder = f"{facts.root}/runs/{run_id}"
+    return Site(
+        name=facts.node,
+        address=_address(facts),
+        folder=folder,
+        python=_python(facts, config),
+        python_path=f"{facts.code_root}/{code_id}",
+        cwd=folder,
+        facts=facts.environment,
+        cores=facts.cores,
+        owner=f"{facts.uid}:{facts.gid}",
+        groups=facts.groups,
+        home=facts.home,
+        user=facts.user,
+        has_infiniband_devices=facts.has_infiniband_devices,
+    )
+
+
+def _python(facts: RemoteFacts, config: RunConfig) -> str:
+    if config.cluster.container.runtime != "bare":
+        return config.cluster.python or "python3"
+    if facts.python is None:
+        raise ClusterError(f"{facts.node}: it has no Python for the ranks")
+    return facts.python.executable
+
+
+def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunConfig, Backend]:
+    """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
+    names = fold_nodes(node.node for node in nodes)
+    weakest = NodeFacts(names, min(node.cores for node in nodes), min(len(node.gpus) for node in nodes))
+    backend = choose_backend(config, weakest)
+    cluster = replace(
+        config.cluster,
+        launcher="ssh",
+        nodes=names,
+        num_nodes=len(nodes),
+        backend=backend.name,  # type: ignore[arg-type]
+        ranks_per_node=backend.local_ranks,
+        threads_per_rank=backend.threads_per_rank,
+    )
+    return replace(config, cluster=cluster), backend
+
+
+def fleet_warnings(fleet: Fleet, config: RunConfig) -> tuple[str, ...]:
+    """What is odd about the network of the nodes, each said once."""
+    known = [facts.environment for facts in fleet.nodes if facts.environment is not None]
+    planned = plan_fleet(known, config.cluster)
+    by_text: dict[str, list[str]] = {}
+    for node, environment in planned.items():
+        for text in environment.warnings:
+            by_text.setdefault(text, []).append(node)
+    return tuple(f"{fold_nodes(nodes)}: {text}" for text, nodes in by_text.items())
+
+
+def _address(facts: RemoteFacts) -> str:
+    if facts.address is None:
+        raise ClusterError(f"{facts.node}: no address for the other nodes: {facts.interface_problem}")
+    return facts.address
+
+
+def at_home(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths: neither nodes nor later commands know the working folder of this one.
+
+    What begins with ~/ stays where a node reads it: its user has a home of its own.
+    """
+    data = config.data
+    is_file, template = data.tokenizer not in ("bytes", "bpe"), data.chat_template
+    data = replace(
+        data,
+        paths=tuple(_absolute(path) for path in data.paths),
+        tokenizer=_absolute(data.tokenizer) if is_file else data.tokenizer,
+        chat_template=template if template is None or template == "chatml" else _absolute(template),
+        prepared_dir=None if data.prepared_dir is None else _absolute(data.prepared_dir),
+    )
+    blocks = config.attention.blocks_file
+    attention = config.attention if blocks is None else replace(config.attention, blocks_file=_absolute(blocks))
+    cluster = replace(config.cluster, ssh=_absolute_ssh(config.cluster.ssh))
+    return replace(config, data=data, attention=attention, cluster=cluster)
+
+
+def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
+    """The configuration with checkpoints in the folder that all nodes see, if there is one, unless it says where."""
+    shared, settings = config.cluster.shared_folder, config.train.checkpoint
+    if shared is None or settings.folder is not None:
+        return config
+    settings = replace(settings, folder=shared_place(shared, user, "checkpoints"))
+    return replace(config, train=replace(config.train, checkpoint=settings))
+
+
+def least_hardware(nodes: Sequence[RemoteFacts]) -> Hardware:
+    """What every node has at least: the GPUs of the one with the smallest, the least host memory."""
+    smallest = min(nodes, key=lambda facts: min((gpu.memory_mib for gpu in facts.gpus), default=0))
+    gpus = tuple(Gpu(gpu.name, gpu.memory_mib * MIB) for gpu in smallest.gpus)
+    known = [(facts.memory_bytes, facts.node) for facts in nodes if facts.memory_bytes is not None]
+    if not known:
+        return Hardware(gpus, None, "unknown")
+    size, node = min(known)
+    return Hardware(gpus, round(size * (1 - HOST_RESERVE_SHARE)), f"memory of {node}")
+
+
+def _engine(config: RunConfig) -> tuple[str, ...]:
+    container = config.cluster.container
+    return () if container.runtime == "bare" else engine_words(container.command)
+
+
+def _absolute_ssh(ssh: SshConfig) -> SshConfig:
+    return replace(
+        ssh,
+        identity_file=_own_file(ssh.identity_file),
+        config_file=_own_file(ssh.config_file),
+        known_hosts=_own_file(ssh.known_hosts),
+    )
+
+
+def _own_file(path: str | None) -> str | None:
+    return path if path is None else str(Path(path).expanduser().absolute())
+
+
+def _absolute(path: str) -> str:
+    return path if not path or path.startswith(("/", "~")) else str(Path.cwd() / path)
