@@ -22,6 +22,7 @@ from cluster.control.outcome import SilentObserver
 from cluster.control.stopping import StopRequests
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
+from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
@@ -32,12 +33,13 @@ SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others 
 
 
 def check_collectives(
-    nodes: tuple[str, ...], cluster: ClusterConfig, overrides: Sequence[str], *, dry_run: bool, as_json: bool
+    hosts: Sequence[Host], cluster: ClusterConfig, overrides: Sequence[str], *, dry_run: bool, as_json: bool
 ) -> int:
-    """The exit code of the measurement on `nodes` (none: this machine), 1 where it failed or something is slow.
+    """The exit code of the measurement on `hosts` (none: this machine), 1 where it failed or something is slow.
 
     overrides: what was typed. Raises UnfitNodesError for nodes that cannot carry a launch.
     """
+    nodes = tuple(host.name for host in hosts)
     cluster = replace(cluster, launcher="auto", nodes=fold_nodes(nodes) if nodes else None)
     asked = Asked(nodes or None, tuple(overrides), dry_run=dry_run, busy=render.stderr().status, module=MODULE)
     survey = runner_for(cluster).survey(RunConfig(exp=EXP, cluster=cluster), asked)

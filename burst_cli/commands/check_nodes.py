@@ -113,8 +113,7 @@ def check_nodes(
     if collectives:
         from burst_cli.collectives import check_collectives
 
-        names = tuple(host.name for host in targets)
-        raise typer.Exit(check_collectives(names, config.cluster, overrides or (), dry_run=dry_run, as_json=as_json))
+        raise typer.Exit(check_collectives(targets, config.cluster, overrides or (), dry_run=dry_run, as_json=as_json))
     raise typer.Exit(run_check(targets, config, options, output))
 
 
