@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class TensorArithmetic:
             return
         shared = set()  # kv heads that a part before has written
         for part in ends(split_heads(q, fields["kv"]["k"], limit)):
-            run(replace(tile, stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
+            run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
             shared.add(part.keys.start)
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:

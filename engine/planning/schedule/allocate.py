@@ -51,8 +51,7 @@ class Home(NamedTuple):
     where: Literal["device", "host"] = "device"
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """Rows of one rank's block, held by `rank`, written once; `number` identifies it on that rank."""
 
     number: int
@@ -197,7 +196,7 @@ class Lane:
     def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
         """As PlanBuilder.value, of this lane's heads unless `home` says otherwise."""
         home = home if isinstance(home, Home) else Home(home, self._heads)
-        return replace(self._builder.value(self._members[rank], home, rows, pin), rank=rank)
+        return self._builder.value(self._members[rank], home, rows, pin)._replace(rank=rank)
 
     def tile(self, step: int, rank: int, tile: Tile) -> None:
         """As PlanBuilder.tile."""
@@ -209,12 +208,12 @@ class Lane:
 
     def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
         """As PlanBuilder.message."""
-        outside = [replace(value, rank=self._members[value.rank]) for value in (src, dst)]
+        outside = [value._replace(rank=self._members[value.rank]) for value in (src, dst)]
         self._builder.message(self._at(post), self._at(wait), channel, outside[0], outside[1], rows)
 
     def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
         """As PlanBuilder.move."""
-        outside = [replace(value, rank=self._members[value.rank]) for value in (src, dst)]
+        outside = [value._replace(rank=self._members[value.rank]) for value in (src, dst)]
         self._builder.move(self._at(post), self._at(wait), outside[0], outside[1], rows)
 
     def reach(self, step: int) -> None:
@@ -302,7 +301,7 @@ def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
             for t in step.post
         ),
         tuple(
-            replace(t, q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
+            t._replace(q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
             for t in step.tiles
         ),
         step.wait,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Value
 from engine.planning.schedule.exchange import Exchange, HeadGroup, Span, kv_gradient_kind, return_kv
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind
@@ -120,4 +118,4 @@ class _Blocks:
 
 def _ring_of(blocks: list[list[Value]], head: int) -> list[Value]:
     """One part of the heads of every block, each with its index in the ring as rank."""
-    return [replace(values[head], rank=index) for index, values in enumerate(blocks)]
+    return [values[head]._replace(rank=index) for index, values in enumerate(blocks)]

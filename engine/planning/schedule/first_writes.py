@@ -72,7 +72,7 @@ class _Rows:
     def tile(self, tile: Tile) -> Tile:
         """A tile in its turn, which stores what is fresh."""
         stores, stores_kv = self._take(tile.acc), tile.acc_kv is not None and self._take(tile.acc_kv)
-        return replace(tile, stores=stores, stores_kv=stores_kv) if stores or stores_kv else tile
+        return tile._replace(stores=stores, stores_kv=stores_kv) if stores or stores_kv else tile
 
     def finish(self) -> None:
         """Results that nothing reached are what `init` made of them."""

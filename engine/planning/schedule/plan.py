@@ -153,8 +153,7 @@ class View(NamedTuple):
         return self.slot == other.slot and self.start < other.stop and other.start < self.stop
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high.
 
     Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
@@ -171,8 +170,7 @@ class Tile:
     stores_kv: bool = False  # to acc_kv
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One end of a message; `message` is the same number at both ends.
 
     load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
@@ -187,8 +185,7 @@ class Transfer:
     source: View | None = None
 
 
-@dataclass(frozen=True)
-class LocalOp:
+class LocalOp(NamedTuple):
     """Work on one rank's buffers.
 
     init   dst = 0, lse = -inf

@@ -24,7 +24,7 @@ Flags = npt.NDArray[np.bool_]
 Operand = Literal["kv", "q"]
 
 NOWHERE = 1 << 40  # a row that no block has
-LARGEST_BATCH = 1 << 20  # pairs of segments that are looked at together: some hundred MB
+LARGEST_BATCH = 1 << 15  # pairs of segments that are looked at together: their columns stay in cache
 
 
 class RowTable(NamedTuple):

@@ -49,7 +49,7 @@ def flights_of(plan: RankPlan) -> list[Flight]:
 def views_of(step: Step) -> Iterator[View]:
     """Every view of a step."""
     for item in (*step.pre, *step.post, *step.tiles, *step.after):
-        yield from (value for value in vars(item).values() if isinstance(value, View))
+        yield from (value for value in item if isinstance(value, View))
 
 
 def outside(plan: RankPlan) -> Iterator[str]:

@@ -60,7 +60,7 @@ def moved(item: Any, rng: random.Random) -> Any:
         return item + 1
     name, view = rng.choice(views)
     changes = [view._replace(slot=view.slot + 1), View(view.slot, view.start + 1, view.stop + 1)]
-    return replace(item, **{name: rng.choice(changes)})
+    return item._replace(**{name: rng.choice(changes)})
 
 
 def test_counting_finds_what_falsifies_numbers() -> None:
