@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.memory.cell import MemoryCell, write_memory_cell
 from benchmarks.memory.plot import write_memory_plot
 from benchmarks.memory.report import claims, complete_rows, loss_spread, markdown
-from burst_cli.bench_plot import check_plot_path
+from burst_cli.bench.plot import check_plot_path
 from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RESULT_FILE, RankSetup, Rounds
 from engine.config.errors import BurstError

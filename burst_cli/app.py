@@ -1,7 +1,7 @@
 """The `burst` command: the table of verbs, and the one place where errors become exit codes.
 
 A verb's module is imported only when that verb runs, so `burst --help` stays fast. To add a verb: write
-`burst_cli/commands/NAME.py` with `app = new_verb()` and an `@app.command()` in it, and add one line to VERBS.
+`burst_cli/NOUN/NAME.py` with `app = new_verb()` and an `@app.command()` in it, and add one line to VERBS.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Verb:
 
 
 VERBS = (
-    Verb("launch", "burst_cli.commands.launch", "Train: write the run folder, start the ranks, show progress."),
-    Verb("sweep", "burst_cli.commands.sweep", "Run every combination of listed values, resumable, and fill a table."),
-    Verb("runs", "burst_cli.commands.runs", "List runs, newest first: state, speed, MFU, loss, why one failed."),
-    Verb("status", "burst_cli.commands.status", "Show how a run is: progress, nodes, what went wrong, what to type."),
-    Verb("logs", "burst_cli.commands.logs", "Show what the ranks say, equal lines as one; -f follows to the end."),
-    Verb("cancel", "burst_cli.commands.cancel", "Stop runs and wait for their end, from any terminal."),
-    Verb("resume", "burst_cli.commands.resume", "Take over a run whose launcher is gone, or start its next attempt."),
-    Verb("checkpoint", "burst_cli.commands.checkpoint", "List, verify, export and prune checkpoints of a run."),
-    Verb("eval", "burst_cli.commands.eval", "Evaluate weights: validation, loss by position, needles by depth."),
-    Verb("model", "burst_cli.commands.model", "Show a model of Hugging Face as a configuration to train it with."),
-    Verb("plan", "burst_cli.commands.plan", "Show what a configuration will do: bytes, balance, buffers, time."),
-    Verb("report", "burst_cli.commands.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
-    Verb("bench", "burst_cli.commands.bench", "Measure attention, its communication alone, or the loss."),
-    Verb("config", "burst_cli.commands.config", "Show the composed configuration and where each value comes from."),
-    Verb("data", "burst_cli.commands.data", "Prepare training data."),
-    Verb("check-nodes", "burst_cli.commands.check_nodes", "Check GPUs, network, disks and software of every node."),
-    Verb("env", "burst_cli.commands.env", "Show, write or check the NCCL environment of every node, with reasons."),
-    Verb("image", "burst_cli.commands.image", "Build the container image and bring it to every node over SSH."),
-    Verb("hosts", "burst_cli.commands.hosts", "List the nodes; trust or forget their host keys."),
-    Verb("testbed", "burst_cli.commands.testbed", "A virtual cluster on this machine, to rehearse every verb on."),
+    Verb("launch", "burst_cli.launch.launch", "Train: write the run folder, start the ranks, show progress."),
+    Verb("sweep", "burst_cli.sweep.sweep", "Run every combination of listed values, resumable, and fill a table."),
+    Verb("runs", "burst_cli.runs.runs", "List runs, newest first: state, speed, MFU, loss, why one failed."),
+    Verb("status", "burst_cli.runs.status", "Show how a run is: progress, nodes, what went wrong, what to type."),
+    Verb("logs", "burst_cli.logs.logs", "Show what the ranks say, equal lines as one; -f follows to the end."),
+    Verb("cancel", "burst_cli.runs.cancel", "Stop runs and wait for their end, from any terminal."),
+    Verb("resume", "burst_cli.launch.resume", "Take over a run whose launcher is gone, or start its next attempt."),
+    Verb("checkpoint", "burst_cli.checkpoint.checkpoint", "List, verify, export and prune checkpoints of a run."),
+    Verb("eval", "burst_cli.eval.eval", "Evaluate weights: validation, loss by position, needles by depth."),
+    Verb("model", "burst_cli.plan.model", "Show a model of Hugging Face as a configuration to train it with."),
+    Verb("plan", "burst_cli.plan.plan", "Show what a configuration will do: bytes, balance, buffers, time."),
+    Verb("report", "burst_cli.report.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
+    Verb("bench", "burst_cli.bench.bench", "Measure attention, its communication alone, or the loss."),
+    Verb("config", "burst_cli.config.config", "Show the composed configuration and where each value comes from."),
+    Verb("data", "burst_cli.data.data", "Prepare training data."),
+    Verb("check-nodes", "burst_cli.nodes.check_nodes", "Check GPUs, network, disks and software of every node."),
+    Verb("env", "burst_cli.nodes.env", "Show, write or check the NCCL environment of every node, with reasons."),
+    Verb("image", "burst_cli.image.image", "Build the container image and bring it to every node over SSH."),
+    Verb("hosts", "burst_cli.nodes.hosts", "List the nodes; trust or forget their host keys."),
+    Verb("testbed", "burst_cli.nodes.testbed", "A virtual cluster on this machine, to rehearse every verb on."),
 )
 
 

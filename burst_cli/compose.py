@@ -27,10 +27,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_dump
 
-from burst_cli.conf_dirs import list_options, search_path
-from burst_cli.overrides import Groups, Override, grammar_problem, override_problem
-from burst_cli.sources import Layer, trace_sources
-from burst_cli.step_limits import fit_to_steps
+from burst_cli.config.conf_dirs import list_options, search_path
+from burst_cli.config.overrides import Groups, Override, grammar_problem, override_problem
+from burst_cli.config.sources import Layer, trace_sources
+from burst_cli.config.step_limits import fit_to_steps
 from burst_cli.sweep.grammar import MOST_CELLS, Axis
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems

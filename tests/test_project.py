@@ -18,7 +18,7 @@ import pytest
 
 from burst_cli import __version__
 from burst_cli.app import VERBS
-from burst_cli.conf_dirs import builtin_conf_dir, list_options
+from burst_cli.config.conf_dirs import builtin_conf_dir, list_options
 from engine.planning.methods.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent

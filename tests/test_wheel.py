@@ -60,8 +60,8 @@ def test_wheel_writes_a_report_page_with_published_figures(installed: Path, tmp_
     result = burst(installed, tmp_path, "report", "--format", "html", "--published", "all")
     assert result.returncode == 0, result.stderr
     assert "FPDT abstract" in (tmp_path / "report.html").read_text()
-    data = {path.name for path in (ROOT / "burst_cli/published").iterdir()}
-    assert {path.name for path in (installed / "burst_cli/published").iterdir()} == data
+    data = {path.name for path in (ROOT / "burst_cli/report/published").iterdir()}
+    assert {path.name for path in (installed / "burst_cli/report/published").iterdir()} == data
 
 
 def test_wheel_holds_configuration_licence_and_image_files_and_no_tests(installed: Path) -> None:

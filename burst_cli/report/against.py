@@ -266,7 +266,7 @@ class Published:
 
 def load_published(name: str) -> tuple[Published, ...]:
     """The rows of one system, or of `all`. Raises ConfigError that lists the systems."""
-    content = (resources.files("burst_cli") / "published" / "figures.csv").read_text(encoding="utf-8")
+    content = (resources.files("burst_cli.report") / "published" / "figures.csv").read_text(encoding="utf-8")
     rows = tuple(_published(row) for row in csv.DictReader(io.StringIO(content)))
     systems = sorted({row.system.lower() for row in rows})
     if name != "all" and name.lower() not in systems:

@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
+from burst_cli.eval.view import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.figures import count_of
 from burst_cli.render import PIPE_WIDTH
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
-from burst_cli.report.evaluation import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from burst_cli.memory_check import MemoryPlanner, check_memory
-from burst_cli.plan_candidates import flops_of, group_topology
+from burst_cli.plan.candidates import flops_of, group_topology
+from burst_cli.plan.memory_check import MemoryPlanner, check_memory
 from burst_cli.values import seconds_between
 from cluster.facts import NodeFacts
 from cluster.launch.runner import runner_for

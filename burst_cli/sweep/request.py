@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burst_cli.compose import compose, sweep_axes
-from burst_cli.memory_check import MemoryPlanner
+from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import LaunchJudge, measured_runs
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import typer
-from run_maker import make_run, write_log
 from test_model_verb import MODEL, WEIGHTS, hugging_face_folder
+from testkit.run_maker import make_run, write_log
 from testkit.saved_checkpoints import save_checkpoint
 
 from burst_cli.app import VERBS

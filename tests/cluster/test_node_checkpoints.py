@@ -11,7 +11,7 @@ from rich.console import Console
 from testkit.local_connection import LocalConnection
 from testkit.saved_checkpoints import newest_verified
 
-from burst_cli.checkpoint_view import Pruned, prune_run
+from burst_cli.checkpoint.view import Pruned, prune_run
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.ssh.connection import Connection

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from burst_cli.plan_candidates import MemoryRequest, plan_one
+from burst_cli.plan.candidates import MemoryRequest, plan_one
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime

@@ -9,7 +9,7 @@ from pathlib import Path
 from env_topologies import SISTERS, machine, node, port
 from rich.console import Console, RenderableType
 
-from burst_cli.env_view import CheckReport, check_report, files_view, fleet_view, fold_environments, report_view
+from burst_cli.nodes.env_view import CheckReport, check_report, files_view, fleet_view, fold_environments, report_view
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource

@@ -11,7 +11,7 @@ from rich.console import Console
 from test_image_plan import EMPTY, IDENTITY, MIB
 
 from burst_cli.app import main
-from burst_cli.image_view import (
+from burst_cli.image.view import (
     PlainPushView,
     open_push_view,
     plan_view,

@@ -1,0 +1,1 @@
+"""`burst bench`: measurements as tables and pictures."""

@@ -1,0 +1,266 @@
+"""`burst bench attention|exchange|loss`: measurements on this machine, variants in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import JsonOption
+from engine.bench.ranks import RankProgram, measure_cell
+from engine.bench.spec import (
+    AttentionCell,
+    Backend,
+    HeadShape,
+    LossCell,
+    Measured,
+    RankSetup,
+    Rounds,
+    check_points,
+)
+from engine.config.errors import ConfigError
+from engine.config.settings import Dtype
+
+app = new_verb(help="Measure attention, its communication alone, or the loss.")
+
+PresetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--presets",
+        metavar="NAME[:FIELD=VALUE]...,...",
+        help="Presets with fields of the group attention that differ, e.g. ring,burst:backward_circulates=q; "
+        "default: every preset that is legal here.",
+        show_default=False,
+    ),
+]
+MasksOption = Annotated[
+    str,
+    typer.Option(
+        "--masks",
+        metavar="NAME[:FIELD=VALUE]...,...",
+        help="Masks with fields of the group attention, e.g. causal,full,window:window_tokens=1024.",
+    ),
+]
+SeqLensOption = Annotated[str, typer.Option("--seq-lens", metavar="N,...", help="Lengths of the sequence in tokens.")]
+RanksOption = Annotated[int, typer.Option("--ranks", help="Processes that share the sequence.")]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes that the ranks are taken to lie on.")]
+HeadsOption = Annotated[int, typer.Option("--heads", help="Query heads.")]
+KvHeadsOption = Annotated[
+    int | None, typer.Option("--kv-heads", help="Key and value heads; default: as --heads.", show_default=False)
+]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", help="Width of a head.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the inputs.")]
+BackendOption = Annotated[Backend, typer.Option("--backend", help="Transport; auto: nccl with GPUs, else gloo.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", help="Measured calls of each variant.")]
+WarmupOption = Annotated[int, typer.Option("--warmup", help="Calls of each variant before that.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")]
+RankCommandOption = Annotated[
+    str,
+    typer.Option(
+        "--rank-command",
+        metavar="COMMAND",
+        help="What starts each rank; {rank}, {node} and {local_rank} are replaced: 'ip netns exec bench{rank}'.",
+    ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE.json", help="Write the results here.", show_default=False)
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.svg|png", help="Draw the results (needs matplotlib).", show_default=False),
+]
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure attention, its communication alone, or the loss.
+
+    Variants take turns in every round, the slowest rank's time counts, and only ratios within one table mean
+    something on a shared machine. Exit codes: 0 ok, 1 a rank failed, 2 usage, 130 interrupted.
+    """
+
+
+def _attention_command(measured: Measured) -> Callable[..., None]:
+    def command(
+        presets: PresetsOption = None,
+        masks: MasksOption = "causal",
+        seq_lens: SeqLensOption = "4096",
+        ranks: RanksOption = 4,
+        nodes: NodesOption = 1,
+        heads: HeadsOption = 8,
+        kv_heads: KvHeadsOption = None,
+        head_dim: HeadDimOption = 64,
+        dtype: DtypeOption = "bfloat16",
+        backend: BackendOption = "auto",
+        repeats: RepeatsOption = 5,
+        warmup: WarmupOption = 1,
+        threads: ThreadsOption = 1,
+        rank_command: RankCommandOption = "",
+        output: OutputOption = None,
+        plot: PlotOption = None,
+        as_json: JsonOption = False,
+    ) -> None:
+        cell = AttentionCell(
+            measured=measured,
+            variants=_variants(presets),
+            setup=RankSetup(ranks, nodes, threads, backend),
+            shape=HeadShape(heads, kv_heads or heads, head_dim, dtype),
+            rounds=Rounds(repeats, warmup),
+        )
+        mask_list = _words(masks, "--masks")
+        check_points(cell.variants, mask_list)
+        cells = [
+            dataclasses.replace(cell, mask=mask, seq_len=length)
+            for mask in mask_list
+            for length in _numbers(seq_lens, "--seq-lens")
+        ]
+        _check_paths(output, plot)
+        program = RankProgram("engine.bench.attention", tuple(shlex.split(rank_command)))
+        _show(_measure_attention(cells, program), output=output, plot=plot, as_json=as_json)
+
+    return command
+
+
+app.command(
+    "attention",
+    help="Seconds of attention forward and backward by preset, what communication adds, and bytes sent.\n\n"
+    "exposed is the time minus that of the same plan with a transport that moves nothing.",
+)(_attention_command("attention"))
+app.command(
+    "exchange",
+    help="The communication pattern alone: the transfers of every preset without computing, in seconds and MB/s.",
+)(_attention_command("exchange"))
+
+
+@app.command()
+def loss(
+    rows: Annotated[str, typer.Option("--rows", metavar="N,...", help="Tokens.")] = "2048,8192,32768",
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Rows of the LM head.")] = 32768,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="Width of the hidden states.")] = 512,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Rows of logits alive at once (fused).")] = 2048,
+    max_plain_rows: Annotated[
+        int, typer.Option("--max-plain-rows", help="Above it the plain loss is left out.")
+    ] = 16384,
+    dtype: DtypeOption = "bfloat16",
+    repeats: RepeatsOption = 5,
+    warmup: WarmupOption = 1,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="CPU threads; default: as torch chooses.", show_default=False)
+    ] = None,
+    output: OutputOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Seconds and peak memory of LM head and loss, forward and backward: fused against plain."""
+    cell = LossCell(
+        rows=tuple(_numbers(rows, "--rows")),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        max_plain_rows=max_plain_rows,
+        threads=threads,
+        rounds=Rounds(repeats, warmup),
+    )
+    _check_paths(output, plot)
+    document = _document("loss", dataclasses.asdict(cell))
+    result = measure_cell(cell, RankProgram("engine.bench.loss"), RankSetup(ranks=1))
+    document["environment"] = result["environment"] | document["environment"]
+    document["results"] = result["results"]
+    _show(document, output=output, plot=plot, as_json=as_json)
+
+
+def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict[str, Any]:
+    """The document of all cells, measured one after the other; progress on stderr."""
+    from burst_cli import render
+
+    first = cells[0]
+    settings = {
+        **dataclasses.asdict(first.setup),
+        **dataclasses.asdict(first.shape),
+        **dataclasses.asdict(first.rounds),
+    }
+    document = _document(first.measured, settings)
+    for cell in cells:
+        legal, skipped = cell.legal_variants()
+        if legal:
+            text = f"{cell.mask}, {cell.seq_len:,} tokens: {len(legal)} variants on {cell.setup.ranks} ranks"
+            render.stderr().print(text, style="dim", markup=False)
+            result = measure_cell(dataclasses.replace(cell, variants=legal), program, cell.setup)
+            document["environment"] = result["environment"] | document["environment"]
+            document["results"] += result["results"]
+            skipped |= result["skipped"]
+        place = {"mask": cell.mask, "seq_len": cell.seq_len}
+        document["skipped"] += [{"variant": name, **place, "reason": reason} for name, reason in skipped.items()]
+    if not document["results"]:
+        lines = (f"{entry['variant']}: {entry['reason']}" for entry in document["skipped"])
+        raise ConfigError(["bench: no variant is legal here", *dict.fromkeys(lines)])
+    return document
+
+
+def _document(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
+    load = round(os.getloadavg()[0], 2)  # before our own ranks add to it
+    environment = {"command": shlex.join(["burst", *sys.argv[1:]]), "load": load}
+    return {"benchmark": benchmark, "environment": environment, "settings": settings, "results": [], "skipped": []}
+
+
+def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, as_json: bool) -> None:
+    from burst_cli import render
+
+    if as_json:
+        render.emit_json(document)
+    else:
+        from burst_cli.bench.view import bench_view
+
+        render.stdout().print(bench_view(document))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        from burst_cli.bench.plot import write_plot
+
+        write_plot(document, plot)
+    for path in filter(None, (output, plot)):
+        render.stderr().print(f"written: {path}", style="dim", markup=False)
+
+
+def _check_paths(output: Path | None, plot: Path | None) -> None:
+    """Refuse before hours of measuring what could not be written afterwards."""
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output: {output} is a folder; expected the name of a file")
+    if plot is not None:
+        from burst_cli.bench.plot import check_plot_path
+
+        check_plot_path(plot)
+
+
+def _variants(presets: str | None) -> tuple[str, ...]:
+    if presets is None:
+        from engine.planning.methods.presets import PRESETS
+
+        return tuple(PRESETS)
+    return tuple(_words(presets, "--presets"))
+
+
+def _words(text: str, option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words) or len(set(words)) != len(words):
+        raise ConfigError(f"{option}: got {text!r}; expected different values separated by commas, none of them empty")
+    return words
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    from engine.config.schema import tokens_of
+
+    words = [str(tokens_of(word)) for word in _words(text, option)]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{option}: got {text!r}; expected positive whole numbers, such as 4096,128K")
+    return [int(word) for word in words]

@@ -1,0 +1,1 @@
+"""`burst checkpoint`: what a run has saved, here and on its nodes."""

@@ -1,0 +1,171 @@
+"""`burst checkpoint`: what a run has saved, whether it is as it was written, its weights for others, what may go."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.completion import complete_run
+from burst_cli.options import JsonOption, RunsDirOption
+
+app = new_verb(help="List, verify, fetch, export and prune the checkpoints of a run.")
+
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="A run id (or how it begins, or its last six digits), EXP, EXP/ID or a folder; none: the newest run.",
+        autocompletion=complete_run,
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def _checkpoint() -> None:
+    """List, verify, fetch, export and prune the checkpoints of a run.
+
+    They are written at the end of a run and when it is asked to stop (train.checkpoint.at_end), and on the way with
+    train.checkpoint.every_steps or every_minutes. A run that is taken up again goes on from its newest undamaged one.
+    """
+
+
+@app.command("list")
+def list_all(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+    """Show the checkpoints of a run, newest first; nothing is read but their manifests.
+
+    The nodes of a run over SSH are asked for theirs.
+
+    Exit codes: 0, also when there is none; 1 if one has no readable manifest.
+    """
+    _show(run, runs_dir, as_json=as_json, verify=False)
+
+
+@app.command()
+def verify(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+    """Read every checkpoint of a run whole, where it lies, and compare it with what was written. Changes nothing.
+
+    Exit codes: 0 all are as they were written, 1 one is damaged.
+    """
+    _show(run, runs_dir, as_json=as_json, verify=True)
+
+
+@app.command()
+def fetch(
+    run: RunArgument = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest whole one.")
+    ] = None,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a checkpoint from the nodes of a run into its run folder on this machine, and compare what came.
+
+    What an interrupted fetch has brought is not brought again.
+
+    Exit codes: 0 it is here, 1 no node has it whole.
+    """
+    from burst_cli import render
+    from burst_cli.checkpoint.nodes import bring
+    from burst_cli.checkpoint.view import checkpoint_of_step
+    from burst_cli.runs.choose import choose_run
+
+    chosen = choose_run(run, runs_dir)
+    found = bring(chosen, step, render.stderr()) or checkpoint_of_step(chosen, step)
+    if as_json:
+        render.emit_json({"run_id": chosen.run_id, "step": found.step, "path": str(found.path)})
+    else:
+        render.stdout().print(f"step {found.step} is in {found.path}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def prune(
+    run: RunArgument = None,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Newest ones that stay.")] = 2,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-every", min=1, help="Those of multiples of this many steps stay, too.", show_default=False
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete old checkpoints of a run that has ended, here and on its nodes. The newest undamaged one always stays.
+
+    Exit codes: 0 done, 1 one could not be deleted, a node did not answer or the run has not ended.
+    """
+    from burst_cli import render
+    from burst_cli.checkpoint.nodes import on_nodes
+    from burst_cli.checkpoint.view import prune_run, pruned_text
+    from burst_cli.runs.choose import choose_run
+
+    chosen = choose_run(run, runs_dir)
+    console = render.stderr()
+    with on_nodes(chosen, console) as away:
+        result = prune_run(chosen, away, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=console)
+    if as_json:
+        render.emit_json(result.to_dict())
+    else:
+        render.stdout().print(pruned_text(result), soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run id (or how it begins, or its last six digits), EXP, EXP/ID or a folder.",
+            autocompletion=complete_run,
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="A new folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest undamaged one.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format of the weights: bfloat16 or float32.")
+    ] = "bfloat16",
+    file_gib: Annotated[float, typer.Option("--file-gib", min=0.001, help="Size of one file at most, in GiB.")] = 5.0,
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the weights of a checkpoint as a folder that transformers loads.
+
+    The checkpoint is fetched from the run's nodes if it is not here, and verified. One weight is in memory at a time,
+    and the folder appears when it is whole: with config.json and the run's tokenizer (`bytes` has none).
+
+    Exit codes: 0 written, 1 the checkpoint is damaged or missing, or the folder cannot be written, 2 --dtype is
+    unknown or transformers has no model of this shape.
+    """
+    from burst_cli import render
+    from burst_cli.checkpoint.export import export_run, exported_text
+    from burst_cli.runs.choose import choose_run
+
+    chosen = choose_run(run, runs_dir)
+    result = export_run(chosen, folder, step=step, dtype=dtype, file_gib=file_gib, console=render.stderr())
+    if as_json:
+        render.emit_json(dataclasses.asdict(result) | {"folder": str(result.folder)})
+    else:
+        render.stdout().print(exported_text(result), soft_wrap=True)
+
+
+def _show(run: str | None, runs_dir: RunsDirOption, *, as_json: bool, verify: bool) -> None:
+    from burst_cli import render
+    from burst_cli.checkpoint.view import checkpoints_table, examine
+    from burst_cli.runs.choose import choose_run
+
+    chosen = choose_run(run, runs_dir)
+    entries = examine(chosen, verify=verify, console=render.stderr())
+    if as_json:
+        render.emit_json({"run_id": chosen.run_id, "checkpoints": [entry.to_dict() for entry in entries]})
+    elif not entries:
+        render.stdout().print(f"{chosen.exp}/{chosen.run_id} has no checkpoints.")
+    else:
+        render.stdout().print(checkpoints_table(entries))
+    raise typer.Exit(1 if any(entry.problem for entry in entries) else 0)

@@ -1,0 +1,237 @@
+"""What `burst checkpoint` shows and does: manifests read, files compared, old ones deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli.checkpoint.nodes import on_nodes, progress_bar
+from burst_cli.figures import DASH, binary_bytes, count
+from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
+from cluster.ssh.nodes import fold_nodes
+from engine.runs.commit import (
+    checkpoints_of,
+    list_checkpoints,
+    open_checkpoint,
+    remove,
+    superfluous,
+    verify_files,
+)
+from engine.runs.folder import FINAL_STATES, RunFolder
+from engine.runs.manifest import CheckpointError, Manifest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint. verified: whether its files were compared with its manifest; problem: what is wrong with it.
+
+    path: of its folder on this machine, or in that of the run on `nodes`; nodes: who holds its parts, None: here.
+    """
+
+    step: int
+    path: str
+    nodes: str | None = None
+    saved_at: str | None = None
+    bytes: int | None = None
+    tokens: int | None = None
+    ranks: int | None = None
+    verified: bool = False
+    problem: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Which steps went (or would go) and which stay."""
+
+    run_id: str
+    removed: tuple[int, ...]
+    kept: tuple[int, ...]
+    freed_bytes: int
+    dry_run: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HereCheckpoint:
+    """A checkpoint on this machine, which is asked as one on nodes is. problem: why its manifest cannot be read."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None = None
+    nodes = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(child.stat().st_size for child in self.path.iterdir() if child.is_file())
+
+    def verify(self, advance: Callable[[int], None]) -> str | None:
+        """What differs from the manifest; None: nothing does."""
+        if self.manifest is not None:
+            try:
+                verify_files(self.path, self.manifest, advance=advance)
+            except CheckpointError as error:
+                return str(error)
+        return self.problem
+
+    def remove(self) -> None:
+        """Delete it. Raises CheckpointError."""
+        try:
+            remove(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be deleted: {error.strerror}") from error
+
+
+Held = HereCheckpoint | NodeCheckpoint
+One = TypeVar("One", HereCheckpoint, NodeCheckpoint)
+
+
+def checkpoints_here(run: RunFolder) -> list[HereCheckpoint]:
+    """The run's checkpoints on this machine, newest first."""
+    found = []
+    for checkpoint in list_checkpoints(checkpoints_of(run.path)):
+        try:
+            found.append(HereCheckpoint(checkpoint.step, checkpoint.path, open_checkpoint(checkpoint)))
+        except CheckpointError as error:
+            found.append(HereCheckpoint(checkpoint.step, checkpoint.path, None, str(error)))
+    return found
+
+
+def checkpoint_of_step(run: RunFolder, step: int | None) -> HereCheckpoint:
+    """The run's checkpoint of `step`, or its newest, on this machine. Raises CheckpointError when there is none."""
+    known = checkpoints_here(run)
+    for checkpoint in known:
+        if step in (None, checkpoint.step):
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in known) or "none"
+    what = "checkpoint" if step is None else f"checkpoint of step {step}"
+    raise CheckpointError(f"run {run.run_id} has no {what}; it has {steps}")
+
+
+def compared(one: Held, console: Console) -> str | None:
+    """What is wrong with it, every file read where it lies, which a bar on `console` shows; None: nothing is."""
+    with progress_bar(console, f"step {one.step}", one.manifest.bytes if one.manifest else 0) as advance:
+        return one.verify(advance)
+
+
+def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
+    """The first of `found` that is as it was written; damaged ones are named on `console`."""
+    for one in found:
+        problem = compared(one, console)
+        if problem is None:
+            return one
+        where = " on nodes" if one.nodes else ""
+        console.print(Text(f"step {one.step}{where} is passed over: {problem}", "yellow"), soft_wrap=True)
+    return None
+
+
+def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
+    """The run's checkpoints, newest first, those here before those on its nodes; `verify`: with every file read where
+    it lies.
+    """
+    with on_nodes(run, console) as answer:
+        found: list[Held] = [*checkpoints_here(run), *answer.found]
+        return [_entry(one, verify, console) for one in sorted(found, key=lambda one: -one.step)]
+
+
+def _entry(one: Held, verify: bool, console: Console) -> Entry:
+    path = one.path if isinstance(one, HereCheckpoint) else Path(f"checkpoints/step-{one.step:08d}")
+    nodes = None if isinstance(one, HereCheckpoint) else one.nodes or "nodes"
+    problem = compared(one, console) if verify else one.problem
+    entry = Entry(one.step, str(path), nodes, verified=verify and problem is None, problem=problem)
+    if one.manifest is None:
+        return entry
+    tokens = one.manifest.state.get("tokens")
+    return replace(
+        entry,
+        saved_at=one.manifest.saved_at,
+        bytes=one.manifest.bytes,
+        tokens=tokens if isinstance(tokens, int) else None,
+        ranks=len(one.manifest.files),
+    )
+
+
+def checkpoints_table(entries: Sequence[Entry]) -> Table:
+    """One row per checkpoint."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "tokens", "size", "ranks"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("saved", no_wrap=True)
+    table.add_column("where", no_wrap=True)
+    table.add_column("")
+    for entry in entries:
+        state = Text("as it was written", "green") if entry.verified else Text("")
+        table.add_row(
+            str(entry.step),
+            DASH if entry.tokens is None else count(entry.tokens),
+            binary_bytes(entry.bytes),
+            DASH if entry.ranks is None else str(entry.ranks),
+            entry.saved_at or DASH,
+            entry.nodes or "here",
+            state if entry.problem is None else Text(entry.problem, "red"),
+        )
+    return table
+
+
+def prune_run(
+    run: RunFolder,
+    away: NodeCheckpoints,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    dry_run: bool,
+    console: Console,
+) -> Pruned:
+    """Delete all but the newest `keep_last`, multiples of `keep_every` and the newest undamaged ones: of those here and
+    those on its nodes (`away`), which count as one where they are of the same step.
+
+    Raises CheckpointError while the run has not ended, where a node does not answer, and for the first that cannot be
+    deleted.
+    """
+    if run.read_state()["state"] not in FINAL_STATES:
+        raise CheckpointError(
+            f"run {run.run_id} has not ended and keeps its own checkpoints (train.checkpoint.keep_last); "
+            "wait for its end, or `burst cancel` it"
+        )
+    if away.errors:
+        raise CheckpointError(
+            f"no answer of {fold_nodes(sorted(away.errors))}, so nothing is deleted: which checkpoints are whole is "
+            "not known; try again when all nodes of the run answer"
+        )
+    here = checkpoints_here(run)
+    found: list[Held] = [*here, *away.found]
+    kept = [one.step for one in (newest_undamaged(here, console), newest_undamaged(away.found, console)) if one]
+    steps = sorted({one.step for one in found}, reverse=True)
+    gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=kept)
+    leaving = [one for one in found if one.step in gone]
+    freed = sum(one.size for one in leaving)
+    for one in leaving if not dry_run else ():
+        one.remove()
+    return Pruned(run.run_id, tuple(gone), tuple(step for step in steps if step not in gone), freed, dry_run)
+
+
+def pruned_text(result: Pruned) -> str:
+    """What was done, for people."""
+    if not result.removed:
+        return f"nothing to delete; kept: {_steps(result.kept)}"
+    did = "would delete" if result.dry_run else "deleted"
+    size = binary_bytes(result.freed_bytes)
+    return f"{did} {_steps(result.removed)}, {size}; kept: {_steps(result.kept)}"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {', '.join(map(str, sorted(steps)))}" if steps else "none"

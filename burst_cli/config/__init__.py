@@ -1,0 +1,1 @@
+"""Configuration files, overrides, where a value comes from, and `burst config`."""

@@ -1,0 +1,1 @@
+"""`burst data` and its progress."""

@@ -1,0 +1,130 @@
+"""`burst data prepare`: tokenise the corpus of a configuration now, so that launches find it ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.app import new_verb
+from burst_cli.data.progress import show_progress
+from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from engine.config.settings import RunConfig
+from engine.data import LengthClass, LengthRule, PreparedData, TokenShards, length_classes, prepare
+
+app = new_verb(help="Prepare training data.")
+
+
+@app.callback()
+def _data() -> None:
+    """Prepare training data."""
+
+
+@app.command("prepare")
+def prepare_data(
+    overrides: OverridesArgument = None, config_dir: ConfigDirOption = None, as_json: JsonOption = False
+) -> None:
+    """Tokenise the corpus of a configuration and show what came out.
+
+    Composes the same configuration as `burst launch`. Data that is already prepared is found again, not made again.
+    With data.length_buckets it also shows how many samples of train.seq_len tokens each length of document has.
+    """
+    # Hydra is slow to import, and `burst data --help` does not need it.
+    from burst_cli.compose import compose
+
+    config = compose(overrides or [], config_dir or []).config
+    start_s = time.monotonic()
+    with show_progress(render.stderr()) as progress:
+        prepared = prepare(config.data, progress=progress)
+    elapsed_s = time.monotonic() - start_s
+    classes = _classes(prepared, config)
+    if as_json:
+        lengths = [dataclasses.asdict(one) for one in classes] if classes else None
+        facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
+        render.emit_json(describe(prepared) | facts)
+    else:
+        _print_table(prepared, elapsed_s)
+        if classes:
+            _print_classes(classes, config.train.seq_len)
+    for one in classes:
+        if one.is_missing:
+            text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
+            render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
+
+
+def _classes(prepared: PreparedData, config: RunConfig) -> list[LengthClass]:
+    """The classes of the training split by length of document; none where they are not asked for."""
+    rule = LengthRule(config.data.length_buckets, config.data.length_weights)
+    return length_classes(prepared.train, config.train.seq_len, rule) if rule else []
+
+
+def describe(prepared: PreparedData) -> dict[str, Any]:
+    """The prepared data as plain values; null where shards made elsewhere do not tell."""
+    return {
+        "path": prepared.path,
+        "tokenizer": prepared.tokenizer,
+        "vocab_size": prepared.vocab_size,
+        "content_hash": prepared.content_hash,
+        "source": prepared.train.manifest.source,
+        "splits": {"train": _describe_split(prepared.train), "validation": _describe_split(prepared.validation)},
+    }
+
+
+def _describe_split(shards: TokenShards) -> dict[str, Any]:
+    text_bytes = shards.text_bytes
+    return {
+        "documents": shards.document_count,
+        "text_bytes": text_bytes,
+        "tokens": shards.token_count,
+        "bytes_per_token": None if text_bytes is None else text_bytes / shards.token_count,
+        "shards": len(shards.manifest.files),
+    }
+
+
+def _print_table(prepared: PreparedData, elapsed_s: float) -> None:
+    document = describe(prepared)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("split")
+    for heading in ("documents", "text", "tokens", "bytes per token", "shards"):
+        table.add_column(heading, justify="right")
+    for name, split in document["splits"].items():
+        documents = split["documents"]
+        table.add_row(
+            name,
+            DASH if documents is None else f"{documents:,}",
+            binary_bytes(split["text_bytes"]),
+            f"{split['tokens']:,}",
+            plain(split["bytes_per_token"], 2),
+            str(split["shards"]),
+        )
+    console = render.stdout()
+    console.print(table)
+    facts = [
+        f"source     {document['source'] or 'not recorded'}",
+        f"tokenizer  {document['tokenizer'] or 'not recorded'}, vocabulary of {prepared.vocab_size:,}",
+        f"folder     {prepared.path}",
+        f"ready in   {seconds(elapsed_s)}",
+    ]
+    for line in facts:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _print_classes(classes: Sequence[LengthClass], seq_len: int) -> None:
+    """How many samples each length of document has, and how much more often they are seen than without weights."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tokens of a document")
+    for heading in ("samples", "tokens", "share", "weight", "seen"):
+        table.add_column(heading, justify="right")
+    for one in classes:
+        seen = f"x {one.weight / one.share:.3g}" if one.samples else DASH
+        figures = (f"{one.samples:,}", f"{one.tokens:,}", percent(one.share), percent(one.weight), seen)
+        table.add_row(one.name, *figures)
+    console = render.stdout()
+    console.print(Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"))
+    console.print(table)

@@ -1,0 +1,1 @@
+"""`burst eval`, and how an evaluation is shown."""

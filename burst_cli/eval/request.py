@@ -1,0 +1,110 @@
+"""From a run to the evaluation of its weights: the configuration to begin with, and where the weights lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from burst_cli import render
+from burst_cli.checkpoint.nodes import bring
+from burst_cli.checkpoint.view import checkpoint_of_step
+from burst_cli.compose import compose
+from burst_cli.launch.request import LaunchRequest
+from burst_cli.runs.choose import choose_run
+from cluster.launch.runner import runner_for
+from cluster.plan_record import PlanFileError, read_launch_plan
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, load_config
+from engine.runs.commit import checkpoints_of, list_checkpoints
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import CheckpointError
+
+# What every evaluation is told: nothing is saved, and nothing trained.
+OVERRIDES = (
+    "train.evaluate_only=true",
+    "train.checkpoint.at_end=false",
+    "train.checkpoint.every_steps=null",
+    "train.checkpoint.every_minutes=null",
+)
+
+
+def evaluation_request(words: tuple[str, ...], step: int | None, options: LaunchRequest) -> LaunchRequest:
+    """The launch that evaluates what `words` name: a run and overrides, or overrides alone, by the files.
+
+    Raises ConfigError for a run that does not exist or cannot be read, CheckpointError for one without weights.
+    """
+    name, overrides = _split(words)
+    if name is None:
+        if step is not None:
+            raise ConfigError(f"--step {step} is of a run, but none is named; write burst eval RUN --step {step}")
+        return replace(options, overrides=(*OVERRIDES, *overrides))
+    if any(word.startswith("exp=") for word in overrides):
+        raise ConfigError(f"burst eval {name}: the run says what is evaluated, so exp= cannot; leave one of them out")
+    run = choose_run(name, options.runs_dir)
+    base = evaluation_base(run)
+    words = (*OVERRIDES, words_of(weights_of(run, step)), *overrides)
+    if _evaluates_here(options, words, base) and (brought := bring(run, step, render.stderr())) is not None:
+        words = (*OVERRIDES, words_of(str(brought.path.absolute())), *overrides)
+    return replace(options, overrides=words, base=base)
+
+
+def _evaluates_here(options: LaunchRequest, words: tuple[str, ...], base: RunConfig) -> bool:
+    """Whether the ranks will be on this machine, which may not be where those of the run were."""
+    if options.hosts is not None or options.hostfile is not None or runner_for(base.cluster).is_here:
+        return False
+    return runner_for(compose(words, options.config_dirs, base).config.cluster).is_here
+
+
+def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """(the name of a run, the overrides): a run comes first and is the only word that sets nothing."""
+    is_name = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
+    return (words[0], words[1:]) if is_name else (None, words)
+
+
+def evaluation_base(run: RunFolder) -> RunConfig:
+    """The configuration of `run` as one to begin with: its first weights do not matter, its nodes are counted anew.
+
+    Raises ConfigError when its config.yaml cannot be read.
+    """
+    config = load_config(run.path / "config.yaml")
+    cluster = config.cluster if config.cluster.nodes is None else replace(config.cluster, num_nodes=None)
+    return replace(config, model=replace(config.model, init_from=None), cluster=cluster)
+
+
+def weights_of(run: RunFolder, step: int | None) -> str:
+    """The path of the run's checkpoints, or of that of `step`, as its ranks know it.
+
+    Raises CheckpointError when there is none and this machine would know.
+    """
+    folder = _folder_on_nodes(run)
+    if folder is not None:
+        return folder if step is None else f"{folder}/step-{step:08d}"
+    if step is not None:
+        return str(checkpoint_of_step(run, step).path.absolute())
+    root = checkpoints_of(run.path)
+    if not list_checkpoints(root):
+        raise CheckpointError(
+            f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "
+            "was launched with train.checkpoint.at_end=true"
+        )
+    return str(root.absolute())
+
+
+def words_of(path: str) -> str:
+    """The override that names these weights."""
+    quoted = path.replace("'", "\\'")
+    return f"train.checkpoint.resume_from='{quoted}'"
+
+
+def _folder_on_nodes(run: RunFolder) -> str | None:
+    """Where the nodes of a run over SSH keep its checkpoints, each in its own home where that is meant; None where they
+    keep them in the folder we see."""
+    try:
+        plan = read_launch_plan(run.path)
+    except PlanFileError:
+        return None
+    if not plan.has_own_folders:
+        return None
+    settings, root = plan.config.train.checkpoint, plan.config.cluster.node_folder or "~/.burst"
+    if settings.folder is not None:
+        return f"{settings.folder.rstrip('/')}/{run.run_id}"
+    return f"{root.rstrip('/')}/runs/{run.run_id}/checkpoints"

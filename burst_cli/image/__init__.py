@@ -1,0 +1,1 @@
+"""`burst image`: built here, brought to the nodes."""

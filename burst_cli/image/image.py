@@ -1,0 +1,201 @@
+"""`burst image`: the container image, on every node."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from burst_cli.app import EXIT_INTERRUPTED, new_verb
+from burst_cli.image.build import build
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.targets import HostfileOption, HostsOption
+
+if TYPE_CHECKING:
+    from burst_cli.targets import Targets
+    from cluster.ssh.connection import Connection
+    from cluster.ssh.fanout import Outcome
+    from cluster.ssh.hosts import Host
+
+T = TypeVar("T")
+
+app = new_verb(help="Build the container image, bring it to every node over plain SSH, see which node holds which.")
+
+ImageOption = Annotated[
+    str | None,
+    typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.", show_default=False),
+]
+
+
+class RouteChoice(enum.StrEnum):
+    """How layers travel."""
+
+    auto = "auto"
+    direct = "direct"
+    chain = "chain"
+
+
+app.command()(build)
+
+
+@app.callback()
+def _image() -> None:
+    """Build the container image, bring it to every node over plain SSH, see which node holds which."""
+
+
+@app.command()
+def push(
+    overrides: OverridesArgument = None,
+    config_dir: ConfigDirOption = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    image: ImageOption = None,
+    route: Annotated[
+        RouteChoice,
+        typer.Option(
+            "--route",
+            help="direct: everything from here; chain: every node passes on what it gets; auto: chain from 3 nodes on.",
+        ),
+    ] = RouteChoice.auto,
+    limit: Annotated[
+        str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
+    as_json: JsonOption = False,
+    via_shared: Annotated[str | None, typer.Option("--via-shared", hidden=True)] = None,
+) -> None:
+    """Bring an image of this machine's engine to every node.
+
+    Every node's own engine pulls it through the SSH connection from a registry
+    that lives as long as the push; layers that it pulled before do not move
+    again. From three nodes on, nodes feed each other. Needed on the nodes:
+    python3 (3.9) and the engine. At the end every node's image is compared with
+    the one here.
+
+    Exit code 1 if any node failed; the others complete.
+
+    burst image push cluster=mycluster --image burst:latest
+    """
+    from burst_cli.image.push import run_push
+    from burst_cli.targets import select_targets
+    from cluster.image.plan import PushOptions
+    from cluster.image.rate import parse_rate
+    from engine.config.errors import ConfigError
+
+    if via_shared is not None:
+        raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    options = PushOptions(route.value, None if limit is None else parse_rate(limit))
+    try:
+        code = run_push(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
+    except KeyboardInterrupt:
+        from burst_cli import render
+
+        text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
+        render.stderr().print(text, markup=False)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(
+    overrides: OverridesArgument = None,
+    config_dir: ConfigDirOption = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    image: ImageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which nodes hold which image under a name.
+
+    Nodes are compared with the image of this machine, or with most nodes where
+    it has none: by identity (layers and settings), because ids differ between
+    kinds of engines.
+
+    Exit codes: 0 all hold it, 1 one does not, 3 one could not be asked.
+    """
+    from burst_cli import render
+    from burst_cli.image.view import status_view
+    from burst_cli.targets import select_targets
+    from cluster.errors import ClusterError
+    from cluster.image.local import LocalImage, engine_words
+    from cluster.image.status import NodeImage, build_status, read_node_image
+
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
+    try:
+        local = LocalImage(engine, name).identity
+    except ClusterError:
+        local = None
+
+    outcomes = _on_every_node(targets, lambda connection: read_node_image(connection, engine, name))
+    found = [one.value or NodeImage(one.host.name, problem=str(one.error)) for one in outcomes]
+    result = build_status(name, found, local)
+    if as_json:
+        render.emit_json(asdict(result))
+    else:
+        render.stdout().print(status_view(result))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def prune(
+    overrides: OverridesArgument = None,
+    config_dir: ConfigDirOption = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    image: ImageOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
+    as_json: JsonOption = False,
+    images: Annotated[bool, typer.Option("--images", hidden=True)] = False,
+) -> None:
+    """Remove other tags of the image (--image) that burst built, from the nodes.
+
+    Only those that carry our label and that no container was made from; the tag
+    that --image or cluster.container.image names stays. Containers and other
+    images are never touched, not even those that were built upon ours.
+    """
+    from burst_cli import render
+    from burst_cli.image.view import prune_view
+    from burst_cli.targets import select_targets
+    from cluster.image.local import engine_words
+    from cluster.image.prune import Pruned, prune_node
+    from engine.config.errors import ConfigError
+
+    if images:
+        raise ConfigError("--images is gone: images are all that prune removes; leave it out")
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    engine, name = engine_words(targets.config.cluster.container.command), _image_name(targets, image)
+
+    outcomes = _on_every_node(targets, lambda connection: prune_node(connection, engine, name, dry_run=dry_run))
+    nodes = [one.value or Pruned(one.host.name, problem=str(one.error)) for one in outcomes]
+    if as_json:
+        render.emit_json({"dry_run": dry_run, "nodes": [asdict(node) for node in nodes]})
+    else:
+        render.stdout().print(prune_view(nodes, dry_run=dry_run))
+    raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
+
+
+def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
+    """What came of `work` on each node, in their order."""
+    from cluster.ssh.fanout import fan_out
+    from cluster.ssh.pool import SshPool
+
+    def connected(host: Host) -> T:
+        with pool.connect(host) as connection:
+            return work(connection)
+
+    with SshPool() as pool:
+        return list(fan_out(targets.hosts, connected, width=targets.config.cluster.ssh.fan_out).values())
+
+
+def _image_name(targets: Targets, given: str | None) -> str:
+    from engine.config.errors import ConfigError
+
+    name = given or targets.config.cluster.container.image
+    if name is None:
+        raise ConfigError("no image is named: give --image NAME:TAG, or set cluster.container.image")
+    return name

@@ -1,0 +1,1 @@
+"""Starting runs: `burst launch`, `burst resume`, their next attempts and what goes on in the background."""

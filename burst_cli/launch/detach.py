@@ -1,0 +1,95 @@
+"""Leaving a run to a process in the background: it starts the nodes, and this one returns once they run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.launch.follow import START, TAKE_OVER
+from burst_cli.runs.failure import failure_block, last_lines
+from burst_cli.runs.read import run_record
+from cluster.control.busy import find_controller
+from cluster.control.stopping import StopRequests
+from cluster.failure import failure_from_dict
+from engine.config.errors import RunError
+from engine.runs.folder import FINAL_STATES, RunFolder
+
+CONTROLLER_LOG = "controller.log"
+_POLL_S = 0.05
+
+
+def launch_detached(run: RunFolder, stop: StopRequests, console: Console, *, as_json: bool, start: bool = True) -> int:
+    """0 once the nodes of `run` are led by a process in the background, else the exit code of what went wrong.
+
+    start: False takes over what runs. A request to stop that comes before the nodes run is passed on. Raises RunError
+    when that process ends without a word in run.json.
+    """
+    attempt = run.read_state()["attempt"]
+    process = _spawn(run, START if start else TAKE_OVER)
+    passed_on = 0
+    while not (begun := _has_begun(run, process, attempt, start=start)) and process.poll() is None:
+        if stop.count > passed_on:
+            passed_on = stop.count
+            process.send_signal(signal.SIGTERM)
+        time.sleep(_POLL_S)
+    if begun and not passed_on:
+        _say_begun(run, process.pid, console, as_json=as_json)
+        return 0
+    code = process.wait()
+    state = run.read_state()
+    if state["state"] not in FINAL_STATES:
+        lines = "\n".join(last_lines(str(run.path / CONTROLLER_LOG), 5))
+        raise RunError(f"The controller in the background ended with exit code {code} before the nodes ran: {lines}")
+    if as_json:
+        render.emit_json({**run_record(run), "exit_code": code, "detached": False})
+    failure = failure_from_dict(state.get("failure"))
+    if failure is not None:
+        console.print(failure_block(run, failure), soft_wrap=True)
+    elif not as_json:
+        render.stdout().print(Text(f"{state['state']} {run.exp}/{run.run_id}"), soft_wrap=True)
+    return code
+
+
+def _spawn(run: RunFolder, way: str) -> subprocess.Popen[bytes]:
+    """The process in the background, in a session of its own, so that a closed terminal does not reach it."""
+    # Where it is started there may be a folder of the name of a package: it must not be imported.
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    descriptor = os.open(run.path / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "burst_cli.launch.follow", str(run.path), way],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _has_begun(run: RunFolder, process: subprocess.Popen[bytes], attempt: int, *, start: bool) -> bool:
+    """Whether the process leads the run, and all nodes have begun, or a scheduler has a job that may wait for hours."""
+    controller = find_controller(run)
+    if controller is None or controller.pid != process.pid:
+        return False
+    state = run.read_state()
+    is_this_attempt = not start or state["state"] in ("starting", "running")
+    has_begun = state.get("nodes_started_at") is not None or state.get("job") is not None
+    return is_this_attempt and state["attempt"] >= attempt and (not start or has_begun)
+
+
+def _say_begun(run: RunFolder, pid: int, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        render.emit_json({**run_record(run), "detached": True, "controller_pid": pid})
+        return
+    console.print(Text(f"it goes on in the background, led by process {pid}"), style="dim", soft_wrap=True)
+    for verb in ("status", "logs", "cancel"):
+        render.stdout().print(Text(f"burst {verb} {run.run_id}"), soft_wrap=True)

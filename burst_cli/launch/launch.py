@@ -1,0 +1,78 @@
+"""`burst launch`: train, on this machine, on nodes reached by SSH, or through Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import (
+    ConfigDirOption,
+    DetachOption,
+    DryRunOption,
+    ForceOption,
+    JsonOption,
+    OverridesArgument,
+    PlainOption,
+    RunsDirOption,
+    SkipChecksOption,
+)
+from burst_cli.targets import HostfileOption, HostsOption
+
+app = new_verb()
+
+
+@app.command()
+def launch(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    config_dir: ConfigDirOption = None,
+    runs_dir: RunsDirOption = None,
+    run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
+    detach: DetachOption = False,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    skip_checks: SkipChecksOption = False,
+    plain: PlainOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train: write the run folder, start the ranks, show progress.
+
+    Without nodes the ranks run on this machine. Nodes come from --hosts, --hostfile
+    or cluster=NAME and are reached by SSH: all are asked first whether they can
+    carry the run, then they get the code, and one supervisor each starts the ranks.
+    With cluster.launcher=slurm, Slurm chooses the nodes.
+
+    \b
+    burst launch exp=tiny train.steps=20
+        on this machine
+    burst launch exp=small cluster=lab --detach
+        on the nodes of conf/cluster/lab.yaml; `burst status` shows it
+    burst launch exp=tiny cluster=testbed --dry-run
+        all commands and files; nothing is created, there or here
+
+    Ctrl-C once stops the ranks at the end of their step, twice kills them. A node
+    that loses this machine stops its ranks after cluster.lease_s seconds.
+
+    Exit codes: 0 completed, 1 failed, or nodes are not fit; 2 usage or
+    configuration; 130 interrupted.
+    """
+    from burst_cli.launch.launching import LaunchManner, launch_request
+    from burst_cli.launch.request import LaunchRequest
+
+    request = LaunchRequest(
+        tuple(overrides or ()),
+        tuple(config_dir or ()),
+        runs_dir,
+        run_path,
+        hosts,
+        hostfile,
+        force=force,
+        skip_checks=skip_checks,
+        dry_run=dry_run,
+    )
+    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach)
+    raise typer.Exit(launch_request(request, manner))

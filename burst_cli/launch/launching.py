@@ -1,0 +1,194 @@
+"""What `burst launch` does once its plan is made: data, run folder, ranks, result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.data.progress import show_progress
+from burst_cli.eval.request import weights_of
+from burst_cli.eval.view import evaluation_view, is_evaluation
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
+from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
+from burst_cli.launch.next_attempt import lead_attempts
+from burst_cli.launch.request import LaunchRequest, prepare_launch
+from burst_cli.plan.launch_view import launch_notes, show_plan
+from burst_cli.runs.failure import failure_block
+from burst_cli.runs.live import open_view
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import run_record
+from cluster.control.controller import Manner, control
+from cluster.control.outcome import LaunchOutcome
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.launch.runner import open_links, runner_of
+from cluster.plan import LaunchPlan
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.data import open_training_data, prepare
+from engine.data.needles import needle_tasks
+from engine.runs.folder import OVERRIDES_FILE, RunFolder, check_writable, create_run
+from engine.runs.manifest import CheckpointError
+from engine.runs.provenance import collect_provenance
+from engine.runs.records import json_text
+
+
+@dataclass(frozen=True)
+class LaunchManner:
+    """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
+
+    detach: return once the nodes run, and leave the run to a process in the background.
+    """
+
+    plain_lines: bool = False
+    as_json: bool = False
+    timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
+    detach: bool = False
+
+
+def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+    """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
+
+    Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
+    """
+    prepared = prepare_launch(request)
+    if request.dry_run:
+        show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
+        return 0
+    render.stderr().print(launch_notes(prepared.memory, prepared.warnings, prepared.notes), soft_wrap=True, end="")
+    prepared.survey.prepare(prepared.plan)
+    return run_plan(prepared.plan, prepared.overrides, manner)
+
+
+def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -> int:
+    """The exit code of the launch that `plan` describes; progress on stderr, the result on stdout.
+
+    Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
+    other than this machine prepare their data themselves.
+    """
+    check_writable(Path(plan.run_path))
+    console = render.plain_stderr() if manner.plain_lines else render.stderr()
+    if runner_of(plan).is_here:
+        prepare_data(plan.config, console)
+    stop = StopRequests()
+    with stop.listening():
+        run = create_run(Path(plan.run_path), _files(plan, overrides), world_size=plan.world_size)
+        console.print(_heading(plan, run), soft_wrap=True)
+        if manner.detach:
+            from burst_cli.launch.detach import launch_detached
+
+            return launch_detached(run, stop, console, as_json=manner.as_json)
+        return lead_run(plan, run, stop, console, manner)
+
+
+def lead_run(
+    plan: LaunchPlan, run: RunFolder, stop: StopRequests, console: Console, manner: LaunchManner, *, start: bool = True
+) -> int:
+    """The exit code of `run`, shown while it lives and told of at its end. start: False takes over what runs."""
+    progress = RunProgress(run, plan.config.train.steps)
+    with contextlib.ExitStack() as stack:
+        view = stack.enter_context(open_view(console, progress))
+        outcome = lead_attempts(
+            plan,
+            run,
+            (view, stop),
+            lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
+            Manner(start=start, timing=manner.timing),
+        )
+    conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
+    return outcome.exit_code
+
+
+def prepare_data(config: RunConfig, console: Console) -> None:
+    """Tokenise what is not tokenised yet; check that the model knows every token and that samples can be drawn.
+
+    Raises ConfigError or DataError before anything was started.
+    """
+    with show_progress(console) as report:
+        prepared = prepare(config.data, progress=report)
+    if prepared.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
+            f"{prepared.vocab_size - 1}. Set model.vocab_size={prepared.vocab_size} or more."
+        )
+    if not config.train.evaluate_only:
+        open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)
+    needle_tasks(config, prepared)
+
+
+def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
+    return {
+        **dict(plan.files),
+        OVERRIDES_FILE: "".join(f"{override}\n" for override in overrides),
+        "provenance.json": json_text(collect_provenance()),
+    }
+
+
+def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
+    ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
+    nodes = "" if runner_of(plan).is_here else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
+    return Text.assemble(
+        (f"{run.exp}/{run.run_id}", "bold"),
+        f"  {ranks}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",
+        (f"{run.path}", "dim"),
+    )
+
+
+def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_json: bool) -> None:
+    """Say how it ended: a failure on stderr, the result on stdout."""
+    console = render.stderr()
+    name = f"{run.exp}/{run.run_id}"
+    record = run_record(run)
+    if outcome.failure is not None:
+        console.print(failure_block(run, outcome.failure), soft_wrap=True)
+    fallbacks = socket_fallbacks(run)
+    if text := fallback_text(fallbacks):
+        console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+    for leftover in outcome.leftover:
+        console.print(Text(f"warning: may still run: {clean(str(leftover))}", style="yellow"), soft_wrap=True)
+    with render.reader_may_leave():  # the exit code tells how the run ended, not whether somebody read of it
+        if as_json:
+            ended = {"exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]}
+            render.emit_json({**record, **ended, "socket_fallback": fallback_rows(fallbacks)})
+        elif outcome.failure is None:
+            style = "green" if outcome.status == "completed" else "yellow"
+            render.stdout().print(Text.assemble((outcome.status, style), f" {name} in {duration(elapsed_s)}"))
+            if is_evaluation(record):
+                render.stdout().print(evaluation_view(record))
+            else:
+                render.stdout().print(Text(result_line(record)), soft_wrap=True)
+            render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
+            if not is_evaluation(record):
+                render.stdout().print(Text(saved_line(run)), soft_wrap=True)
+
+
+def saved_line(run: RunFolder) -> str:
+    """Where the newest weights of a run lie, or that there are none."""
+    steps = run.saved_steps()
+    if not steps:
+        return "weights: nothing was saved; train.checkpoint.at_end=true saves them"
+    try:
+        return f"weights: {weights_of(run, steps[-1])}"
+    except CheckpointError as error:
+        return f"weights: {clean(str(error))}"
+
+
+def result_line(record: dict[str, Any]) -> str:
+    """The figures a person asks for first, in one line."""
+    parts = [
+        f"{record.get('steps')} steps" + (f" ({dropped} dropped)" if (dropped := record.get("dropped_steps")) else ""),
+        f"train loss {plain(record.get('final_train_loss'))}",
+        f"validation loss {plain(record.get('final_validation_loss'))}",
+        f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",
+        f"tokens/s per device {count(record.get('tokens_per_s_per_device'))}",
+        f"MFU {percent(record.get('mfu'))}",
+        f"peak memory {binary_bytes(record.get('peak_memory_bytes'))}",
+    ]
+    return "  ".join(part for part in parts if not part.endswith(DASH))

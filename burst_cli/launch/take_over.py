@@ -1,0 +1,93 @@
+"""Going on with a run: whether it is taken over, started again, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.launch.launching import LaunchManner, lead_run
+from burst_cli.launch.next_attempt import renewed_plan
+from burst_cli.launch.request import LaunchRequest
+from burst_cli.runs.failure import failure_line
+from burst_cli.runs.read import run_record
+from cluster.control.busy import ControllerBusyError, find_controller
+from cluster.control.settle import Settled, settle
+from cluster.control.stopping import StopRequests
+from cluster.errors import ClusterError
+from cluster.plan_record import read_launch_plan
+from engine.config.errors import ConfigError
+from engine.runs.folder import FINAL_STATES, RunFolder
+
+Way = Literal["done", "take over", "start"]
+
+
+class UnknownRunError(ClusterError):
+    """Nobody can say whether the run lives."""
+
+    exit_code = 3
+
+
+def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> int:
+    """The exit code of the run, after it was led to its end or left to the background.
+
+    request: other nodes for the next attempt, and whether they are checked. Raises ControllerBusyError when a process
+    controls it, UnknownRunError when its nodes cannot be asked, PlanFileError when `burst launch` did not start it.
+    """
+    plan = read_launch_plan(run.path)
+    console = render.plain_stderr() if manner.plain_lines else render.stderr()
+    way = find_way(run, console)
+    if way == "done":
+        return _say_done(run, as_json=manner.as_json)
+    if way == "start":
+        plan = renewed_plan(plan, run, request)
+    elif request.hosts is not None or request.hostfile is not None:
+        raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
+    stop = StopRequests()
+    with stop.listening():
+        if manner.detach:
+            from burst_cli.launch.detach import launch_detached
+
+            return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
+        return lead_run(plan, run, stop, console, manner, start=way == "start")
+
+
+def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], Settled] = settle) -> Way:
+    """What to do with the run, said on `console`; `ask` has the nodes of a run that nobody controls asked."""
+    controller = find_controller(run)
+    if controller is not None:
+        raise ControllerBusyError(run, controller)
+    state = str(run.read_state()["state"])
+    if state in ("starting", "running"):
+        console.print(Text(f"asking the nodes of {run.exp}/{run.run_id}", style="dim"))
+        settled = ask(run)
+        if settled.controller is not None:
+            raise ControllerBusyError(run, settled.controller)
+        if settled.problem is not None and not settled.is_final:
+            raise UnknownRunError(
+                f"Run {run.run_id} may live or not: {settled.problem}. Try again when its nodes can be "
+                f"reached, or stop what can be reached with `burst cancel {run.run_id}`."
+            )
+        state = settled.state
+    document = run.read_state()
+    if state == "completed":
+        return "done"
+    if state not in FINAL_STATES and state != "planned":
+        console.print(Text(f"it runs on without a controller: taking it over, attempt {document['attempt']}"))
+        return "take over"
+    if state in FINAL_STATES:
+        why = ": ".join(filter(None, [state, failure_line(document.get("failure"))]))
+        console.print(Text(f"it had ended ({why}); starting attempt {document['attempt'] + 1}"), soft_wrap=True)
+    return "start"
+
+
+def _say_done(run: RunFolder, *, as_json: bool) -> int:
+    if as_json:
+        render.emit_json({**run_record(run), "exit_code": 0})
+    else:
+        text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
+        render.stdout().print(Text(text), soft_wrap=True)
+    return 0

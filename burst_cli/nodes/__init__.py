@@ -1,0 +1,1 @@
+"""Machines: `burst check-nodes`, `burst env`, `burst hosts` and `burst testbed`."""

@@ -1,0 +1,226 @@
+"""`burst check-nodes`: what is wrong on which node, before a launch finds out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.targets import HostfileOption, HostsOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cluster.checks.finding import FleetReport
+    from cluster.checks.run import CheckOptions
+    from cluster.ssh.hosts import Host
+    from engine.config.settings import RunConfig
+
+app = new_verb()
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the result is given. watch_s: repeat after so many seconds; None: once."""
+
+    as_json: bool = False
+    names_only: bool = False
+    one_per_line: bool = False
+    all_findings: bool = False
+    watch_s: float | None = None
+
+
+@app.command()
+def check_nodes(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    config_dir: ConfigDirOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="CHECKS", help="Only these groups or checks: gpu,ib or gpu.busy."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="CHECKS", help="Not these groups or checks.")
+    ] = None,
+    names_only: Annotated[
+        bool, typer.Option("--list", "-l", help="Print only the usable nodes: one line such as node[1-3].")
+    ] = False,
+    expand: Annotated[bool, typer.Option("--expand", help="With --list: one name per line.")] = False,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Measure all-reduce, all-to-all and pairs of nodes by a launch instead."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --collectives: print the launch.")] = False,
+    bandwidth: Annotated[bool, typer.Option("--bandwidth", hidden=True)] = False,
+    cuda_smoke: Annotated[
+        bool, typer.Option("--cuda-smoke", help="Use every GPU inside the run image, too; takes up to two minutes.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds that one node may take to answer.")
+    ] = 60,
+    watch: Annotated[
+        float | None,
+        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Repeat, and show what changes. End with Ctrl-C."),
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Show what is OK or was skipped, too.")] = False,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="CHECK", help="Say what a check means, and check nothing.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every node: SSH, GPUs, InfiniBand, network, disks and software.
+
+    All nodes are asked at once, over SSH; nothing is installed or changed on them. Nodes come from --hosts, --hostfile,
+    cluster.nodes (cluster=NAME) or Slurm; without any, this machine is checked. What should be there comes from
+    cluster.expected, else from what most nodes have.
+
+    FAIL: start no run there. UNKNOWN: could not be seen, which does not count as healthy. WARN: usable, worth a look.
+
+    Exit code 0: all nodes are usable. 1: a node failed. 3: none failed, but one is unknown. 2: wrong usage.
+
+        burst check-nodes cluster=testbed
+        burst check-nodes --hosts node[1-8] --skip ib -l
+        burst check-nodes cluster=lab --collectives
+
+    --collectives starts ranks as `burst launch` does (NCCL where GPUs are, else gloo) and trains nothing. It prints
+    busbw, as nccl-tests count it, per size, and names a node or a pair below half of the usual rate: exit code 1.
+    """
+    if explain is not None:
+        _explain(explain, as_json=as_json)
+        return
+    from burst_cli.compose import compose
+    from cluster.checks.run import CheckOptions
+    from cluster.checks.selection import read_selection
+    from engine.config.errors import ConfigError
+
+    if bandwidth:
+        raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
+    if dry_run and not collectives:
+        raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
+    output = _output(Output(as_json, names_only, expand, show_all, watch))
+    options = CheckOptions(
+        read_selection(only or (), skip or ()),
+        timeout_s=timeout,
+        cuda_smoke=cuda_smoke,
+    )
+    config = compose(overrides or (), config_dir or ()).config
+    targets = _find_hosts(config, hosts, hostfile, overrides or ())
+    if collectives:
+        from burst_cli.nodes.collectives import check_collectives
+
+        raise typer.Exit(check_collectives(targets, config.cluster, overrides or (), dry_run=dry_run, as_json=as_json))
+    raise typer.Exit(run_check(targets, config, options, output))
+
+
+def run_check(
+    hosts: Sequence[Host],
+    config: RunConfig,
+    options: CheckOptions,
+    output: Output,
+    pause: Callable[[float], None] | None = None,
+) -> int:
+    """Check `hosts` (none: this machine) and show the result; the exit code. `pause` waits between repeated checks."""
+    import time
+
+    from cluster.checks.run import watch
+
+    if output.watch_s is None:
+        report = _check(hosts, config, options)
+        _show(report, output)
+        return report.exit_code
+    seconds = output.watch_s
+    reports = watch(lambda: _check(hosts, config, options), lambda: (pause or time.sleep)(seconds))
+    return _show_changes(reports, output)
+
+
+def _explain(check: str, *, as_json: bool) -> None:
+    from rich.text import Text
+
+    from burst_cli import render
+    from cluster.checks.selection import explain
+
+    if as_json:
+        render.emit_json({"checks": explain(check)})
+        return
+    for name, text in explain(check).items():
+        render.stdout().print(Text.assemble((name, "bold"), f": {text}"), soft_wrap=True)
+
+
+def _output(output: Output) -> Output:
+    """The same, if it makes sense."""
+    from engine.config.errors import ConfigError
+
+    if output.as_json and output.names_only:
+        raise ConfigError("--json and --list are two ways to print the result; give one of them")
+    if output.watch_s is not None and (output.as_json or output.names_only):
+        raise ConfigError("--watch prints changes for people; leave out --json and --list, or repeat the command")
+    if output.one_per_line and not output.names_only:
+        raise ConfigError("--expand says how --list prints names; give --list, too")
+    return output
+
+
+def _find_hosts(
+    config: RunConfig, hosts: str | None, hostfile: Path | None, overrides: Sequence[str]
+) -> Sequence[Host]:
+    """The nodes that are named anywhere; none: this machine is meant."""
+    import os
+
+    from burst_cli.targets import select_nodes
+    from cluster.ssh.nodes import slurm_nodes
+    from cluster.ssh.resolve import resolve_hosts
+
+    named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
+    if all(source is None for source in named):
+        return ()
+    return resolve_hosts(select_nodes(config, hosts=hosts, hostfile=hostfile).names, config.cluster.ssh, overrides)
+
+
+def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> FleetReport:
+    from burst_cli import render
+    from burst_cli.nodes.check_view import open_check_view, print_notes
+    from cluster.checks import run
+
+    console = render.stderr()
+    if not hosts:
+        report = run.check_this_machine(config.cluster, options)
+    else:
+        names, groups = [host.name for host in hosts], [group.name for group in options.groups]
+        with open_check_view(console, names, groups) as view:
+            report = run.check_nodes(hosts, config.cluster, options, view)
+    print_notes(console, report.notes)
+    return report
+
+
+def _show(report: FleetReport, output: Output) -> None:
+    from burst_cli import render
+    from burst_cli.nodes.check_view import print_report, print_usable
+
+    if output.as_json:
+        render.emit_json(report.to_dict())
+        return
+    if output.names_only:
+        print_usable(report, one_per_line=output.one_per_line)
+        return
+    print_report(render.stdout(), report, all_findings=output.all_findings)
+
+
+def _show_changes(reports: Iterable[FleetReport], output: Output) -> int:
+    from datetime import datetime
+
+    from burst_cli import render
+    from burst_cli.nodes.check_view import print_changes
+
+    before = None
+    for report in reports:
+        if before is None:
+            _show(report, output)
+        else:
+            at = datetime.now().strftime("%H:%M:%S")
+            print_changes(render.stdout(), before, report, at)
+        before = report
+    return before.exit_code if before is not None else 0

@@ -1,0 +1,172 @@
+"""`burst env`: the NCCL and gloo environment of every node, with the reason for each choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.targets import HostfileOption, HostsOption
+from cluster.env.formats import Format
+
+app = new_verb(help="Show, write or check the NCCL environment of every node, with reasons.")
+
+
+NodeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--node", metavar="NODES", help="Only these of the nodes, such as node3 or node[1-2].", show_default=False
+    ),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        help="A run folder: NCCL's log and the flight recorder go to its logs/ on every node.",
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def _env() -> None:
+    """Show, write or check the NCCL environment of every node, with reasons."""
+
+
+@app.command()
+def show(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    node: NodeOption = None,
+    run: RunOption = None,
+    form: Annotated[
+        Format | None,
+        typer.Option(
+            "--format", help="Print the environment of one node as text, without a table.", show_default=False
+        ),
+    ] = None,
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the variables of each node, the adapters that NCCL uses, and why.
+
+    Nodes come from --hosts, --hostfile, cluster=NAME or Slurm; without any,
+    this machine is looked at. Each node is asked once, over SSH; nothing is
+    installed or changed there. Nodes that get the same are shown once.
+
+    \b
+    burst env show cluster=lab
+        every node, with reasons
+    burst env show cluster=lab --node node3 --format sh
+        lines to source in a shell
+
+    Exit codes: 0 every node has a plan, 1 some have none, 2 usage or
+    configuration.
+    """
+    from burst_cli import render
+    from burst_cli.nodes import env_view
+    from burst_cli.nodes.env_request import EnvRequest, ask
+    from engine.config.errors import ConfigError
+
+    if as_json and form is not None:
+        raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
+    if form is not None:
+        env_view.print_text(fleet, form)
+    elif as_json:
+        nodes = {name: environment.to_dict() for name, environment in fleet.environments.items()}
+        render.emit_json({"nodes": nodes, "errors": fleet.errors, "source": source})
+    else:
+        render.stdout().print(env_view.fleet_view(fleet, source))
+    env_view.print_errors(fleet)
+    raise typer.Exit(1 if fleet.errors else 0)
+
+
+@app.command()
+def write(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    node: NodeOption = None,
+    run: RunOption = None,
+    form: Annotated[Format, typer.Option("--format", help="How to write it.")] = Format.dotenv,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if needed.")] = Path(
+        "env"
+    ),
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one file per node, mode 0600: NODE.env or NODE.sh.
+
+    \b
+    dotenv   for docker run --env-file (nothing is quoted there)
+    sh       to source in a shell
+
+    Give the file to a container when it starts; do not bake it into an image,
+    where nobody sees it.
+
+    Exit codes: 0 all written, 1 some nodes have no plan, 2 usage or
+    configuration.
+    """
+    from burst_cli import render
+    from burst_cli.nodes import env_view
+    from burst_cli.nodes.env_request import EnvRequest, ask
+    from cluster.env.formats import write_environments
+
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
+    files = write_environments(fleet.environments, out, form)
+    if as_json:
+        render.emit_json({"format": form.value, "files": files, "errors": fleet.errors, "source": source})
+    else:
+        render.stdout().print(env_view.files_view(files, fleet))
+    env_view.print_errors(fleet)
+    raise typer.Exit(1 if fleet.errors else 0)
+
+
+@app.command()
+def check(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    node: NodeOption = None,
+    run: RunOption = None,
+    nccl_log: Annotated[
+        Path | None,
+        typer.Option(
+            "--nccl-log",
+            metavar="FILE",
+            help="Compare NCCL's own log (NCCL_DEBUG=INFO) with the plan instead.",
+            show_default=False,
+        ),
+    ] = None,
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the plan with what is set on the nodes, or with NCCL's log.
+
+    Looked at are a login, nccl.conf and running ranks. Named are variables that
+    differ, and NCCL_ and GLOO_ variables that the plan does not know;
+    nothing else of an environment leaves a node.
+    With --nccl-log: which adapters and which network NCCL says it took.
+
+    Exit codes: 0 as planned, 1 differences, 2 usage or configuration,
+    3 something could not be looked at.
+    """
+    from burst_cli import render
+    from burst_cli.nodes import env_view
+    from burst_cli.nodes.env_request import EnvRequest, ask, read_log
+
+    log = read_log(nccl_log) if nccl_log is not None else None
+    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run), with_live=log is None)
+    report = env_view.check_report(fleet, log)
+    if as_json:
+        render.emit_json(report.to_dict() | {"source": source})
+    else:
+        render.stdout().print(env_view.report_view(report))
+        env_view.print_errors(fleet)
+    raise typer.Exit(report.exit_code)

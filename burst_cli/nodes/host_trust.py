@@ -1,0 +1,114 @@
+"""What `burst hosts trust` does: fetch keys of many hosts at once, ask once, remember what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.nodes.host_view import describe_key, key_table
+from cluster.ssh.fanout import Outcome, fan_out
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import trust_file
+from cluster.ssh.pool import SshPool
+from cluster.ssh.trust import ShownKey, add_keys, fetch_keys
+
+
+@dataclass
+class TrustSession:
+    """One call of the verb. wanted: fingerprints that may be trusted; empty: all, if `yes` or the person says so.
+
+    rows: what came of each host, jump hosts first. quiet: print nothing on stdout.
+    """
+
+    wanted: frozenset[str]
+    yes: bool
+    width: int
+    quiet: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    file: str = field(default_factory=lambda: str(trust_file()))
+
+    @property
+    def all_trusted(self) -> bool:
+        """Whether every host shows at least one key that is trusted now, and none that has changed."""
+        return all(row["trusted"] for row in self.rows)
+
+    def trust(self, hosts: Sequence[Host]) -> None:
+        """Go through `hosts`, the jump hosts before what lies behind them: their keys decide who is asked next."""
+        levels = _by_depth(hosts)
+        for level in levels:
+            with SshPool() as pool:
+                answers = fan_out(level, lambda host, pool=pool: fetch_keys(host, pool), width=self.width)  # type: ignore[misc]
+            self._settle(list(answers.values()))
+
+    def _settle(self, answers: Sequence[Outcome[tuple[ShownKey, ...]]]) -> None:
+        shown = [key for answer in answers for key in answer.value or ()]
+        fresh = [key for key in shown if key.state == "new" and (not self.wanted or key.fingerprint in self.wanted)]
+        # One changed or revoked key spoils the others of that host.
+        spoilt = {key.host.name: key.host for key in shown if key.state in ("changed", "revoked")}
+        fresh = [key for key in fresh if key.host.name not in spoilt]
+        self._show(answers, shown, spoilt)
+        accepted = fresh if fresh and self._accept(fresh) else []
+        add_keys(accepted)
+        for answer in answers:
+            self.rows.append(self._row(answer, accepted, answer.host.name in spoilt))
+        if not self.quiet and accepted:
+            text = f"{len(accepted)} key{'' if len(accepted) == 1 else 's'} added to {self.file}"
+            render.stdout().print(Text(text), soft_wrap=True)
+
+    def _row(
+        self, answer: Outcome[tuple[ShownKey, ...]], accepted: Sequence[ShownKey], is_spoilt: bool
+    ) -> dict[str, Any]:
+        keys = [describe_key(key, added=key in accepted) for key in answer.value or ()]
+        trusted = not is_spoilt and any(key["state"] in ("known", "added") for key in keys)
+        error = str(answer.error) if answer.error is not None else None
+        return {"name": answer.host.name, "key_name": answer.host.key_names[0], "trusted": trusted, "keys": keys} | {
+            "error": error
+        }
+
+    def _show(
+        self, answers: Sequence[Outcome[tuple[ShownKey, ...]]], shown: Sequence[ShownKey], spoilt: Mapping[str, Host]
+    ) -> None:
+        console = render.stderr()
+        if not self.quiet and shown:
+            render.stdout().print(key_table(shown))
+        for answer in answers:
+            if answer.error is not None:
+                console.print(Text.assemble(("error: ", "bold red"), str(answer.error)), soft_wrap=True)
+        for name, host in sorted(spoilt.items()):
+            text = (
+                f"{name}: shows a key that contradicts what is known. Either the node was installed anew, or somebody "
+                f"answers in its place. When you are sure of the first: `{host.command('hosts', 'forget')}`"
+            )
+            console.print(Text.assemble(("warning: ", "bold red"), text), soft_wrap=True)
+        missed = [key for key in shown if key.state == "new" and self.wanted and key.fingerprint not in self.wanted]
+        for name in dict.fromkeys(key.host.name for key in missed):
+            if not any(key.fingerprint in self.wanted for key in shown if key.host.name == name):
+                text = f"{name}: shows none of the fingerprints that were given; it stays untrusted"
+                console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+
+    def _accept(self, keys: Sequence[ShownKey]) -> bool:
+        if self.yes or self.wanted:
+            return True
+        count = len({key.host.name for key in keys})
+        question = f"Trust {'this host' if count == 1 else f'these {count} hosts'} from now on?"
+        return typer.confirm(question, err=True)
+
+
+def _by_depth(hosts: Sequence[Host]) -> list[list[Host]]:
+    """Hosts and the jump hosts before them, each once, by the number of jumps to get there."""
+    levels: dict[int, dict[Host, None]] = {}
+    for host in hosts:
+        step: Host | None = host
+        while step is not None:
+            levels.setdefault(_depth(step), {})[step] = None
+            step = step.jump
+    return [list(levels[depth]) for depth in sorted(levels)]
+
+
+def _depth(host: Host) -> int:
+    return 0 if host.jump is None else 1 + _depth(host.jump)

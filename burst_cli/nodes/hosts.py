@@ -1,0 +1,160 @@
+"""`burst hosts`: which nodes are meant, how each is reached, and whose host keys are trusted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.targets import HostfileOption, HostsOption
+
+if TYPE_CHECKING:
+    from cluster.ssh.hosts import Host
+
+app = new_verb(help="List the nodes; trust or forget their host keys.")
+
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Trust every new key without asking.")]
+FingerprintOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fingerprint",
+        metavar="SHA256:...",
+        help="Trust keys with this fingerprint only, without asking. May be repeated.",
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def _hosts() -> None:
+    """List the nodes; trust or forget their host keys.
+
+    The nodes are those of --hosts, --hostfile, cluster.nodes (cluster=NAME) or a Slurm allocation. How each is reached
+    is what `ssh NODE` would do on this machine, with the settings under cluster.ssh on top.
+    """
+
+
+@app.command("list")
+def list_hosts(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every node: address, port, user, jump hosts, and whether its host key is known. Connects to none.
+
+    burst hosts list --hosts node[1-4]
+    """
+    from burst_cli import render
+    from burst_cli.nodes.host_view import describe_hosts, host_table
+    from burst_cli.targets import select_targets
+
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    rows = describe_hosts(targets.hosts)
+    if as_json:
+        render.emit_json({"source": targets.source, "hosts": rows})
+        return
+    from rich.text import Text
+
+    console = render.stdout()
+    console.print(host_table(rows))
+    unknown = [row["name"] for row in rows if not row["keys"]]
+    count = f"{len(rows)} node{'' if len(rows) == 1 else 's'} from {targets.source}"
+    advice = (
+        f"; {len(unknown)} without a known host key: compare and accept with `burst hosts trust`" if unknown else ""
+    )
+    console.print(Text(count + advice), soft_wrap=True)
+
+
+@app.command("trust")
+def trust_hosts(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    yes: YesOption = False,
+    fingerprint: FingerprintOption = None,
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Fetch the host keys of all nodes, show them, and remember those that you accept.
+
+    Compare each fingerprint with what the node itself shows (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub): whoever
+    answers for a node now will be believed from now on. A key that has changed is never replaced: `burst hosts forget`
+    comes first. Exit code 1 when a node stays untrusted.
+
+    burst hosts trust --hosts node[1-4]
+    """
+    from burst_cli import render
+    from burst_cli.nodes.host_trust import TrustSession
+    from burst_cli.targets import select_targets
+    from cluster.errors import HostsError
+
+    wanted = frozenset(fingerprint or ())
+    odd = [text for text in wanted if not text.startswith("SHA256:")]
+    if odd:
+        raise HostsError(f"--fingerprint {odd[0]}: expected SHA256:..., as ssh-keygen -lf FILE prints it")
+    if yes and wanted:
+        raise HostsError("--yes trusts every key and --fingerprint only some; give one of them")
+    if not yes and not wanted and (as_json or not sys.stdin.isatty()):
+        raise HostsError("nobody can be asked here; give --yes, or better --fingerprint SHA256:... for each key")
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    ssh = targets.config.cluster.ssh
+    session = TrustSession(wanted=wanted, yes=yes, width=ssh.fan_out, quiet=as_json)
+    session.trust(targets.hosts)
+    if as_json:
+        render.emit_json({"source": targets.source, "file": session.file, "hosts": session.rows})
+    return 0 if session.all_trusted else 1
+
+
+@app.command("forget")
+def forget_hosts(
+    overrides: OverridesArgument = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
+    config_dir: ConfigDirOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Take the host keys of nodes out of what `burst hosts trust` remembers; other files are not touched.
+
+    burst hosts forget --hosts node3
+    """
+    from burst_cli import render
+    from burst_cli.targets import select_targets
+    from cluster.ssh.known_hosts import HostKeys, trust_file
+    from cluster.ssh.trust import forget_names
+
+    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    own = HostKeys.load([str(trust_file())])
+    rows: list[dict[str, Any]] = [
+        {"name": host.name, "forgotten": len(own.find(host.key_names)), "still_known_in": []} for host in targets.hosts
+    ]
+    forget_names([name for host in targets.hosts for name in host.key_names])
+    after = {files: HostKeys.load(files) for files in {host.known_hosts for host in targets.hosts}}
+    for row, host in zip(rows, targets.hosts, strict=True):
+        left = after[host.known_hosts].find(host.key_names)
+        row["still_known_in"] = sorted({key.file for key in left})
+    if as_json:
+        render.emit_json({"file": str(trust_file()), "hosts": rows})
+    else:
+        _print_forgotten(rows, targets.hosts)
+    return 0
+
+
+def _print_forgotten(rows: Sequence[dict[str, Any]], hosts: Sequence[Host]) -> None:
+    from rich.text import Text
+
+    from burst_cli import render
+
+    console = render.stdout()
+    for row, host in zip(rows, hosts, strict=True):
+        keys = f"{row['forgotten']} key{'' if row['forgotten'] == 1 else 's'} forgotten"
+        text = f"{row['name']}: {keys if row['forgotten'] else 'was not remembered'}"
+        for file in row["still_known_in"]:
+            text += f"; still known in {file}: ssh-keygen -R {quote(host.key_names[0])} -f {quote(file)}"
+        console.print(Text(text), soft_wrap=True)

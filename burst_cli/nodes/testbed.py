@@ -1,0 +1,267 @@
+"""`burst testbed`: a virtual cluster on this machine, to rehearse every verb on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from cluster.testbed.spec import TestbedSpec
+
+app = new_verb(help="A virtual cluster on this machine: nodes with an sshd each, to rehearse every verb on.")
+
+NameOption = Annotated[str, typer.Option("--name", help="Which testbed; several can stand at once.")]
+
+
+@app.callback()
+def _testbed() -> None:
+    """A virtual cluster on this machine: nodes with an sshd each, to rehearse every verb on."""
+
+
+@app.command()
+def up(
+    nodes: Annotated[int, typer.Option("--nodes", help="How many nodes.")] = 4,
+    rails: Annotated[int, typer.Option("--rails", help="Networks between the nodes beside the one that SSH uses.")] = 0,
+    rate: Annotated[
+        str | None,
+        typer.Option("--rate", help="Speed of every link, each way, such as 200mbit.", show_default="unlimited"),
+    ] = None,
+    docker: Annotated[bool, typer.Option("--docker", help="A Docker engine of its own on every node.")] = False,
+    docker_in_memory: Annotated[
+        bool, typer.Option("--docker-in-memory", help="With --docker: images in memory instead of on the disk.")
+    ] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="A Slurm controller, and its daemon on every node.")] = False,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="Fake GPUs and InfiniBand: h100x8, h200x8, a100x8 or none.")
+    ] = "none",
+    name: NameOption = "testbed",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show commands and files; change nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Build a virtual cluster and make `cluster=NAME` mean it: an sshd per node.
+
+    Needs root on Linux. Every node is a network namespace with a name, address,
+    host key, home and /etc/hosts of its own; the disks are this machine's. SSH
+    takes only the testbed's key; nothing listens outside of the namespaces.
+
+    If a step fails nothing is left behind. `burst testbed down` removes all,
+    also after a crash.
+
+    sudo burst testbed up --rails 2 --rate 200mbit --docker --hardware h100x8
+    """
+    from cluster.testbed.spec import TestbedSpec, parse_rate
+
+    bits = None if rate is None else parse_rate(rate)
+    spec = TestbedSpec(name, nodes, rails, bits, docker, docker_in_memory, hardware, slurm)
+    config_file = _config_file(name)
+    if dry_run:
+        _show_plan(spec, config_file, as_json=as_json)
+        return
+    from burst_cli import render
+    from cluster.testbed import build
+    from cluster.testbed.status import read_status
+
+    begin_s = time.monotonic()
+    with _ends_in_order(), render.stderr().status(f"testbed {name}") as shown:
+        build.up(spec, config_file, on_step=lambda step: shown.update(f"testbed {name}: {step}"))
+    elapsed_s = time.monotonic() - begin_s
+    status = read_status(name)
+    if as_json:
+        render.emit_json({**asdict(status), "elapsed_s": elapsed_s})
+        return
+    from burst_cli.nodes.testbed_view import next_steps, status_table
+
+    console = render.stdout()
+    console.print(status_table(status))
+    console.print(next_steps(status, elapsed_s), soft_wrap=True)
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Option("--name", help="Which testbed; default: all.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show testbeds: nodes, addresses, which daemons answer, faults in force.
+
+    Exit code 1 when one of them does not stand whole.
+    """
+    from burst_cli import render
+    from cluster.testbed.machine import check_machine
+    from cluster.testbed.status import read_status
+    from cluster.testbed.teardown import standing_names
+
+    check_machine()
+    found = [read_status(one) for one in ([name] if name is not None else standing_names())]
+    if as_json:
+        render.emit_json({"testbeds": [asdict(one) for one in found]})
+    else:
+        from burst_cli.nodes.testbed_view import status_table
+
+        console = render.stdout()
+        for one in found:
+            console.print(status_table(one))
+        if not found:
+            console.print("No testbed stands on this machine. Build one: sudo burst testbed up --nodes 4", markup=False)
+    if not all(one.complete for one in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def down(
+    name: Annotated[
+        str | None, typer.Option("--name", help="Which testbed; default: testbed.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine, whoever built it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a testbed with everything it started and wrote.
+
+    It finds what is left by its name, so it works after a crash, and twice.
+    """
+    from burst_cli import render
+    from cluster.testbed.machine import check_machine
+    from cluster.testbed.teardown import standing_names, tear_down
+    from engine.config.errors import ConfigError
+
+    if everything and name is not None:
+        raise ConfigError("--name and --all exclude each other: one testbed, or all of this machine")
+    config_file = _config_file(name or "testbed")
+    check_machine()
+    names = standing_names() if everything else (name or "testbed",)
+    begin_s = time.monotonic()
+    removed = [tear_down(one, config_file.with_name(f"{one}.yaml")) for one in names]
+    elapsed_s = time.monotonic() - begin_s
+    if as_json:
+        document = [
+            {"name": one.name, "processes": one.processes, "namespaces": one.namespaces, "files": list(one.files)}
+            for one in removed
+        ]
+        render.emit_json({"removed": document, "elapsed_s": elapsed_s})
+        return
+    console = render.stdout()
+    for one in removed:
+        what = f"{one.processes} processes, {one.namespaces} namespaces, {', '.join(one.files) or 'no files'}"
+        line = f"{one.name}: removed {what} ({elapsed_s:.1f} s)" if one.anything else f"{one.name}: nothing to remove"
+        console.print(line, markup=False, soft_wrap=True)
+    if not removed:
+        console.print("No testbed stands on this machine.", markup=False)
+
+
+@app.command()
+def fault(
+    nodes: Annotated[str, typer.Argument(metavar="NODES", help="Nodes in NodeSet grammar: tb2, tb[1-3].")],
+    kind: Annotated[
+        str | None, typer.Argument(metavar="KIND", help="One of the list above.", show_default=False)
+    ] = None,
+    value: Annotated[
+        str | None, typer.Argument(metavar="VALUE", help="What the kind asks for.", show_default=False)
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take back: this fault, this kind, or all.")] = False,
+    name: NameOption = "testbed",
+    as_json: JsonOption = False,
+) -> None:
+    """Break something on nodes of a testbed, or mend it with --clear.
+
+    `burst testbed status` lists what is in force. Kinds of faults:
+
+    \b
+    link_down [INTERFACE]    cut all links or one: nobody answers
+    link_slow RATE           links carry no more than this, such as 5mbit
+    sshd_stop                connections are refused
+    sshd_hang                sshd accepts and stays silent
+    key_swap                 sshd shows another host key
+    login_refused            sshd accepts no key
+    slow_shell SECONDS       every command begins so much later
+    disk_full PATH[:FREE]    no space in this folder, or only FREE, such as 100m
+    docker_stop              no Docker engine
+    hardware FAULT           of fake hardware, such as gpu_lost:3, busy:0,
+                             driver:535.104.05, port_down:mlx5_4
+
+    burst testbed fault tb2 sshd_hang;  burst testbed fault tb2 --clear
+    """
+    from burst_cli import render
+    from cluster.testbed.build import open_testbed
+    from cluster.testbed.faults import clear_faults, set_fault
+    from cluster.testbed.machine import check_machine
+    from engine.config.errors import ConfigError
+
+    if kind is None and not clear:
+        raise ConfigError("which fault? Name a kind, or --clear; see `burst testbed fault --help`")
+    chosen = _expand(nodes)
+    check_machine()
+    testbed = open_testbed(_checked_name(name))
+    for node in chosen:
+        testbed.node(node)
+    for node in chosen:
+        testbed = (
+            set_fault(testbed, node, kind, value) if kind and not clear else clear_faults(testbed, node, kind, value)
+        )
+    faults = {node: [str(one) for one in testbed.state.faults.get(node, ())] for node in chosen}
+    if as_json:
+        render.emit_json({"name": name, "faults": faults})
+        return
+    for node, texts in faults.items():
+        render.stdout().print(f"{node}: {', '.join(texts) or 'no faults'}", markup=False, soft_wrap=True)
+
+
+def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
+    from burst_cli import render
+    from cluster.testbed.build import build_plan
+
+    plan = build_plan(spec, config_file)
+    if as_json:
+        render.emit_json(asdict(plan))
+        return
+    from burst_cli.nodes.testbed_view import plan_lines
+
+    for line in plan_lines(plan):
+        render.stdout().print(line, markup=False, soft_wrap=True)
+
+
+def _config_file(name: str) -> Path:
+    """Where the configuration of the testbed `name` lies; ConfigError for a name that means something else already."""
+    from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
+    from engine.config.errors import ConfigError
+
+    file = f"{_checked_name(name)}.yaml"
+    if (builtin_conf_dir() / "cluster" / file).exists():
+        raise ConfigError(f"testbed name {name!r}: cluster={name} comes with burst; choose another --name")
+    return user_conf_dir() / "cluster" / file
+
+
+def _checked_name(name: str) -> str:
+    from cluster.testbed.spec import TestbedSpec
+
+    return TestbedSpec(name).name
+
+
+def _expand(nodes: str) -> list[str]:
+    """Node names of a NodeSet."""
+    from cluster.ssh.nodes import parse_nodes
+
+    return list(parse_nodes(nodes, "NODES").names)
+
+
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the work inside like Ctrl-C does: what was begun is taken down again."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

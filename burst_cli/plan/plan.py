@@ -1,0 +1,199 @@
+"""`burst plan`: what a configuration will do, before it does it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from burst_cli.app import new_verb
+from burst_cli.completion import complete_device
+from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+
+if TYPE_CHECKING:
+    from burst_cli.plan.candidates import Candidate
+    from engine.planning.time.machine import Machine
+
+app = new_verb()
+
+
+class MemoryBy(enum.StrEnum):
+    """How memory is predicted."""
+
+    exact = "exact"
+    none = "none"
+
+
+class Pass(enum.StrEnum):
+    """Which pass a picture shows."""
+
+    forward = "forward"
+    backward = "backward"
+    all = "all"
+
+
+MachineFieldsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="FIELD=NUMBER",
+        help="Change a figure of the device, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Predict seconds on this device and compare memory with it: a100, h100, h200, b200, l40s, cpu, ... Bytes "
+        "such as 80e9: memory alone.",
+        autocompletion=complete_device,
+    ),
+]
+MemoryByOption = Annotated[
+    MemoryBy,
+    typer.Option(
+        "--memory-by",
+        help="exact: rehearse a step without data, some seconds; none: leave out, memory=auto then adds no time.",
+    ),
+]
+
+
+@app.command()
+def plan(
+    overrides: OverridesArgument = None,
+    config_dir: ConfigDirOption = None,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side."),
+    ] = None,
+    compare_all: Annotated[bool, typer.Option("--all", help="Plan every option of attention= side by side.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Number of ranks, where the configuration does not say it.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes that these ranks lie on, evenly; default: 1.")
+    ] = None,
+    machine_fields: MachineFieldsOption = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --device."),
+    ] = None,
+    device: DeviceOption = None,
+    machine: Annotated[str | None, typer.Option("--machine", hidden=True)] = None,
+    memory_by: MemoryByOption = MemoryBy.exact,
+    shown_pass: Annotated[
+        Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
+    ] = Pass.all,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a configuration will do without doing it: attention's steps and bytes per link, memory, predicted time.
+
+    Attention is shown per layer, of the ranks that share one sequence; memory of the rank that needs most, at the
+    worst moment of a step. Nothing is trained and no GPU is needed.
+
+    \b
+    burst plan exp=tiny
+        the method of this experiment
+    burst plan exp=llama8b_1m --ranks 16 --nodes 2 --all
+        which methods are legal there, and what each moves
+    burst plan exp=llama8b_1m --ranks 8 --device h100 --picture plan.svg
+        predicted seconds, and a picture of who computes and sends when
+    burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto
+        the fastest checkpoint policy that fits there, and what it was chosen from
+
+    Balance is the work of the busiest rank over the mean: 1 is perfect.
+
+    Exposed is the time that communication adds to the computation, after all that hides behind tiles.
+    """
+    from burst_cli import render
+    from burst_cli.plan import candidates as plan_candidates
+    from burst_cli.plan.table import comparison_table, plan_view
+    from engine.config.errors import ConfigError
+
+    if machine is not None:
+        raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
+    chosen = _machine(device, machine_fields or [])
+    if picture is not None:
+        _check_picture(picture, chosen, comparing=compare is not None or compare_all)
+    place = plan_candidates.placement_overrides(ranks, nodes)
+    names = plan_candidates.names_to_compare(compare, compare_all, overrides or [], config_dir or [])
+    request = plan_candidates.MemoryRequest(device, memory_by is MemoryBy.exact)
+    if names:
+        candidates = plan_candidates.plan_each(names, [*(overrides or []), *place], config_dir or [], chosen, request)
+        if as_json:
+            render.emit_json({"plans": [candidate.to_dict() for candidate in candidates]})
+        else:
+            console = render.stdout()
+            console.print(comparison_table(candidates, console.width))
+        return
+    candidate = plan_candidates.plan_one([*(overrides or []), *place], config_dir or [], chosen, request)
+    if picture is not None:
+        _draw(candidate, picture, shown_pass)
+    if as_json:
+        render.emit_json(candidate.to_dict() | ({"picture": str(picture)} if picture else {}))
+    else:
+        render.stdout().print(plan_view(candidate, picture))
+
+
+def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
+    """The speeds of a device that is named; None where there is none, or only a number of bytes."""
+    from engine.config.errors import ConfigError
+    from engine.planning.time.devices import find_machine
+
+    if device is None or _is_number(device):
+        if changes:
+            raise ConfigError(f"--with {changes[0]}: changes a device; name one with --device, such as --device h100")
+        return None
+    fields: dict[str, float | bool] = {}
+    for change in changes:
+        field, _, text = change.partition("=")
+        try:
+            number = float(text)
+        except ValueError:
+            raise ConfigError(
+                f"--with {change}: expected FIELD=NUMBER, such as --with inter_bytes_per_s=25e9"
+            ) from None
+        fields[field] = bool(number) if field == "shared_nic" else number
+    return find_machine(device, fields)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> None:
+    """Say what is wrong with a request for a picture before anything is planned."""
+    from engine.config.errors import ConfigError
+
+    problems = []
+    if path.suffix.lower() not in (".svg", ".png"):
+        problems.append(f"--picture {path}: expected a file that ends in .svg or .png")
+    if not path.absolute().parent.is_dir():
+        problems.append(f"--picture {path}: no such folder: {path.parent}; create it first")
+    if machine is None:
+        problems.append(f"--picture {path}: shows predicted times; name a device, such as --device h100")
+    if comparing:
+        problems.append(f"--picture {path}: shows one plan; leave out --compare and --all, and give attention=NAME")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _draw(candidate: Candidate, path: Path, shown: Pass) -> None:
+    from engine.config.errors import ConfigError
+
+    try:
+        from burst_cli.plan.schedule_picture import draw_schedule
+    except ImportError as error:
+        raise ConfigError(
+            f"--picture {path}: matplotlib is not installed ({error}); run: pip install 'burst-train[picture]'"
+        ) from error
+    passes = candidate.legal_preview.every_pass
+    draw_schedule(candidate, [one for one in passes if shown in (Pass.all, one.direction)], path)

@@ -1,0 +1,218 @@
+"""`burst bench` as its user meets it: what is printed, written and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from burst_cli.app import main
+from burst_cli.bench.plot import bench_figure, write_plot
+from burst_cli.bench.view import bench_view, spread
+from engine.planning.methods.presets import PRESETS
+
+Burst = Callable[..., Any]
+ROWS, HEADS, KV_HEADS, WIDTH = 64, 4, 2, 16
+VARIANTS = ("ring", "ring:layout=striped", "burst:backward_circulates=q", "ring:kernel=aten_flash", "single")
+SMALL = (
+    *("--ranks", "2", "--repeats", "3", "--warmup", "0", "--seq-lens", str(ROWS)),
+    *("--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-dim", str(WIDTH)),
+    *("--masks", "full", "--presets", ",".join(VARIANTS)),
+)
+
+
+def timing(median_s: float) -> dict[str, Any]:
+    return {"median_s": median_s, "min_s": 0.9 * median_s, "max_s": 1.5 * median_s, "repeats": 3}
+
+
+def row(variant: str, total_s: float, *, mask: str = "causal", seq_len: int = 4096) -> dict[str, Any]:
+    parts = {"forward": timing(total_s / 3), "backward": timing(2 * total_s / 3), "total": timing(total_s)}
+    sent = {"intra": 3 << 20, "inter": 1 << 20, "host": 0, "forward": 1 << 20, "backward": 3 << 20}
+    place = {"variant": variant, "mask": mask, "seq_len": seq_len, "time_over_first": total_s / 2}
+    return place | parts | {"exposed_s": total_s / 4, "sent_bytes_all_ranks": sent}
+
+
+def document(*rows: dict[str, Any], skipped: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    facts = {"device": "a processor", "cores": 2, "torch": "2", "load": 0.5, "date": "2026-11-20"}
+    return {"benchmark": "attention", "environment": facts, "results": list(rows), "skipped": skipped or []}
+
+
+def printed(shown: dict[str, Any]) -> str:
+    console = Console(width=300, file=io.StringIO())
+    with console.capture() as text:
+        console.print(bench_view(shown))
+    return text.get()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement printed, and the document that it wrote."""
+
+    out: str
+    err: str
+    document: Any
+
+
+def measure(folder: Path, kind: str, *argv: str) -> Measured:
+    file = folder / "new" / f"{kind}.json"
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["bench", kind, *argv, "--output", str(file)])
+    assert code == 0, err.getvalue()
+    assert f"written: {file}" in err.getvalue()
+    return Measured(out.getvalue(), err.getvalue(), json.loads(file.read_text()))
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Over real processes, with a plot."""
+    folder = tmp_path_factory.mktemp("attention")
+    found = measure(folder, "attention", *SMALL, "--json", "--plot", str(folder / "plot.svg"))
+    assert (folder / "plot.svg").read_text().startswith("<?xml")
+    return found
+
+
+@pytest.fixture(scope="module")
+def exchange(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(tmp_path_factory.mktemp("exchange"), "exchange", *SMALL)
+
+
+def test_attention_is_measured_and_written_with_what_was_skipped(attention: Measured) -> None:
+    shown = attention.document
+    assert json.loads(attention.out) == shown
+    assert [item["variant"] for item in shown["results"]] == list(VARIANTS[:3])
+    reasons = {item["variant"]: item["reason"] for item in shown["skipped"]}
+    assert set(reasons) == set(VARIANTS[3:])
+    assert "cuda" in reasons["ring:kernel=aten_flash"]  # its ranks refused it
+    assert shown["settings"]["ranks"] == 2
+    assert shown["environment"]["torch"]
+
+
+def test_sent_bytes_follow_the_formulas(attention: Measured) -> None:
+    """2 ranks, full mask: each sends K,V once forward; in backward K,V once and the other's fp32 dK,dV home."""
+    block = (ROWS // 2) * 2 * KV_HEADS * WIDTH * 2
+    for item in attention.document["results"][:2]:
+        sent = item["sent_bytes_all_ranks"]
+        assert (sent["forward"], sent["backward"]) == (2 * block, 2 * (block + 2 * block))
+        assert (sent["intra"], sent["inter"]) == (sent["forward"] + sent["backward"], 0)
+
+
+def test_the_exchange_alone_moves_the_same_bytes_as_attention(attention: Measured, exchange: Measured) -> None:
+    whole, alone = ([item["sent_bytes_all_ranks"] for item in m.document["results"]] for m in (attention, exchange))
+    assert whole == alone
+
+
+def test_rows_hold_times_of_every_repeat(attention: Measured) -> None:
+    rows = attention.document["results"]
+    for item in rows:
+        for part in ("forward", "backward", "total", "without_communication"):
+            timing = item[part]
+            assert timing["repeats"] == 3
+            assert 0 < timing["min_s"] <= timing["median_s"] <= timing["max_s"]
+        assert item["exposed_s"] == item["total"]["median_s"] - item["without_communication"]["median_s"]
+    assert rows[0]["time_over_first"] == 1.0
+
+
+def test_exchange_rows_hold_the_speed_of_a_rank(exchange: Measured) -> None:
+    for item in exchange.document["results"]:
+        for part in ("forward", "backward"):
+            mega_bytes = item["sent_bytes_all_ranks"][part] / 2 / 1e6
+            assert item[part]["mb_per_s_per_rank"] == pytest.approx(mega_bytes / item[part]["median_s"])
+
+
+def test_exchange_tables_name_speed_and_what_was_skipped(exchange: Measured) -> None:
+    out = exchange.out
+    assert "exchange, full, 64 tokens" in out
+    assert "MB/s per rank" in out
+    assert "skipped single (full 64): attention=single holds the whole sequence on one rank" in " ".join(out.split())
+
+
+def test_loss_needs_less_memory_fused_and_leaves_plain_out_above_its_limit(tmp_path: Path) -> None:
+    sizes = {"rows": "256,512", "hidden-size": 16, "vocab-size": 1024, "chunk-tokens": 64, "max-plain-rows": 256}
+    words = (word for name, size in sizes.items() for word in (f"--{name}", str(size)))
+    short, long = measure(tmp_path, "loss", *words, "--repeats", "1").document["results"]
+    assert short["peak_extra_bytes"]["plain"] >= 256 * 1024 * 4 > short["peak_extra_bytes"]["fused"]
+    assert set(long["timings"]) == {"fused"}
+    assert "time_ratio" not in long
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--presets", "brust"), "'brust' is no preset"),
+        (("--presets", "ring,ring"), "--presets: got 'ring,ring'; expected different values"),
+        (("--presets", "burst:circulates=q"), "no such setting"),
+        (("--masks", "casual"), "did you mean causal"),
+        (("--seq-lens", "4Q"), "--seq-lens: got '4Q'; expected positive whole numbers"),
+        (("--ranks", "4", "--nodes", "3"), "legal numbers of nodes: 1, 2, 4"),
+        (("--plot", "picture.gif"), "must end in .svg or .png"),
+        (("--rank-command", "run {gpu}", "--presets", "ring"), "legal in braces"),
+        (("--presets", "single"), "no variant is legal here"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(burst: Burst, argv: tuple[str, ...], words: str) -> None:
+    result = burst("bench", "attention", *argv)
+    assert result.code == 2
+    assert words in result.err
+
+
+def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:
+    result = burst("bench", "attention", *SMALL, "--rank-command", "sh -c 'echo no >&2; exit 3'")
+    assert result.code == 1
+    assert "failed first, exit code 3" in result.err
+    assert "    no\n" in result.err
+
+
+def test_the_command_line_loads_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, burst_cli.bench.bench; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_all_presets_are_measured_unless_some_are_named(burst: Burst) -> None:
+    """With a single rank that cannot start, so that only the choice is made."""
+    result = burst("bench", "attention", "--rank-command", "no-such-tool", "--ranks", "1")
+    assert result.code == 1
+    count = int(result.err.split("tokens: ")[1].split(" variants")[0])
+    assert 1 <= count <= len(PRESETS)
+
+
+def test_tables_part_masks_and_lengths_and_join_reasons() -> None:
+    reason = {"variant": "single", "reason": "alone"}
+    skipped = [reason | {"mask": "causal", "seq_len": 4096}, reason | {"mask": "full", "seq_len": 4096}]
+    text = printed(document(row("ring", 2.0), row("burst", 1.0), row("ring", 3.0, mask="full"), skipped=skipped))
+    assert text.count("attention, ") == 2
+    assert "0.50x" in text
+    assert "skipped single (causal 4,096, full 4,096): alone" in text
+    assert "500 ms" in text  # exposed, a quarter of 2 s
+
+
+def test_spread_is_median_and_extremes() -> None:
+    assert spread(timing(2.0)) == "2 s (1.8…3)"
+    assert spread(None) == "–"
+
+
+def test_bars_end_at_the_median_with_the_exposed_part_at_the_end() -> None:
+    (axes,) = bench_figure(document(row("ring", 2.0), row("burst", 1.0))).axes
+    widths = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert widths == [(0, 2.0), (0, 1.0), (1.5, 0.5), (0.75, 0.25)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ring", "burst"]
+
+
+def test_pictures_have_a_panel_per_mask_and_length(tmp_path: Path) -> None:
+    shown = document(row("ring", 2.0), row("ring", 3.0, seq_len=8192), row("ring", 4.0, mask="full"))
+    assert [axes.get_title(loc="left") for axes in bench_figure(shown).axes] == [
+        "causal, 4,096 tokens",
+        "causal, 8,192 tokens",
+        "full, 4,096 tokens",
+    ]
+    write_plot(shown, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,168 @@
+"""`burst launch` with the real trainer on two ranks: from text to a report, and a clean stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.process_table import kill_run, run_processes
+from testkit.waiting import wait_for
+
+from burst_cli.app import main
+from engine.config.settings import load_config
+from engine.runs.folder import RunFolder, list_runs
+
+ROOT = Path(__file__).parents[3]
+END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests
+STEPS = 3
+METRICS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device"),
+    *("model_tflops_per_device", "mfu", "mfu_full_attention", "hfu"),
+    *(
+        "peak_memory_bytes",
+        "peak_memory_reserved_bytes",
+        "comm_intra_bytes",
+        "comm_inter_bytes",
+        "comm_exposed_s",
+        "comm_exposed_share",
+    ),
+]
+
+
+def overrides(folder: Path, steps: int) -> list[str]:
+    """The smallest run that still has two ranks, a ring and validation."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"line {number} of a text that repeats itself\n" for number in range(1500)))
+    model = {"vocab_size": 512, "hidden_size": 32, "ffn_hidden_size": 64, "num_layers": 1}
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    train = {"seq_len": 64, "steps": steps, "eval_samples": 1, "warmup_metric_steps": 1, "grad_accum_steps": 1}
+    return [
+        "exp=tiny",
+        *(f"model.{name}={value}" for name, value in {**model, **heads}.items()),
+        *(f"train.{name}={value}" for name, value in train.items()),
+        "train.peak_flops_per_device=1e12",
+        "optimizer.warmup_steps=0",
+        "loss.chunk_tokens=64",
+        "data=text",
+        f"data.paths=[{corpus}]",
+        "data.tokenizer=bytes",
+        "data.validation_fraction=0.2",
+        "cluster.ranks_per_node=2",
+    ]
+
+
+def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "burst_cli", "launch", "--json", *overrides(folder, steps)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "BURST_RUNS_DIR": str(folder / "runs"),
+        "BURST_CACHE_DIR": str(folder / "cache"),
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=folder, text=True, stdout=pipe, stderr=pipe)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("end_to_end")
+    yield path
+    for run in list_runs(path / "runs"):
+        kill_run(run.run_id)
+
+
+@pytest.fixture(scope="module")
+def document(folder: Path) -> dict[str, Any]:
+    """The JSON document of a launch that completed."""
+    process = start(folder, STEPS)
+    stdout, stderr = process.communicate(timeout=END_S)
+    assert process.returncode == 0, stderr
+    result: dict[str, Any] = json.loads(stdout)
+    return result
+
+
+def test_launch_trains_and_prints_its_summary(document: dict[str, Any]) -> None:
+    assert (document["status"], document["steps"], document["world_size"]) == ("completed", STEPS, 2)
+    assert document["attention_preset"] == "burst"
+    assert 0.0 < document["final_validation_bits_per_byte"] < 9.0  # 512 ids, untrained: 9 bits each
+    assert document["peak_flops_per_device"] == 1e12
+    assert document["step_time_s_n"] == STEPS - 1
+
+
+def test_every_step_has_every_metric_of_the_contract(document: dict[str, Any]) -> None:
+    rows = RunFolder(Path(document["path"])).read_metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(set(METRICS) <= set(row) for row in rows)
+    assert all(row["comm_intra_bytes"] > 0 for row in rows)
+
+
+def test_ranks_wrote_their_logs_and_phases(document: dict[str, Any]) -> None:
+    run = RunFolder(Path(document["path"]))
+    host = run.read_state()["host"]
+    assert f"step {STEPS}/{STEPS}" in run.log_path(host, 0).read_text()
+    assert run.log_path(host, 1).exists()
+    assert "train" in [event.get("phase") for event in run.read_events()]
+    assert (run.log_dir(host) / "torchrun.log").read_text() == ""
+
+
+def test_run_folder_keeps_what_was_asked_and_what_was_run(document: dict[str, Any], folder: Path) -> None:
+    path = Path(document["path"])
+    assert (path / "overrides.txt").read_text().splitlines() == overrides(folder, STEPS)
+    config = load_config(path / "config.yaml")
+    assert (config.train.steps, config.cluster.backend) == (STEPS, "gloo")
+
+
+def test_report_shows_the_run(document: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", document["run_id"], "--json", "--runs-dir", str(folder / "runs")]) == 0
+    (record,) = json.loads(capsys.readouterr().out)["runs"]
+    # The report adds where the run comes from; what both say is the same.
+    assert {key: record[key] for key in record if key in document} == {
+        key: value for key, value in document.items() if key in record
+    }
+
+
+@pytest.mark.thorough  # test_journey_of_weights evaluates over SSH
+def test_its_weights_are_evaluated_by_a_run_of_their_own(
+    document: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [document["run_id"], "train.seq_len=128", "train.eval_needle_depths=2", "--runs-dir", str(folder / "runs")]
+    assert main(["eval", *words]) == 0
+    shown = capfd.readouterr().out
+    (run,) = [run for run in list_runs(folder / "runs") if run.exp == "tiny-eval"]
+    summary = run.read_summary()
+    assert summary is not None
+    assert (summary["evaluated_run"], summary["evaluated_step"], summary["seq_len"]) == (document["run_id"], STEPS, 128)
+    assert f"weights of {document['run_id']} after step {STEPS}" in shown
+    assert "needle at depth" in shown
+    assert main(["report", run.run_id, "--runs-dir", str(folder / "runs")]) == 0
+    assert "needle at depth" in capfd.readouterr().out
+    assert run_processes(run.run_id) == []
+
+
+@pytest.mark.thorough  # in test_launch_command with fake ranks, in engine/run/test_stopping without a launch
+def test_ctrl_c_stops_training_at_the_end_of_a_step(folder: Path, document: dict[str, Any]) -> None:
+    process = start(folder, 1_000_000)
+    run = wait_for_steps(folder, document["run_id"], process)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=END_S)
+    assert process.returncode == 130, stderr
+    assert json.loads(stdout)["status"] == run.read_state()["state"] == "cancelled"
+    assert run_processes(run.run_id) == []
+
+
+def wait_for_steps(folder: Path, other_run_id: str, process: subprocess.Popen[str]) -> RunFolder:
+    """The run that is not `other_run_id`, once it trains."""
+
+    def trained() -> list[RunFolder]:
+        assert process.poll() is None, process.communicate()
+        runs = [run for run in list_runs(folder / "runs") if run.run_id != other_run_id]
+        return [run for run in runs if len(run.read_metrics()) >= 3]
+
+    return wait_for(trained, "three steps")[0]

@@ -1,0 +1,141 @@
+"""A run that fails begins again by itself: as often as it may without progress, and not where that is futile."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from testkit.clock import Clock
+from testkit.fake_plan import node_facts
+
+from burst_cli.launch.next_attempt import lead_attempts, renewed_plan, with_spares
+from burst_cli.launch.request import LaunchRequest, PreparedLaunch
+from burst_cli.runs.failure import failure_block
+from cluster.control.attempt import begin_attempt, finish
+from cluster.control.controller import Manner
+from cluster.control.outcome import LaunchOutcome, SilentObserver
+from cluster.control.stopping import StopRequests
+from cluster.errors import ClusterError
+from cluster.failure import Failure
+from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.preflight.judge import NodeProblem, UnfitNodesError
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
+
+
+class Story:
+    """A run whose attempts end as `ends` tells, one after the other, each with so many steps saved."""
+
+    def __init__(self, base: Path, *ends: tuple[str | None, int], allowed: int = 2) -> None:
+        config = RunConfig(cluster=ClusterConfig(max_restarts=allowed))
+        self.plan = build_launch_plan(config, node_facts("here"), new_run_path(base, "tiny"))
+        self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
+        self.ends, self.stop, self.clock = list(ends), StopRequests(), Clock(0.0)
+        self.starts: list[bool] = []
+        self.deaf = 0  # so often the nodes cannot be asked
+
+    def lead(self, plan: LaunchPlan, manner: Manner) -> LaunchOutcome:
+        self.starts.append(manner.start)
+        kind, step = self.ends.pop(0)
+        if step:
+            self.run.append_event("checkpoint", step=step)
+        if kind is None:
+            return LaunchOutcome("completed", 0)
+        return LaunchOutcome("oom" if kind == "oom" else "failed", 1, Failure(kind, "Bad", "it failed"))
+
+    def renew(self, plan: LaunchPlan, run: RunFolder) -> LaunchPlan:
+        if self.deaf:
+            self.deaf -= 1
+            raise ClusterError("n2 does not answer")
+        return renewed_plan(plan, run)
+
+    def tell(self) -> str:
+        manner = Manner(clock=self.clock)
+        watchers = (SilentObserver(), self.stop)
+        return lead_attempts(self.plan, self.run, watchers, self.lead, manner, self.renew).status
+
+
+def test_a_run_that_fails_begins_again_until_it_is_complete(tmp_path: Path) -> None:
+    story = Story(tmp_path, ("signal", 0), ("hang", 0), (None, 0))
+    assert story.tell() == "completed"
+    assert story.starts == [True, True, True]
+    assert story.clock.now >= 2.0 + 4.0
+
+
+def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:
+    ends = [("signal", step) for step in (0, 0, 10, 10, 20, 20, 20, 20)]
+    story = Story(tmp_path, *ends)
+    assert story.tell() == "failed"
+    assert len(story.starts) == 7  # the last one of which there were two without a further checkpoint
+
+
+@pytest.mark.parametrize("kind", ["config", "user", "start", "oom"])
+def test_what_another_attempt_would_end_of_as_well_is_not_repeated(tmp_path: Path, kind: str) -> None:
+    story = Story(tmp_path, (kind, 0))
+    story.tell()
+    assert len(story.starts) == 1
+
+
+def test_nothing_begins_again_unless_it_is_wanted(tmp_path: Path) -> None:
+    assert Story(tmp_path, ("signal", 10), allowed=0).tell() == "failed"
+    stopped = Story(tmp_path, ("signal", 10))
+    stopped.stop.count = 1
+    assert stopped.tell() == "failed"
+
+
+def test_nodes_that_do_not_answer_are_asked_again(tmp_path: Path) -> None:
+    story = Story(tmp_path, ("node_lost", 0), (None, 0))
+    story.deaf = 1
+    assert story.tell() == "completed"
+    lost = Story(tmp_path, ("node_lost", 0))
+    lost.deaf = 2
+    assert lost.tell() == "failed"
+
+
+@pytest.mark.parametrize(
+    ("dead", "spares", "taken"),
+    [
+        ("", "n3", "n1 n2"),
+        ("n2", "n3", "n1 n3"),
+        ("n2 n3", "n3 n4", "n1 n4"),
+        ("n1 n2", "n3 n4", "n3 n4"),
+        ("n2", "n1 n3", "n1 n3"),
+        ("n2", "", None),
+        ("n1 n2", "n3", None),
+    ],
+)
+def test_spare_nodes_take_the_place_of_those_that_are_not_fit(dead: str, spares: str, taken: str | None) -> None:
+    def prepare(names: tuple[str, ...]) -> PreparedLaunch:
+        if unfit := tuple(name for name in names if name in dead.split()):
+            raise UnfitNodesError([NodeProblem("ssh.refused", unfit, "it does not answer")])
+        return PreparedLaunch(None, None, names, None)  # type: ignore[arg-type]
+
+    if taken is None:
+        with pytest.raises(UnfitNodesError, match="it does not answer"):
+            with_spares(prepare, ("n1", "n2"), spares.split())
+    else:
+        assert with_spares(prepare, ("n1", "n2"), spares.split()).overrides == tuple(taken.split())
+
+
+def test_only_nodes_that_were_reached_by_ssh_can_be_others(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    with pytest.raises(ConfigError, match="takes no --hosts"):
+        renewed_plan(story.plan, story.run, LaunchRequest(hosts="n1"))
+
+
+def test_a_failure_block_shows_the_last_lines_of_its_own_attempt(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    log = story.run.log_path("here", 0)
+    log.parent.mkdir(parents=True)
+    failure = Failure("exception", "ValueError", "bad", 0, "here", log=str(log))
+    for attempt in ("first", "second"):
+        begin_attempt(story.plan, story.run, None)
+        with log.open("a") as file:
+            file.write(f"traceback of the {attempt}\n")
+        finish(story.run, LaunchOutcome("failed", 1, failure))
+    text = failure_block(story.run, dataclasses.replace(failure)).plain
+    assert "traceback of the second" in text
+    assert "traceback of the first" not in text

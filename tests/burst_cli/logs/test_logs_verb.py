@@ -1,0 +1,317 @@
+"""`burst logs`: what is shown of which ranks, safely, to the end of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from testkit.run_maker import make_run, write_log
+from testkit.terminal import on_terminal
+from testkit.waiting import wait_for
+
+from burst_cli.figures import fold_numbers
+from burst_cli.logs.files import parse_ranks
+from burst_cli.logs.show import SCREEN_CHARACTERS, visible_text
+from engine.runs.folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[3]
+END_S = 60.0
+MIB = 2**20
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A completed run of four ranks on two nodes."""
+    run = make_run(tmp_path / "runs", state="completed", nodes={"tb1": 2, "tb2": 2})
+    for rank in range(4):
+        write_log(run, f"tb{rank // 2 + 1}", rank, f"importing\nrank {rank} is here\nstep 1\n")
+    return run
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> RunFolder:
+    """A run that says it runs, by the process of this test."""
+    return make_run(tmp_path / "runs", state="running", nodes={"tb1": 2})
+
+
+def start_logs(runs_dir: Path, *argv: str, **streams: object) -> subprocess.Popen[str]:
+    """`burst logs ARGV` as a process of its own."""
+    environment = {**os.environ, "BURST_RUNS_DIR": str(runs_dir), "PYTHONUNBUFFERED": "1"}
+    environment.pop("COLUMNS", None)
+    options = streams or {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-m", "burst_cli", "logs", *argv]
+    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def runs_dir(run: RunFolder) -> Path:
+    return run.path.parent.parent
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_lines_of_ranks_are_one_and_others_name_their_rank(burst, run: RunFolder) -> None:
+    result = burst("logs", run.run_id)
+    assert result.code == 0
+    assert result.out.splitlines() == [
+        "tb[1-2]:0-3 | importing",
+        "tb1:0 | rank 0 is here",
+        "tb1:1 | rank 1 is here",
+        "tb2:2 | rank 2 is here",
+        "tb2:3 | rank 3 is here",
+        "tb[1-2]:0-3 | step 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["--ranks", "0,2-3"], "023"),
+        (["--nodes", "tb2"], "23"),
+        (["--nodes", "tb[1-2]", "--ranks", "1"], "1"),
+        (["--grep", "rank [13]"], "13"),
+        (["--grep", r"^rank 2 is here$"], "2"),
+    ],
+)
+def test_ranks_nodes_and_patterns_select(burst, run: RunFolder, options: list[str], ranks: str) -> None:
+    lines = burst("logs", run.run_id, *options).out.splitlines()
+    assert [line[-len("0 is here")] for line in lines if "is here" in line] == list(ranks)
+
+
+def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder) -> None:
+    write_log(run, "tb1", 0, "".join(f"error {n}\nstep {n}\n" for n in range(1000)))
+    assert burst("logs", "--ranks", "0", "--tail", "1").out == "tb1:0 | step 999\n"
+    assert burst("logs", "--ranks", "0", "--tail", "2", "--grep", "error").out.split() == [
+        *("tb1:0", "|", "error", "998"),
+        *("tb1:0", "|", "error", "999"),
+    ]
+    assert len(burst("logs", "--ranks", "0").out.splitlines()) == 50
+    assert len(burst("logs", "--ranks", "0", "--tail", "all").out.splitlines()) == 2000
+
+
+def test_since_leaves_out_old_logs_and_old_lines(burst, run: RunFolder) -> None:
+    old = write_log(run, "tb1", 0, "long ago\n")
+    os.utime(old, (1e9, 1e9))
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    write_log(run, "tb1", 1, f"2020-01-01T00:00:00Z first\n  and more\n[{now}] now\n  and its trace\n")
+    lines = burst("logs", "--since", "1h", "--nodes", "tb1").out.splitlines()
+    assert [line.partition("| ")[2] for line in lines] == [f"[{now}] now", "  and its trace"]
+
+
+def test_launcher_shows_what_started_the_ranks(burst, run: RunFolder) -> None:
+    (run.log_dir("tb1") / "torchrun.log").write_text("rank 1 died\n")
+    (run.path / "controller.log").write_text("taking over\n")
+    lines = burst("logs", "--launcher").out.splitlines()
+    assert [line.replace(" ", "") for line in lines] == ["controller|takingover", "tb1:torchrun|rank1died"]
+
+
+def test_raw_is_the_bytes_as_they_stand(capfdbinary, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_cli.app import main
+
+    content = b"\x1b[31mred\x00\xff\n" + b"x" * 100_000
+    write_log(run, "tb1", 0, content)
+    monkeypatch.setenv("BURST_RUNS_DIR", str(runs_dir(run)))
+    assert main(["logs", "--raw", "--ranks", "0"]) == 0
+    assert capfdbinary.readouterr().out == content
+
+
+def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
+    document = json.loads(burst("logs", "--json", "--ranks", "1-2").out)
+    assert (document["run_id"], document["status"], document["left_out"]) == (run.run_id, "completed", 0)
+    assert [(line["node"], line["rank"], line["text"]) for line in document["lines"]] == [
+        (node, rank, text)
+        for node, rank in (("tb1", 1), ("tb2", 2))
+        for text in ("importing", f"rank {rank} is here", "step 1")
+    ]
+
+
+# --- what logs may hold -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_log_reaches_the_terminal_as_a_command(burst, run: RunFolder) -> None:
+    hostile = b"\x1b[2Jclear \x1b]0;title\x07 \x9b31m \x00\x07\x08 \xff\xfe [bold]markup[/bold] \xe2\x80\xaertl\n"
+    write_log(run, "tb1", 0, hostile)
+    out = burst("logs", "--ranks", "0").out
+    assert all(char == "\n" or char.isprintable() for char in out)
+    assert "\ufffd" in out
+    assert "[bold]markup[/bold]" in out
+
+
+def test_progress_bar_shows_its_last_drawing() -> None:
+    assert visible_text(b" 10%|#   |\r 50%|##  |\r100%|####|\r") == "100%|####|"
+
+
+def test_long_line_is_cut_on_a_terminal_only(run: RunFolder) -> None:
+    write_log(run, "tb1", 0, b"y" * 5_000 + b"\n")
+    assert "y" * 5_000 in start_logs(runs_dir(run), "--ranks", "0").communicate(timeout=END_S)[0]
+    seen = shown(runs_dir(run), "--ranks", "0")
+    assert f"{'y' * SCREEN_CHARACTERS}… (+4,600 characters)" in seen.replace("\r\n", "")
+    assert "y" * (SCREEN_CHARACTERS + 1) not in seen.replace("\r\n", "")
+
+
+def shown(folder: Path, *argv: str) -> str:
+    """What a terminal receives of `burst logs ARGV`."""
+    processes: list[subprocess.Popen[str]] = []
+    text = on_terminal(lambda end: processes.append(start_logs(folder, *argv, stdin=end, stdout=end, stderr=end)))
+    assert processes[0].wait(END_S) == 0
+    return text
+
+
+def test_reader_that_leaves_is_no_error(run: RunFolder) -> None:
+    write_log(run, "tb1", 0, b"a line of many\n" * 200_000)
+    process = start_logs(runs_dir(run), "--tail", "all")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(END_S) == 0
+
+
+def test_colours_are_for_terminals(run: RunFolder) -> None:
+    assert "\x1b[36mtb1:0 |\x1b[0m rank 0 is here" in shown(runs_dir(run))
+    assert "\x1b" not in start_logs(runs_dir(run)).communicate(timeout=END_S)[0]
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--grep", "("], "is no regular expression"),
+        (["--ranks", "3-1"], "'3-1' is no rank; expected numbers and ranges such as 0,3-5"),
+        (["--ranks", "0,,1"], "is no rank"),
+        (["--nodes", "tb[1-"], "not in the grammar of node lists"),
+        (["--tail", "-3"], "--tail -3: expected a number of lines, or all"),
+        (["--since", "soon"], "--since soon: expected a duration such as"),
+        (["-f", "--json"], "-f never ends"),
+        (["--raw", "--json"], "--raw is not"),
+    ],
+)
+def test_mistakes_are_named(burst, run: RunFolder, options: list[str], said: str) -> None:
+    result = burst("logs", run.run_id, *options)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_ranks_that_are_not_there_are_said_not_to_be(burst, run: RunFolder) -> None:
+    result = burst("logs", "--ranks", "9")
+    assert (result.code, result.out) == (0, "")
+    assert "it has ranks 0-3 on tb[1-2]" in result.err
+
+
+def test_ranks_are_folded_as_they_are_parsed() -> None:
+    assert fold_numbers(parse_ranks("7,0,3-5,4")) == "0,3-5,7"
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a pipe in a thread, so that nothing blocks."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines = process, list[str]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, part: str) -> None:
+        wait_for(lambda: any(part in line for line in self.lines), lambda: f"{part!r} in {self.lines[-5:]}", END_S)
+
+    def end(self) -> int:
+        code = self.process.wait(END_S)
+        self.close()
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._thread.join(END_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def reader(living: RunFolder) -> Iterator[Reader]:
+    """`burst logs -f` of a living run whose rank 0 has said `one` and, without a line end, `tw`."""
+    write_log(living, "tb1", 0, "one\ntw")
+    process = start_logs(runs_dir(living), "-f")
+    reading = Reader(process)
+    yield reading
+    reading.close()
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 130)])
+def test_follows_files_old_new_and_replaced_to_the_end(
+    living: RunFolder, reader: Reader, state: str, code: int
+) -> None:
+    reader.wait_for("one")
+    first = living.log_path("tb1", 0)
+    append(first, "o\n")
+    reader.wait_for("tb1:0 | two")
+    write_log(living, "tb1", 1, "a new file\n")
+    reader.wait_for("tb1:1 | a new file")
+    first.rename(first.with_suffix(".log.1"))
+    write_log(living, "tb1", 0, "after rotation\n")
+    reader.wait_for("tb1:0 | after rotation")
+    append(first, "last words")
+    living.transition(state)
+    assert reader.end() == code
+    texts = [line.partition("| ")[2] for line in reader.lines]
+    assert texts == ["one", "two", "a new file", "after rotation", "last words"]
+
+
+@pytest.mark.thorough
+def test_flood_and_endless_line_are_left_out(living: RunFolder, reader: Reader) -> None:
+    """400 MB in three bursts: what is left out is said, and the memory of the reader stays small."""
+    reader.wait_for("one")
+    path = living.log_path("tb1", 0)
+    watched, peaks = psutil.Process(reader.process.pid), list[int]()
+
+    def has_come(line: str) -> bool:
+        peaks.append(watched.memory_info().rss)
+        return any(line in shown for shown in reader.lines)
+
+    block = b"".join(b"step %09d of a loop that nobody meant to log\n" % number for number in range(20_000))
+    with path.open("ab") as file:
+        file.write(b"o\n")
+        for burst in range(3):
+            for _ in range(100):
+                file.write(block)
+            file.write(b"z" * (100 * MIB * (burst == 2)) + b"\nend of burst %d\n" % burst)
+            file.flush()
+            wait_for(partial(has_come, f"end of burst {burst}"), timeout_s=END_S)
+    living.transition("completed")
+    assert reader.end() == 0
+    assert max(peaks) < 300 * MIB
+    skipped = [line for line in reader.lines if "not shown, see" in line]
+    assert skipped
+    assert str(path) in skipped[0]
+    path.unlink()  # a test folder is kept for a while
+
+
+def test_follow_without_any_log_yet_waits(living: RunFolder) -> None:
+    reading = Reader(start_logs(runs_dir(living), "-f"))
+    time.sleep(1.0)
+    write_log(living, "tb1", 0, "here I am\n")
+    reading.wait_for("here I am")
+    living.transition("completed")
+    assert reading.end() == 0

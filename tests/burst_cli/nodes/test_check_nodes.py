@@ -1,0 +1,246 @@
+"""`burst check-nodes`: what is printed where, for people and for programs, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
+from testkit.clock import Clock
+
+from burst_cli.nodes.check_nodes import Output, run_check
+from burst_cli.nodes.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.run import CheckOptions
+from cluster.errors import SshError, SshFailure
+from engine.config.settings import RunConfig
+
+Burst = Callable[..., Any]
+REFUSED = SshError("n3", SshFailure.REFUSED, "192.0.2.1 port 22 refuses connections", "is sshd running?")
+FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk": "warn"})}
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Slurm around the tests."""
+    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(nodes: dict[str, Any], output: Output | None = None, pause: Callable[[float], None] | None = None) -> int:
+    fleet = FakeFleet(nodes)
+    options = CheckOptions(all_groups=GROUPS, connect=fleet.connect)
+    return run_check(fleet.hosts, RunConfig(), options, output or Output(), pause)
+
+
+def text_of(print_to: Callable[[Console], None]) -> str:
+    stream = io.StringIO()
+    print_to(Console(file=stream, width=200, highlight=False, emoji=False))
+    return stream.getvalue()
+
+
+def fleet_report(**told: tuple[Finding, ...]) -> FleetReport:
+    return FleetReport({name: NodeReport(name, findings) for name, findings in told.items()}, 1.25)
+
+
+def finding(node: str, severity: Verdict, observed: str = "", **fields: str) -> Finding:
+    return Finding("gpu.ecc", node, severity, observed, **fields)
+
+
+# Of the verb.
+
+
+def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(FLEET) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "n[1-2]: OK"
+    assert "n3: FAIL" in out
+    assert "  FAIL    ssh.reach: 192.0.2.1 port 22 refuses connections; expected: sshd listening" in out
+    assert "→ is sshd running?" in out
+    assert out.splitlines()[-2] == "not usable: n3"
+    assert out.splitlines()[-1].startswith("usable: n[1-2,4] (3 of 4 nodes, ")
+    assert "[4/4]" in err
+
+
+def test_the_list_is_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(FLEET, Output(names_only=True)) == 1
+    assert capsys.readouterr().out == "n[1-2,4]\n"
+    check(FLEET, Output(names_only=True, one_per_line=True))
+    assert capsys.readouterr().out == "n1\nn2\nn4\n"
+    check({"n1": answer({"host.disk": "fail"})}, Output(names_only=True))
+    assert capsys.readouterr().out == ""
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(FLEET, Output(as_json=True)) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["usable"] == ["n1", "n2", "n4"]
+    assert {name: node["verdict"] for name, node in document["nodes"].items()} == {
+        "n1": "OK",
+        "n2": "OK",
+        "n3": "FAIL",
+        "n4": "WARN",
+    }
+    assert document["elapsed_s"] >= 0
+    (reach,) = document["nodes"]["n3"]["findings"]
+    assert set(reach) == {"check", "node", "severity", "observed", "expected", "remedy", "device", "evidence"}
+
+
+@pytest.mark.parametrize(("output", "code"), [("ok", 0), ("warn", 0), ("fail", 1), ("nonsense", 3)])
+def test_exit_codes(output: str, code: int) -> None:
+    assert check({"n1": HEALTHY, "n2": answer({"host.disk": output})}) == code
+
+
+def test_watching_shows_everything_once_and_then_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds: list[float] = []
+    nodes = {"n1": HEALTHY, "n2": HEALTHY}
+
+    def pause(seconds: float) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 1:
+            nodes["n2"] = answer({"host.disk": "fail"})
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(nodes, Output(watch_s=30), pause)
+    out = capsys.readouterr().out
+    assert rounds == [30, 30, 30]
+    assert out.count("n[1-2]: OK") == 1
+    assert out.count("n2: OK → FAIL") == 1
+    assert out.count("no change; usable: n1 (1 of 2 nodes") == 1
+
+
+def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
+    result = burst("check-nodes", "--only", "host.memory,host.nofile", "--json")
+    document = json.loads(result.out)
+    (node,) = document["nodes"].values()
+    assert {finding["check"] for finding in node["findings"]} <= {"host.memory", "host.nofile"}
+    assert "ssh.reach" not in str(node)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--json", "--list"], "give one of them"),
+        (["--watch", "5", "--list"], "--watch prints changes"),
+        (["--expand"], "give --list"),
+        (["--only", "gpus"], "expected a group"),
+        (["--skip", "ssh"], "is not usable"),
+        (["--hosts", "n[1-"], "not in the grammar"),
+        (["--hosts", "-oProxyCommand=id"], "is no host name"),
+        (["--explain", "gpu.nonsense"], "lists the checks of a group"),
+        (["--timeout", "0"], "--timeout"),
+        (["--bandwidth"], "--collectives measures"),
+        (["--dry-run"], "the launch of --collectives"),
+        (["--cuda-smoke"], "cluster.container.runtime=docker"),
+        (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str) -> None:
+    result = burst("check-nodes", *argv)
+    assert result.code == 2
+    assert text in result.err
+    assert "Traceback" not in result.err
+
+
+def test_explaining_checks_nothing(burst: Burst) -> None:
+    result = burst("check-nodes", "--explain", "ssh.clock")
+    assert result.code == 0
+    assert result.out.startswith("ssh.clock: ")
+
+
+def test_help_names_the_exit_codes(burst: Burst) -> None:
+    out = burst("check-nodes", "--help").out
+    assert "Exit code 0" in out
+    assert "UNKNOWN" in out
+
+
+# What is shown.
+
+
+def test_text_of_nodes_is_no_markup() -> None:
+    hostile = finding("n1", Verdict.FAIL, "[bold]x[/] [link=http://x]y[/link] :smile:", remedy="[red]do[/red]")
+    shown = text_of(lambda console: print_report(console, fleet_report(n1=(hostile,))))
+    assert "[bold]x[/] [link=http://x]y[/link] :smile:" in shown
+    assert "[red]do[/red]" in shown
+
+
+def test_devices_that_say_the_same_are_one_line() -> None:
+    told = tuple(finding("n1", Verdict.FAIL, "busy", device=f"GPU {index}") for index in range(3))
+    shown = text_of(lambda console: print_report(console, fleet_report(n1=told)))
+    assert shown.count("busy") == 1
+    assert "gpu.ecc (GPU 0, GPU 1, GPU 2): busy" in shown
+
+
+def test_what_is_ok_is_shown_when_asked_for() -> None:
+    report = fleet_report(n1=(finding("n1", Verdict.OK, "0 errors"),))
+    assert "0 errors" not in text_of(lambda console: print_report(console, report))
+    assert "0 errors" in text_of(lambda console: print_report(console, report, all_findings=True))
+
+
+def test_no_usable_node_is_said_plainly() -> None:
+    shown = text_of(lambda console: print_report(console, fleet_report(n1=(finding("n1", Verdict.UNKNOWN),))))
+    assert shown.splitlines()[-1] == "usable: none (0 of 1 nodes, 1.2 s)"
+
+
+def test_a_new_node_is_a_change() -> None:
+    before, after = fleet_report(), fleet_report(n1=(finding("n1", Verdict.WARN, "odd"),))
+    shown = text_of(lambda console: print_changes(console, before, after, "12:00:00"))
+    assert shown.splitlines()[0] == "12:00:00 n1: new → WARN"
+    assert "odd" in shown
+
+
+def live_text(view: LiveCheckView, height: int = 40) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, height=height)
+    console.print(view.render())
+    return stream.getvalue()
+
+
+def test_the_live_table_follows_each_node() -> None:
+    clock = Clock()
+    view = LiveCheckView(Console(width=100, height=40), ["n1", "n2"], ["gpu"], clock)
+    view.started("n1")
+    clock.now += 7.0
+    assert "..." in live_text(view)
+    assert "7" in live_text(view)
+    view.finished(
+        NodeReport("n1", (Finding("gpu.ecc", "n1", Verdict.FAIL, ""), Finding("ssh.reach", "n1", Verdict.OK, "")), 7.5)
+    )
+    row = next(line for line in live_text(view).splitlines() if line.startswith("n1"))
+    assert row.split() == ["n1", "OK", "FAIL", "7.5"]
+    assert "1 of 2 nodes checked, 0 usable" in live_text(view)
+
+
+def test_a_fleet_larger_than_the_screen_shows_the_bad_nodes_first() -> None:
+    nodes = [f"n{n}" for n in range(100)]
+    view = LiveCheckView(Console(width=100, height=15), nodes, [])
+    for name in nodes:
+        view.started(name)
+        severity = Verdict.FAIL if name == "n77" else Verdict.OK
+        view.finished(NodeReport(name, (Finding("ssh.reach", name, severity, ""),)))
+    lines = live_text(view, height=15).splitlines()
+    assert len(lines) <= 13
+    assert lines[1].startswith("n77")
+    assert "90 more not shown" in lines[-1]
+
+
+def test_lines_of_a_large_fleet_are_few() -> None:
+    stream = io.StringIO()
+    view = PlainCheckView(Console(file=stream, width=100), 500)
+    for index in range(500):
+        severity = Verdict.FAIL if index == 250 else Verdict.OK
+        view.finished(NodeReport(f"n{index}", (Finding("ssh.reach", f"n{index}", severity, "gone"),)))
+    assert stream.getvalue() == "[251/500] n250: FAIL ssh.reach: gone\n"
+
+
+def test_a_terminal_gets_a_table_and_a_file_gets_lines() -> None:
+    with open_check_view(Console(file=io.StringIO(), force_terminal=True), ["n1"], []) as view:
+        assert isinstance(view, LiveCheckView)
+    with open_check_view(Console(file=io.StringIO()), ["n1"], []) as view:
+        assert isinstance(view, PlainCheckView)

@@ -1,0 +1,100 @@
+"""`burst check-nodes --collectives`: what the ranks measure, who is called slow, and the launch that does it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.testbed_fixture import MakeTestbed, Testbeds
+
+from burst_cli.nodes.collectives import judged
+from cluster.testbed.build import Testbed
+from cluster.testbed.faults import set_fault
+from engine.bench.collectives import SIZES, exchange_pairs, plan_rounds, sweep
+
+Burst = Callable[..., Any]
+CPU = torch.device("cpu")
+SHARES = {"all_reduce": 6 / 4, "all_to_all": 3 / 4}  # of four ranks, by PERFORMANCE.md of nccl-tests
+
+
+def test_busbw_is_what_crosses_a_link_in_the_time_of_the_slowest_rank(ranks: Any) -> None:
+    rows, *others = ranks(4).run(sweep, CPU, SIZES[:2])
+    assert [(row["operation"], row["bytes"]) for row in rows] == list(product(SHARES, SIZES[:2]))
+    for row in rows:
+        assert row["busbw_gbps"] == pytest.approx(row["bytes"] * 8 / 1e9 / row["seconds"] * SHARES[row["operation"]])
+    assert all(found == rows for found in others)
+
+
+def test_nodes_are_paired_whatever_ranks_they_have(ranks: Any) -> None:
+    of_two, *_ = ranks(4).run(exchange_pairs, CPU, 2)
+    assert [pair["nodes"] for pair in of_two] == [[0, 1]]
+    of_one, *_ = ranks(4).run(exchange_pairs, CPU, 1)
+    assert sorted(pair["nodes"] for pair in of_one) == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
+    assert all(pair["gbps"] > 0 for pair in (*of_one, *of_two))
+
+
+@given(count=st.integers(1, 40))
+def test_every_pair_is_measured_once_and_no_node_twice_in_a_round(count: int) -> None:
+    rounds = plan_rounds(count)
+    pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+    for present in rounds:
+        seen = [node for pair in present for node in pair]
+        assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow_nodes", "slow_pairs"),
+    [
+        ({"ab": 10, "ac": 10, "bc": 10}, [], []),
+        ({"ab": 5.1, "ac": 10, "bc": 5.1}, [], []),
+        ({"ab": 4.9, "ac": 10, "bc": 4.9}, ["b"], []),
+        ({"ab": 10, "ac": 10, "ad": 2, "bc": 10, "bd": 2, "cd": 2}, ["d"], []),
+        ({"ab": 10, "ac": 10, "ad": 10, "bc": 10, "bd": 10, "cd": 2}, [], [["c", "d"]]),
+        ({"ab": 2}, [], []),  # with nothing to compare with
+        ({}, [], []),
+    ],
+)
+def test_a_node_is_slow_that_is_with_most_others_and_a_pair_that_is_slow_without_such_a_node(
+    rates: Mapping[str, float], slow_nodes: list[str], slow_pairs: list[list[str]]
+) -> None:
+    nodes = sorted({node for pair in rates for node in pair}) or ["a"]
+    pairs = [{"nodes": [nodes.index(node) for node in pair], "gbps": rate} for pair, rate in rates.items()]
+    found = judged({"collectives": [], "pairs": pairs}, nodes)
+    assert (found["slow_nodes"], [pair["nodes"] for pair in found["slow_pairs"]]) == (slow_nodes, slow_pairs)
+
+
+def test_a_dry_run_shows_the_launch_and_creates_nothing(
+    burst: Burst, testbed4: Testbed, clean_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert testbed4.state.config_file is not None
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.state.config_file).parents[3]))
+    result = burst("check-nodes", f"cluster={testbed4.name}", "--collectives", "--dry-run", "--json")
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert [node["name"] for node in plan["nodes"]] == list(testbed4.node_names)
+    assert all("engine.collectives" in node["command"] for node in plan["nodes"])
+    assert not (clean_home / "runs").exists()
+
+
+@pytest.mark.thorough  # torch starts on four nodes
+def test_a_node_behind_a_slow_link_is_named_by_a_real_launch(
+    burst: Burst, testbeds: Testbeds, make_testbed: MakeTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testbed = make_testbed(nodes=4, rate="400mbit")  # two pairs at once
+    slow = testbed.node_names[1]
+    set_fault(testbed, slow, "link_slow", "60mbit")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(testbeds.config_file(testbed.name).parents[3]))
+    result = burst("check-nodes", f"cluster={testbed.name}", "cluster.ranks_per_node=1", "--collectives", "--json")
+    assert result.code == 1, result.err
+    found = json.loads(result.out)
+    assert (found["slow_nodes"], found["slow_pairs"], found["backend"]) == ([slow], [], "gloo")
+    assert 0.01 < found["node_gbps"][slow] < 0.08
+    assert found["node_gbps"][slow] * 2 < found["usual_gbps"] < 0.45

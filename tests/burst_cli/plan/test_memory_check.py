@@ -1,0 +1,154 @@
+"""What is refused for lack of memory, what is only warned of, and what is kept of the reckoning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from testkit.fake_plan import node_facts
+
+from burst_cli.plan.launch_view import launch_notes
+from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
+from cluster.plan import build_launch_plan
+from engine.config.cluster import ClusterConfig
+from engine.config.errors import ConfigError, RunError
+from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
+from engine.planning.memory.capacity import Gpu, Hardware
+from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.methods.topology import Topology
+
+GIB = 2**30
+CONFIG = RunConfig(
+    attention=AttentionConfig(preset="burst"),
+    cluster=ClusterConfig(ranks_per_node=4, backend="nccl"),
+    train=TrainConfig(seq_len=1024),
+)
+ON_CPU = dataclasses.replace(CONFIG, cluster=ClusterConfig(ranks_per_node=4, backend="gloo"))
+LARGE = {"optimizer": 5 * GIB, "checkpoints": 40 * GIB, "attention": 20 * GIB, "loss": GIB, "other": 0}
+H100 = Hardware((Gpu("NVIDIA H100", 80 * GIB),), 100 * GIB, "MemTotal")
+CPU = Hardware((), 32 * GIB, "MemTotal")
+
+
+def need(device_gib: float, host_gib: float = 0.0) -> MemoryPrediction:
+    components = {"device": LARGE, "host": {"checkpoints": int(host_gib * GIB)}}
+    return MemoryPrediction(
+        "cuda", 4, 0, int(device_gib * GIB), int(host_gib * GIB), "loss", components, {}, reserve_bytes=0, seconds=0.0
+    )
+
+
+@dataclasses.dataclass
+class FakePredictor:
+    """Says what it was made with, and counts how often it was asked."""
+
+    answer: MemoryPrediction | RunError
+    asked: int = 0
+
+    def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        self.asked += 1
+        if isinstance(self.answer, RunError):
+            raise self.answer
+        return self.answer
+
+
+def planner(answer: MemoryPrediction | RunError, hardware: Hardware = H100) -> MemoryPlanner:
+    return MemoryPlanner(hardware=hardware, predictor=FakePredictor(answer))
+
+
+def refused(planner: MemoryPlanner, config: RunConfig = CONFIG) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, planner)
+    return str(caught.value)
+
+
+def test_run_that_fits_is_predicted_once_and_says_so() -> None:
+    predictor = FakePredictor(need(79, 24))
+    check = check_memory(CONFIG, MemoryPlanner(H100, predictor))
+    assert (predictor.asked, check.problems) == (1, ())
+    assert check.summary == "79 GiB of 80 GiB per rank on NVIDIA H100, 24 GiB of host memory, by the prediction"
+
+
+def test_refusal_says_by_how_much_where_why_and_what_to_do() -> None:
+    text = refused(planner(need(95)))
+    assert "a rank needs 95 GiB, 15 GiB more than the 80 GiB of NVIDIA H100 (nvidia-smi)" in text
+    assert "by the prediction; most of it in phase loss" in text
+    assert "Largest: checkpoints 40 GiB, attention 20 GiB, optimizer 5 GiB." in text
+    assert "Use less memory per rank" in text  # for nothing that was predicted would fit
+    assert "--force" in text
+
+
+def test_refusal_names_the_policy_that_would_fit() -> None:
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+        return need(10 if config.memory.tile_tokens else 95)
+
+    long = dataclasses.replace(CONFIG, train=TrainConfig(seq_len=2**20))
+    with pytest.raises(ConfigError, match=r"What helps: memory=auto would fit with .* memory\.tile_tokens="):
+        check_memory(long, MemoryPlanner(hardware=H100, predictor=predict))
+
+
+def test_host_memory_is_that_of_all_ranks_of_the_node() -> None:
+    text = refused(planner(need(1, 30)))
+    assert "4 ranks need 120 GiB, 20 GiB more than the 100 GiB of host memory (MemTotal)" in text
+
+
+def test_forced_run_is_started_with_a_warning_and_says_so_in_its_plan() -> None:
+    check = check_memory(CONFIG, planner(need(95)), force=True)
+    assert check.to_dict()["fits"] is False
+    assert launch_notes(check).plain.startswith("warning: does not fit: ")
+
+
+def test_force_changes_nothing_for_a_run_that_fits() -> None:
+    assert check_memory(CONFIG, planner(need(1)), force=True) == check_memory(CONFIG, planner(need(1)))
+
+
+def test_on_the_cpu_both_memories_are_one() -> None:
+    text = refused(planner(need(6, 3), CPU), ON_CPU)
+    assert "a rank needs 9 GiB, 1 GiB more than the 8 GiB of cpu" in text
+    assert "of host memory (MemTotal)" not in text
+
+
+def test_nothing_is_refused_when_the_capacity_is_unknown() -> None:
+    check = check_memory(ON_CPU, planner(need(5000, 5000), Hardware((), None, "unknown")))
+    assert (check.problems, check.to_dict()["fits"]) == ((), None)
+    assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(check).plain
+
+
+def test_what_cannot_be_predicted_is_started_with_a_warning() -> None:
+    check = check_memory(CONFIG, planner(RunError("no torch here.")))
+    assert (check.summary, check.to_dict()["fits"], check.to_dict()["needed_bytes"]) == ("not predicted", None, None)
+    assert "not checked whether this run fits: no torch here." in launch_notes(check).plain
+    with pytest.raises(RunError, match="no torch here"):  # but a policy cannot be chosen
+        check_memory(OPEN, planner(RunError("no torch here.")))
+
+
+OPEN = dataclasses.replace(CONFIG, memory=MemoryConfig(activation_checkpoint="auto"))
+
+
+def settled_check() -> MemoryCheck:
+    return check_memory(OPEN, planner(need(1)))
+
+
+def test_auto_is_settled_and_its_reason_shown() -> None:
+    check = settled_check()
+    assert check.config.memory.activation_checkpoint == "none"  # there is room for everything
+    assert launch_notes(check).plain.startswith("memory.activation_checkpoint=auto: none, on ")
+
+
+def test_choice_of_which_nothing_fits_is_refused_or_forced() -> None:
+    with pytest.raises(ConfigError, match="15 GiB more than"):
+        check_memory(OPEN, planner(need(95)))
+    assert check_memory(OPEN, planner(need(95)), force=True).config.memory.activation_checkpoint != "auto"
+
+
+def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) -> None:
+    check = settled_check()
+    on_gpus = dataclasses.replace(node_facts(), gpus=4)
+    plan = with_memory(build_launch_plan(check.config, on_gpus, tmp_path / "run"), check)
+    files = dict(plan.files)
+    assert "activation_checkpoint: none" in files["config.yaml"]
+    document = json.loads(files[MEMORY_PLAN_FILE])
+    assert document["policy"] == "none"
+    assert "full, on host" in [candidate["name"] for candidate in document["candidates"]]
+    assert (document["device_peak_bytes"], document["capacity"]["device_capacity_bytes"]) == (GIB, 80 * GIB)
+    assert document["fits"] is True

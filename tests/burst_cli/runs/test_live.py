@@ -1,0 +1,394 @@
+"""A run that is watched: its progress, which nodes fold and which stand out, what fits, what plain lines say."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.live import Live
+from testkit.clock import Clock
+from testkit.run_maker import health, make_run, plan_document, write_log
+
+from burst_cli.logs.alarms import FRESH_S, AlarmWatch
+from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, draw, hang_text, open_view
+from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, heard_text, node_rows, nodes_table
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import RunFacts, read_facts
+from cluster.control.link import NodeStatus
+from engine.runs.folder import RunFolder, create_run
+
+NODES = {f"tb{number}": 2 for number in range(1, 65)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path, nodes=NODES)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> RunFolder:
+    """A run without a plan."""
+    return create_run(tmp_path / "bare" / "20260101-000000-aaaaaa", {})
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, height=30, highlight=False)
+
+
+def written(target: Console) -> str:
+    assert isinstance(target.file, io.StringIO)
+    return target.file.getvalue()
+
+
+def status(name: str, **changes: Any) -> NodeStatus:
+    return NodeStatus(name, **{"phase": "running", "health": health(ranks={}), "heard_s": 0.5, **changes})
+
+
+def fleet(**odd: NodeStatus) -> list[NodeStatus]:
+    return [odd.get(name, status(name)) for name in NODES]
+
+
+def rows_of(statuses: list[NodeStatus], **changes: Any) -> list[NodeRow]:
+    return fold_rows(node_rows(statuses, RunFacts(), **changes))
+
+
+def drawn(progress: RunProgress, width: int, height: int, rows: Sequence[NodeRow] = (), *last: str) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
+    alarm, stop_line = last or (None, None)
+    console.print(draw(progress, rows, (alarm, stop_line), (width, height)))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_are_well_share_a_row_with_the_span_of_their_figures() -> None:
+    (row,) = rows_of(fleet(tb3=status("tb3", health=health(load1=3.5, ranks={}))))
+    assert row.name == "tb[1-64]"
+    assert (min(row.load), max(row.load)) == (1.5, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note", "mark"),
+    [
+        ({"problem": "tb9: no route to host"}, "no route to host", "bad"),
+        ({"phase": "lost"}, "its supervisor is gone without a word", "bad"),
+        ({"heard_s": 12.0}, "not heard for 12 s", "warn"),
+        ({"health": health(ranks={"6": {"state": "T"}, "7": {"state": "Z"}})}, "rank 6 stopped; rank 7 dead", "bad"),
+        ({"health": health(ranks={}, memory_used_bytes=4 * 2**30)}, "memory 100% full", "warn"),
+        ({"health": health(ranks={}, disk_free_bytes=2**20)}, "disk nearly full: 1 MiB free", "warn"),
+        ({"health": health(ranks={}, gpus=[{"index": 3, "throttle": "hw"}])}, "GPU 3 is throttled: hw", "warn"),
+        ({"health": health(ranks={}, gpus=[{"index": 3, "temperature_c": 95}])}, "GPU 3 has 95 °C", "warn"),
+        ({"phase": "ended", "outcome": {"cause": "exit", "exit_code": -9}}, "ended by signal 9", "bad"),
+        ({"phase": "ended", "outcome": {"cause": "lease"}}, "it heard nothing of its launcher", "bad"),
+        ({"phase": "ended", "outcome": {"cause": "start_failed", "error": "no python"}}, "no python", "bad"),
+    ],
+)
+def test_node_that_is_not_well_stands_out_above_the_others(changes: dict[str, Any], note: str, mark: str) -> None:
+    first, *others = rows_of(fleet(tb9=status("tb9", **changes)))
+    assert (first.nodes, first.mark) == (("tb9",), mark)
+    assert note in "; ".join(first.notes)
+    assert [len(row.nodes) for row in others] == [63]
+
+
+def test_silence_of_a_run_that_has_ended_is_no_news() -> None:
+    statuses = [status("tb1", phase="ended", outcome={"cause": "exit", "exit_code": 0}, heard_s=5000.0)]
+    (row,) = node_rows(statuses, RunFacts(), is_over=True)
+    assert (row.mark, row.notes, row.ranks) == ("ok", (), ())
+
+
+def test_straggler_marks_its_node(run: RunFolder) -> None:
+    rows = node_rows(fleet(), read_facts(run), straggler=7)
+    (slow,) = [row for row in rows if row.notes]
+    assert (slow.nodes, slow.notes) == (("tb4",), ("straggler: rank 7",))
+
+
+def test_nodes_in_the_same_trouble_share_a_row() -> None:
+    silent = {name: status(name, heard_s=20.0 + number) for number, name in enumerate(list(NODES)[:30])}
+    rows = rows_of(fleet(**silent))
+    assert [(row.mark, len(row.nodes)) for row in rows] == [("warn", 30), ("ok", 34)]
+
+
+@given(marks=st.lists(st.sampled_from(["ok", "warn", "bad"]), max_size=20), room=st.integers(0, 20))
+def test_what_is_left_out_is_counted(marks: list[str], room: int) -> None:
+    rows = [NodeRow((f"n{index}",), "running", notes=(mark,), mark=mark) for index, mark in enumerate(marks)]
+    shown, left_out = fit_rows(rows, room)
+    assert len(shown) <= room
+    assert len(shown) + left_out == len(rows)
+    well = [row for row in rows if row.mark == "ok"]
+    assert [row for row in shown if row.mark == "ok"] == well[: max(0, min(room, len(well)))]
+
+
+def test_age_of_news_is_short() -> None:
+    assert [heard_text(value) for value in (None, 0.4, 7.2, 300.0, 9000.0)] == ["–", "now", "7 s", "5 min", "2 h"]
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def step(bare: RunFolder, number: int, **more: float) -> None:
+    bare.append_metrics(
+        {"step": number, "loss": 2.5, "step_time_s": 2.0, "tokens_per_s": 12_345.0, "mfu": 0.25, **more}
+    )
+
+
+def test_phase_is_shown_until_the_first_step(bare: RunFolder) -> None:
+    progress = RunProgress(bare, 10)
+    assert progress.phase == "starting the ranks"
+    bare.append_event("phase", phase="build model")
+    bare.append_event("other", phase="not a phase")
+    assert progress.poll() is True
+    assert (progress.phase, progress.step, progress.remaining_s()) == ("build model", 0, None)
+    assert progress.poll() is False
+
+
+def test_time_left_is_the_median_step_times_the_steps_left(bare: RunFolder) -> None:
+    progress = RunProgress(bare, 10)
+    for number, seconds in enumerate((60.0, 2.0, 3.0), start=1):
+        bare.append_metrics({"step": number, "step_time_s": seconds})
+    progress.poll()
+    assert progress.remaining_s() == 3.0 * 7
+
+
+def test_unknown_figures_are_none_and_damaged_rows_are_ignored(bare: RunFolder) -> None:
+    progress = RunProgress(bare, 10)
+    bare.append_metrics({"loss": 1.0})
+    bare.append_metrics({"step": 1, "loss": None, "mfu": "high"})
+    progress.poll()
+    assert (progress.step, progress.figure("mfu"), progress.losses) == (1, None, [])
+
+
+def test_plain_view_prints_figures_every_few_seconds_and_at_the_end(bare: RunFolder) -> None:
+    clock, target = Clock(), console(terminal=False)
+    view = PlainView(target, RunProgress(bare, 4, clock), clock)
+    for number in (1, 2, 3):
+        step(bare, number)
+        view.tick()
+        if number == 2:
+            clock.now += PLAIN_INTERVAL_S
+    step(bare, 4, validation_loss=2.0, validation_bits_per_byte=1.5)
+    view.tick()
+    view.tick()
+    lines = written(target).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["starting the ranks", "step 1/4", "step 3/4", "step 4/4"]
+    assert "loss 2.5000  12.3K tokens/s  MFU 25%  memory –  left 0:06" in lines[1]
+    assert lines[-1].endswith("validation loss 2.0000  bits/byte 1.5000")
+
+
+def test_plain_view_shows_phases_warnings_and_stops_without_escapes(bare: RunFolder) -> None:
+    target = console(terminal=False)
+    view = PlainView(target, RunProgress(bare, 4))
+    bare.append_event("phase", phase="build\x1b[31m model")
+    bare.append_event("warning", message="mfu [b]above[/b] 1")
+    facts = {"reason": "the loss is nan", "reaction": "skip", "first_sample": 8, "last_sample": 11}
+    bare.append_event("dropped", step=3, **facts)
+    view.tick()
+    view.stopping("Ctrl-C", 12.0)
+    text = written(target)
+    assert "build model\n" in text
+    assert "warning: mfu [b]above[/b] 1\n" in text
+    assert "warning: step 3 is dropped (skip): the loss is nan; samples 8 to 11\n" in text
+    assert "killing what is left after 12 s; press Ctrl-C again" in text
+
+
+def test_live_block_shows_bar_figures_and_sparkline(bare: RunFolder) -> None:
+    target = console(terminal=True)
+    for number in range(1, 4):
+        step(
+            bare, number, peak_memory_bytes=2**30, loss=5.0 - number, validation_bits_per_byte=1.5, validation_loss=1.0
+        )
+    bare.append_event("warning", message="clocks are odd")
+    bare.append_event("phase", phase="evaluate")
+    with open_view(target, RunProgress(bare, 4)) as view:
+        view.tick()
+        view.stopping("SIGTERM", 12.0)
+    text = written(target)
+    for part in (
+        "step 3/4",
+        "2.0000",
+        "█▅▁",
+        "12.3K",
+        "25%",
+        "1 GiB",
+        "1.5000",
+        "evaluate",
+        "clocks are odd",
+        "SIGTERM: stopping",
+    ):
+        assert part in text
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def busy_progress(run: RunFolder) -> RunProgress:
+    for number in range(1, 11):
+        figures = {"loss": 5.0 / number, "step_time_s": 2.0, "tokens_per_s_per_device": 7716.0}
+        run.append_metrics({"step": number, **figures})
+    run.append_event("phase", phase="evaluate")
+    progress = RunProgress(run, 200)
+    progress.poll()
+    return progress
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 20), (40, 12), (20, 6)])
+def test_block_fits_the_screen_whatever_happens(run: RunFolder, width: int, height: int) -> None:
+    trouble = {name: status(name, problem=f"{name}: {'x' * number}") for number, name in enumerate(list(NODES)[:50])}
+    progress = busy_progress(run)
+    rows = node_rows(fleet(**trouble), progress.facts)
+    lines = drawn(progress, width, height, rows, "tb1:0 | warn", "Ctrl-C: stopping the ranks")
+    assert len(lines) < height
+    assert all(len(line.rstrip()) <= width for line in lines)
+    text = "\n".join(lines)
+    assert "step 10/200" in text
+    assert "Ctrl-C: stopping" in text
+    assert height < 20 or "more nodes" in text
+
+
+def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> None:
+    document = plan_document({"tb1": 2})
+    document["config"]["cluster"] = {"hang_timeout_s": 30.0}
+    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"launch.json": json.dumps(document)})
+    clock = Clock()
+    progress = RunProgress(run, 200, clock)
+    progress.poll()
+    clock.now += 31
+    assert hang_text(progress) is None  # on the way to the first step the controller waits longer
+    run.append_event("phase", phase="train")
+    run.append_metrics({"step": 1, "step_time_s": 1.0})
+    progress.poll()
+    clock.now += 14
+    assert hang_text(progress) is None
+    clock.now += 11
+    assert hang_text(progress) == "no step for 25 s; stacks will be taken at 30 s"
+    clock.now += 6
+    assert hang_text(progress) == "no step for 31 s: it may hang, stacks are taken"
+    run.append_event("phase", phase="evaluate")
+    progress.poll()
+    clock.now += 31
+    assert hang_text(progress) is None
+
+
+def test_limit_of_a_hang_follows_the_steps(run: RunFolder) -> None:
+    progress = RunProgress(run, 200)
+    assert progress.hang_limit_s == 900.0
+    run.append_event("phase", phase="train")
+    run.append_metrics({"step": 1, "step_time_s": 2.0})
+    progress.poll()
+    assert progress.hang_limit_s == 30.0
+    run.append_metrics({"step": 2, "step_time_s": 20.0})
+    progress.poll()
+    assert progress.hang_limit_s == 100.0
+
+
+def test_one_who_joins_late_knows_how_long_it_has_been_silent(run: RunFolder) -> None:
+    run.append_metrics({"step": 1, "step_time_s": 1.0})
+    (run.path / "events.jsonl").unlink(missing_ok=True)
+    os.utime(run.path / "metrics.jsonl", (time.time() - 50, time.time() - 50))
+    progress = RunProgress(run, 200, ran_s=60.0)
+    progress.poll()
+    assert 49 <= progress.silence_s <= 70
+    assert progress.elapsed_s() >= 60.0
+
+
+@pytest.mark.parametrize(
+    ("late_steps", "lost_s", "is_named"),
+    [
+        (8, 1.25, True),
+        (10, 1.0, True),
+        (10, 0.9, False),  # all steps, and less than ten seconds of them: cores that ranks share
+        (7, 60.0, False),  # minutes, and not always the same rank
+    ],
+)
+def test_a_straggler_is_late_again_and_again_and_by_seconds_that_matter(
+    run: RunFolder, late_steps: int, lost_s: float, *, is_named: bool
+) -> None:
+    progress = RunProgress(run, 200)
+    waits = {"rank_wait_s_min": 0.5, "rank_wait_s_max": 0.5 + lost_s}
+    for number in range(1, 11):
+        run.append_metrics({"step": number, "straggler_rank": 3 if number <= late_steps else 1, **waits})
+        progress.poll()
+    assert progress.straggler == (3 if is_named else None)
+    for number in range(11, 20):
+        run.append_metrics({"step": number, "straggler_rank": None, "rank_wait_s_min": None})
+    progress.poll()
+    assert progress.straggler is None
+
+
+def test_table_without_room_is_left_out() -> None:
+    assert nodes_table([NodeRow(("tb1",), "running")], 80, 1) is None
+    assert nodes_table([], 80, 10) is None
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_live_view_shows_nodes_notes_and_the_last_alarm_of_the_logs(run: RunFolder) -> None:
+    write_log(run, "tb1", 0, "fine\nUserWarning: slow [bold]clock\x1b[31m\nfine again\n")
+    target = console(terminal=True)
+    with Live(console=target, auto_refresh=False) as live:
+        view = LiveView(target, RunProgress(run, 200), live)
+        view.nodes(fleet(tb2=status("tb2", problem="tb2: connection lost")))
+        view.note("tb2 was slow \x1b[31mto answer")
+        view.tick()
+    text = written(target)
+    for part in ("connection lost", "tb[1,3-64]", "tb2 was slow to answer", "tb1:0 | UserWarning: slow [bold]clock"):
+        assert part in text
+
+
+def test_alarm_fades(run: RunFolder) -> None:
+    clock = Clock()
+    watch = AlarmWatch(run, clock)
+    log = write_log(run, "tb1", 0, "RuntimeError: out\n")
+    watch.look()
+    assert watch.newest() == "tb1:0 | RuntimeError: out"
+    with log.open("a") as file:
+        file.write("no alarm at all\n" * 100_000)
+    watch.look()
+    assert watch.newest() == "tb1:0 | RuntimeError: out"
+    clock.now += FRESH_S
+    assert watch.newest() is None
+
+
+def test_plain_lines_tell_changes_of_nodes_once(run: RunFolder) -> None:
+    target, clock = console(terminal=False), Clock()
+    view = PlainView(target, RunProgress(run, 200), clock)
+    for seconds in (12.0, 13.0, 14.0):
+        view.nodes(fleet(tb5=status("tb5", heard_s=seconds)))
+        clock.now += 1.0
+    view.nodes(fleet())
+    clock.now += 1.0
+    view.nodes(fleet(tb6=status("tb6", phase="ended", outcome={"cause": "exit", "exit_code": 1})))
+    view.note("what a person should know")
+    assert written(target).splitlines() == [
+        "node tb[1-64]: running",
+        "node tb5: not heard for 12 s",
+        "node tb5: well again",
+        "node tb6: ended",
+        "node tb6: ended with exit code 1",
+        "note: what a person should know",
+    ]
+
+
+def test_plain_figures_keep_to_the_log_interval(tmp_path: Path) -> None:
+    document = plan_document({"tb1": 2})
+    document["config"]["train"]["log_interval_steps"] = 10
+    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"launch.json": json.dumps(document)})
+    target, clock = console(terminal=False), Clock()
+    view = PlainView(target, RunProgress(run, 25, clock), clock)
+    for number in range(1, 26):
+        run.append_metrics({"step": number, "loss": 1.0})
+        clock.now += 60
+        view.tick()
+    steps = [line.split()[1] for line in written(target).splitlines() if line.startswith("step")]
+    assert steps == ["10/25", "20/25", "25/25"]

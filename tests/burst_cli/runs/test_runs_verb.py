@@ -1,0 +1,128 @@
+"""`burst runs`: which runs, in which order, how fast, whatever is damaged."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from testkit.run_maker import forget_process, make_run
+
+from cluster.control.busy import controlling
+from engine.runs.folder import create_run
+
+MANY = 200
+MANY_S = 1.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def listed(result) -> list[str]:
+    return [line.split()[0] for line in result.out.splitlines() if line.split()[0].count("-") == 2]
+
+
+def test_newest_run_is_first_with_what_a_person_asks_for(burst, root: Path) -> None:
+    moment = "2026-01-01T00:00:00.000Z"
+    times = {"started_at": moment, "ended_at": moment}  # not those of a test on a machine that is busy in between
+    make_run(root, "tiny/20260101-000000-aaaaaa", state="completed", steps=4, nodes={"tb1": 8, "tb2": 8}, **times)
+    failure = {"type": "ValueError", "message": "no [bold]head\nat all", "rank": 3, "host": "tb1"}
+    make_run(root, "big/20260201-000000-bbbbbb", state="failed", failure=failure)
+    result = burst("runs")
+    assert result.code == 0
+    assert listed(result) == ["big/20260201-000000-bbbbbb", "tiny/20260101-000000-aaaaaa"]
+    failed, completed = result.out.splitlines()[-2:]
+    assert "rank 3 on tb1: ValueError: no [bold]head at all" in failed
+    assert completed.split()[1:] == ["completed", "4/200", "25%", "1.0000", "0:00", "2", "x", "8"]
+
+
+def test_filters_and_limit(burst, root: Path) -> None:
+    for day in range(1, 5):
+        make_run(root, f"tiny/2026010{day}-000000-aaaaaa", state="completed" if day % 2 else "cancelled")
+    make_run(root, "big/20260105-000000-bbbbbb", state="completed")
+    assert len(listed(burst("runs", "--state", "completed"))) == 3
+    assert listed(burst("runs", "--exp", "big")) == ["big/20260105-000000-bbbbbb"]
+    limited = burst("runs", "--limit", "2", "--exp", "tiny")
+    assert listed(limited) == ["tiny/20260104-000000-aaaaaa", "tiny/20260103-000000-aaaaaa"]
+    assert "2 older runs: --limit 4" in limited.out
+    assert burst("runs", "--state", "finished").code == 2
+
+
+def test_run_whose_launcher_is_gone_is_lost_until_somebody_controls_it(burst, root: Path) -> None:
+    run = make_run(root)
+    assert " running " in burst("runs").out
+    forget_process(run)
+    assert " lost " in burst("runs").out
+    assert len(listed(burst("runs", "--state", "lost"))) == len(listed(burst("runs", "--state", "running"))) == 1
+    with controlling(run):
+        assert " running " in burst("runs").out
+
+
+def test_json_holds_the_records_of_all_runs(burst, root: Path) -> None:
+    make_run(root, state="completed", steps=3)
+    run = make_run(root, "tiny/20260102-000000-bbbbbb")
+    forget_process(run)
+    document = json.loads(burst("runs", "--json").out)
+    newest, oldest = document["runs"]
+    assert document["total"] == 2
+    assert (newest["run_id"], newest["exp"], newest["status"], newest["path"]) == (
+        run.run_id,
+        "tiny",
+        "running",
+        str(run.path),
+    )
+    assert (newest["lost"], oldest["lost"], oldest["steps"]) == (True, False, 3)
+
+
+def test_damaged_runs_are_listed_and_harm_nobody(burst, root: Path) -> None:
+    make_run(root, state="completed")
+    damaged = make_run(root, "tiny/20260102-000000-bbbbbb")
+    (damaged.path / "run.json").write_text('{"state": "dancing"}')
+    (damaged.path / "launch.json").write_text("[" * 100_000)
+    (damaged.path / "metrics.jsonl").write_bytes(b'\xff\xfe{"step": 7\n{"step": "x"}\n[]\n')
+    result = burst("runs")
+    assert result.code == 0
+    assert "unreadable" in result.out
+    assert "dancing" in result.out
+    assert len(listed(result)) == 2
+
+
+def test_terminal_escapes_of_ranks_are_gone(burst, root: Path) -> None:
+    make_run(root, state="failed", failure={"type": "E\x1b[2J", "message": "\x1b]0;title\x07gone\r", "rank": 0})
+    assert "\x1b" not in burst("runs").out
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"), [("40", "6.2K 4.0000"), ("60", "6.2K 4.0000 25%"), ("120", "1/200 6.2K 25% 4.0000")]
+)
+def test_narrow_table_keeps_speed_loss_and_mfu_longest(
+    burst, root: Path, monkeypatch: pytest.MonkeyPatch, width: str, kept: str
+) -> None:
+    run = make_run(root, steps=1)
+    run.append_metrics({"step": 1, "loss": 4.0, "mfu": 0.25, "tokens_per_s_per_device": 6200.0})
+    run.transition("failed", failure={"type": "ValueError", "message": "x" * 300})
+    monkeypatch.setenv("COLUMNS", width)
+    *header, line = burst("runs").out.splitlines()
+    assert all(len(text) <= int(width) for text in (*header, line))
+    assert set(kept.split()) <= set(line.split())
+    assert line.startswith("tiny/")
+    assert ("failed" in line, "Value" in line) == (True, width != "40")
+
+
+def test_no_runs_is_no_error(burst, root: Path) -> None:
+    result = burst("runs")
+    assert result.code == 0
+    assert "No runs in" in result.out
+    assert json.loads(burst("runs", "--json").out) == {"runs": [], "total": 0}
+
+
+def test_hundreds_of_runs_take_a_moment(burst, root: Path) -> None:
+    for number in range(MANY):
+        create_run(root / "tiny" / f"20260101-{number:06d}-aaaaaa", {}).transition("starting")
+    begin = time.process_time()
+    result = burst("runs", "--limit", str(MANY))
+    assert time.process_time() - begin < MANY_S
+    assert len(listed(result)) == MANY

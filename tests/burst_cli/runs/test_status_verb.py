@@ -1,0 +1,208 @@
+"""`burst status`: how a run is, from its folder alone, whoever controls it and whatever lies in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from testkit.living_run import LivingRun
+from testkit.run_maker import forget_process, health, make_run, write_log, write_node
+from testkit.waiting import wait_for
+
+from burst_cli.runs.read import read_facts, read_nodes
+from burst_cli.runs.status_view import merge_statuses
+from cluster.control.busy import controlling
+from cluster.control.link import NodeStatus
+from engine.runs.folder import RunFolder, create_run
+from engine.runs.process import process_start
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def status_of(burst, *argv: str) -> dict:
+    return json.loads(burst("status", "--json", *argv).out)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("planned", 0), ("starting", 0), ("running", 0), ("completed", 0), ("failed", 1), ("oom", 1), ("cancelled", 130)],
+)
+def test_exit_code_tells_the_state(burst, root: Path, state: str, code: int) -> None:
+    make_run(root, state=state)
+    result = burst("status")
+    assert result.code == code
+    assert state in result.out
+    document = status_of(burst)
+    assert (document["status"], document["exit_code"]) == (state, code)
+
+
+def test_everything_a_person_asks_for_is_there(burst, root: Path) -> None:
+    run = make_run(root, nodes={"tb1": 2, "tb2": 2}, steps=10)
+    run.append_event("phase", phase="train")
+    run.append_event("warning", message="mfu [b]above[/b] 1")
+    write_node(run, "tb1", supervisor={"phase": "running"}, health=health())
+    stopped = {"2": {"pid": 1, "state": "R"}, "3": {"pid": 2, "state": "T"}}
+    write_node(run, "tb2", supervisor={"phase": "running"}, health=health(ranks=stopped, disk_free_bytes=2**20))
+    with controlling(run):
+        out = burst("status").out
+    for part in (
+        "tiny/20260101-000000-aaaaaa  ring, 4 ranks on tb[1-2], seq 4,096",
+        "attempt 1",
+        f"process {os.getpid()} on ",
+        "step 10/200 (5%), 6:20 left, phase train",
+        "tokens/s 512",
+        "MFU 25%",
+        "rank 3 stopped; disk nearly full: 1 MiB free",
+        "1 R 1 T",
+        "97%",
+        "warning: mfu [b]above[/b] 1",
+        f"burst logs -f {run.run_id}",
+        f"burst cancel {run.run_id}",
+    ):
+        assert part in out
+
+
+def test_json_holds_every_node_in_the_order_of_the_plan(burst, root: Path) -> None:
+    run = make_run(root, nodes={"tb2": 2, "tb1": 2}, steps=3)
+    write_node(run, "tb1", supervisor={"phase": "running"}, health=health())
+    write_node(run, "tb2", supervisor={"phase": "running"}, outcome={"exit_code": -9, "cause": "exit"})
+    document = status_of(burst)
+    first, second = document["nodes"]
+    assert (first["node"], first["phase"], first["notes"]) == ("tb2", "ended", ["ended by signal 9"])
+    assert (second["node"], second["phase"], second["mark"]) == ("tb1", "running", "ok")
+    assert second["health"]["ranks"]["1"] == {"pid": 11, "state": "S"}
+    assert (document["step"], document["steps"], document["loss"], document["remaining_s"]) == (3, 200, 4 / 3, 394.0)
+    assert document["controller"] is None
+
+
+def test_failed_run_shows_who_failed_its_last_words_and_what_to_do(burst, root: Path) -> None:
+    failure = {
+        "kind": "exception",
+        "type": "ValueError",
+        "message": "no head",
+        "rank": 1,
+        "host": "tb1",
+        "advice": "read on",
+    }
+    run = make_run(root, state="failed", leftover=["tb2: processes 4711"])
+    log = write_log(run, "tb1", 1, "importing\nValueError: no head\n")
+    run.record(failure={**failure, "log": str(log)})
+    result = burst("status")
+    assert result.code == 1
+    for part in ("rank 1 on tb1", "ValueError: no head", "│ importing", "what to do: read on"):
+        assert part in result.out
+    assert "may still run: tb2: processes 4711" in result.out
+    assert f"burst logs {run.run_id} --ranks 1" in result.out
+
+
+def test_run_without_plan_whose_process_is_gone_is_unknown(burst, root: Path) -> None:
+    run = create_run(root / "tiny" / "20260101-000000-aaaaaa", {})
+    run.transition("starting")
+    assert burst("status").code == 0
+    forget_process(run)
+    result = burst("status")
+    assert result.code == 3
+    assert "unknown: it was started without `burst launch`" in result.out
+
+
+def test_newest_run_is_meant_unless_one_is_named(burst, root: Path) -> None:
+    make_run(root, "tiny/20260101-000000-aaaaaa", state="completed")
+    make_run(root, "tiny/20260102-000000-bbbbbb", state="failed")
+    assert (burst("status").code, burst("status", "aaaaaa").code) == (1, 0)
+    assert burst("status", "cccccc").code == 2
+    ambiguous = burst("status", "2026010")
+    assert ambiguous.code == 2
+    assert "2 runs begin so" in ambiguous.err
+
+
+def test_no_run_at_all_is_said(burst) -> None:
+    result = burst("status")
+    assert result.code == 2
+    assert "holds no runs. Start one with `burst launch exp=tiny`" in result.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"ranks": [1], "gpus": {"a": 1}, "load1": "high"}', '{"ranks": {"x": 3, "-1": {}}}'],
+)
+def test_nonsense_from_a_node_harms_nobody(burst, root: Path, text: str) -> None:
+    run = make_run(root)
+    folder = run.path / "nodes" / "tb1"
+    folder.mkdir(parents=True)
+    for name in ("supervisor", "health", "outcome"):
+        (folder / f"{name}.json").write_text(text)
+    (folder.parent / "\x1b[31mred").mkdir()
+    result = burst("status")
+    assert result.code == 0
+    assert "\x1b" not in result.out
+    assert status_of(burst)["nodes"][0]["node"] == "tb1"
+
+
+def test_a_node_that_does_not_answer_is_as_its_files_say_and_why_it_is_mute() -> None:
+    read = [NodeStatus(name, "running", health=health(), heard_s=7.0) for name in ("tb1", "tb2")]
+    told = [NodeStatus("tb2", problem="no route"), NodeStatus("tb1", "ended", outcome={"exit_code": 0})]
+    assert merge_statuses(read, told) == [told[1], replace(read[1], problem="no route")]
+
+
+def test_huge_file_of_a_node_is_not_read(root: Path) -> None:
+    run = make_run(root)
+    write_node(run, "tb1", supervisor={"phase": "running"})
+    with (run.path / "nodes" / "tb1" / "health.json").open("wb") as file:
+        os.ftruncate(file.fileno(), 2**40)
+    (status,) = read_nodes(run, read_facts(run))
+    assert (status.phase, status.health) == ("running", None)
+
+
+@pytest.mark.parametrize("width", ["40", "80"])
+def test_it_fits_the_terminal(burst, root: Path, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    run = make_run(root, nodes={f"tb{number}": 2 for number in range(64)}, steps=10)
+    for number in range(64):
+        write_node(run, f"tb{number}", supervisor={"phase": "running"}, health=health(load1=float(number)))
+    monkeypatch.setenv("COLUMNS", width)
+    lines = burst("status").out.splitlines()
+    assert all(len(line.rstrip()) <= int(width) for line in lines)
+    assert len(lines) < 20
+
+
+def test_watching_as_json_is_refused(burst, root: Path) -> None:
+    make_run(root)
+    assert burst("status", "--watch", "--json").code == 2
+
+
+def test_watch_ends_with_the_run(burst, root: Path) -> None:
+    make_run(root, state="cancelled", steps=3)
+    result = burst("status", "--watch", "--plain")
+    assert result.code == 130
+    assert "step 3/200" in result.err
+    assert "cancelled" in result.out
+
+
+def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_its_ranks_ended(
+    burst, tmp_path: Path
+) -> None:
+    with LivingRun(tmp_path / "runs", "wait") as living:
+        living.wait_steps()
+        led = status_of(burst)
+        assert (led["status"], led["lost"], led["controller"]["pid"]) == ("running", False, living.controller.pid)
+        assert led["controller"]["detached"] is False
+        living.kill()
+        alone = burst("status")
+        assert alone.code == 0
+        assert "nobody controls it: its ranks end by themselves 60 s after" in alone.out
+        kill_supervisor(living.run)
+        assert burst("status").code == 1
+        assert living.run.read_state()["state"] == "failed"
+
+
+def kill_supervisor(run: RunFolder) -> None:
+    """The node's part ends without a word."""
+    (path,) = run.path.glob("nodes/*/supervisor.json")
+    pid = json.loads(path.read_text())["pid"]
+    os.kill(pid, 9)
+    wait_for(lambda: process_start(pid) is None, "the end of the supervisor")  # it dies when it is its turn to run
