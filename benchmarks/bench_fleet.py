@@ -123,8 +123,7 @@ def run_clush(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn
 
 def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """The client: every node's probe, parsed; who answered and why the others did not."""
-    from cluster.ssh.fanout import fan_out
-    from cluster.ssh.hosts import Host
+    from cluster.ssh.hosts import Host, fan_out
     from cluster.ssh.pool import SshPool
     from cluster.ssh.resolve import resolve_hosts
     from cluster.survey.script import build_script, new_fence, read_sections

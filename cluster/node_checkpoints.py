@@ -17,8 +17,7 @@ from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.ssh.fanout import fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import commit, new_folder, verify_files
 from engine.runs.files import sync

@@ -17,8 +17,7 @@ from burst_cli.targets import HostfileOption, HostsOption
 if TYPE_CHECKING:
     from burst_cli.targets import Targets
     from cluster.ssh.connection import Connection
-    from cluster.ssh.fanout import Outcome
-    from cluster.ssh.hosts import Host
+    from cluster.ssh.hosts import Host, Outcome
 
 T = TypeVar("T")
 
@@ -181,7 +180,7 @@ def prune(
 
 def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
     """What came of `work` on each node, in their order."""
-    from cluster.ssh.fanout import fan_out
+    from cluster.ssh.hosts import fan_out
     from cluster.ssh.pool import SshPool
 
     def connected(host: Host) -> T:

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.nodes.host_view import describe_key, key_table
-from cluster.ssh.fanout import Outcome, fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import trust_file
 from cluster.ssh.pool import SshPool
 from cluster.ssh.trust import ShownKey, add_keys, fetch_keys

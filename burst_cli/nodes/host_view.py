@@ -9,15 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
+from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, fingerprint
+from cluster.ssh.known_hosts import HostKeys
 from cluster.ssh.trust import ShownKey
 
 _STYLES = {"known": "green", "added": "green", "new": "yellow"}
 
 
 def describe_hosts(hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    """How each host is reached, as plain values; `keys` are those that are trusted for it."""
+    """How each host is reached, as plain values; `keys` are those that are trusted for it, authorities last."""
     known = {files: HostKeys.load(files) for files in {host.known_hosts for host in hosts}}
     return [_describe(host, known[host.known_hosts]) for host in hosts]
 
@@ -28,7 +29,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
     while outermost.jump is not None:
         outermost = outermost.jump
         jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
-    keys = known.find(host.key_names)
+    keys = [*known.find(host.key_names), *known.authorities(host)]
     return {
         "name": host.name,
         "address": host.address,
@@ -38,7 +39,10 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
         "proxy_command": outermost.proxy_command,
         "identity_files": list(host.identity_files),
         "key_name": host.key_names[0],
-        "keys": [{"type": key.kind, "fingerprint": fingerprint(key.blob), "file": key.file} for key in keys],
+        "keys": [
+            {"type": f"{key.marker} {key.kind}".strip(), "fingerprint": fingerprint(key.blob), "file": key.file}
+            for key in keys
+        ],
     }
 
 

@@ -20,7 +20,7 @@ from cluster.checks.finding import Finding
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection, RemoteProcess
-from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import fan_out
 from engine.config.errors import BurstError
 
 CHECK = "net.pairs"

@@ -26,8 +26,7 @@ from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_fin
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.ssh.fanout import Outcome, fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig

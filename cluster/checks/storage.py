@@ -14,7 +14,7 @@ from cluster.checks.host_view import HostView, judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import CommandResult, Connection
-from cluster.ssh.fanout import fan_out
+from cluster.ssh.hosts import fan_out
 from cluster.survey.section import SectionState
 from engine.config.errors import BurstError, ConfigError
 

@@ -10,8 +10,7 @@ from cluster.code.archive import CodeArchive, CodeError
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.ssh.fanout import fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 
 MODULES = ("cluster.agent.messages", "cluster.agent.code")

@@ -9,8 +9,7 @@ from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
 from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
 from cluster.env.plan import plan_fleet
-from cluster.ssh.fanout import fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
 from cluster.survey.ask import survey_here, survey_node
 from cluster.survey.section import NodeProbe

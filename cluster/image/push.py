@@ -25,9 +25,8 @@ from cluster.image.plan import (
 from cluster.image.relays import Feed, PushSecrets
 from cluster.image.status import read_node_image
 from cluster.remote_text import one_line
-from cluster.ssh.fanout import fan_out
-from cluster.ssh.hosts import Host
-from cluster.ssh.pool import SshConnection
+from cluster.ssh.hosts import Host, fan_out
+from cluster.ssh.session import SshConnection
 
 Connect = Callable[[Host], SshConnection]
 _TICK_S = 0.25

@@ -22,7 +22,7 @@ from cluster.image.archive import PackedImage
 from cluster.image.node.registry import Door, Handler, Limiter
 from cluster.remote_text import one_line
 from cluster.ssh.connection import RemoteProcess
-from cluster.ssh.pool import SshConnection
+from cluster.ssh.session import SshConnection
 
 _MODULES = ("cluster.image.node.registry", "cluster.image.node.relay")
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)

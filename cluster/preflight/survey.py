@@ -12,8 +12,7 @@ from cluster.errors import ClusterError
 from cluster.plan_container import text_files
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.ssh.connection import Connection
-from cluster.ssh.fanout import Outcome, fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig

@@ -7,6 +7,7 @@ implement it in a few lines.
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,6 +55,32 @@ class RemoteProcess(Protocol):
 
     def close(self) -> None:
         """Drop the channel. The remote command is not killed by that: it must end when stdin ends."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When something must be over, on the monotonic clock."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """`seconds` from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; never less than 0."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has passed."""
+        return self.left_s <= 0.0
+
+    def at_most(self, seconds: float) -> Deadline:
+        """This one, or `seconds` from now if that is earlier."""
+        return Deadline(min(self.at, time.monotonic() + seconds))
 
 
 class Connection(Protocol):

@@ -5,31 +5,45 @@ What several connections of a verb share lies in an `SshPool` that is handed aro
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import random
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import paramiko
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, quote_command
-from cluster.ssh.deadline import Deadline
-from cluster.ssh.handshake import DroppedError, log_in, open_tunnel, shake_hands, words
+from cluster.remote_text import one_line
+from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys
-from cluster.ssh.process import STALL_S, SshProcess
-from cluster.ssh.sockets import open_socket
-from cluster.ssh.transport import KEEPALIVE_S, SshTransport, keep_alive
+from cluster.ssh.login import log_in
+from cluster.ssh.session import STALL_S, SshConnection
+from cluster.ssh.transport import KEEPALIVE_S, DroppedError, SshTransport, shake_hands
 
 # One sshd lets few strangers in at the same time (MaxStartups 10:30:100) and drops the others.
 STRANGERS = 8
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2
+# Of several addresses that fail differently, the answer that says most.
+_TELLING = (SshFailure.REFUSED, SshFailure.TIMEOUT, SshFailure.UNREACHABLE)
+# (family, type, protocol, name, address) of every address of a name, best first: `socket.getaddrinfo`.
+NameService = Callable[[str, int], Sequence[tuple[Any, ...]]]
+_REFUSALS = (
+    ("refused", SshFailure.REFUSED, "is sshd running there?"),
+    ("timed out", SshFailure.TIMEOUT, "is the node up?"),
+    ("not known", SshFailure.DNS, "check the name; the jump host looks it up"),
+    ("resol", SshFailure.DNS, "check the name; the jump host looks it up"),
+)
 JUMP_RETRY_S = 30.0
 
 
@@ -43,100 +57,6 @@ def connect(host: Host) -> SshConnection:
     except BaseException:
         pool.close()
         raise
-
-
-class SshConnection:
-    """See `cluster.ssh.connection.Connection`; made by `connect`."""
-
-    def __init__(
-        self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S, pool: SshPool | None = None
-    ) -> None:
-        self._host, self._transport, self._stall_s, self._own_pool = host, transport, stall_s, pool
-
-    @property
-    def host(self) -> Host:
-        """The host that this connection leads to."""
-        return self._host
-
-    @property
-    def transport(self) -> SshTransport:
-        """paramiko's transport, for channels of other kinds."""
-        return self._transport
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
-        """Run a command and wait for its end; see `Connection.run`."""
-        deadline = Deadline.after(timeout_s)
-        process = self._start(argv, max_output_bytes, deadline)
-        try:
-            process.feed(stdin)
-            return process.wait(deadline.left_s)
-        except SshError as error:
-            if error.kind is SshFailure.COMMAND_TIMEOUT:
-                raise _command_timeout(self._host, timeout_s) from error
-            raise
-        finally:
-            process.close()
-
-    def start(self, argv: Sequence[str], *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> SshProcess:
-        """Start a command; see `Connection.start`."""
-        return self._start(argv, max_output_bytes, Deadline.after(self._host.connect_timeout_s))
-
-    def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
-        """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
-
-        def handle(channel: paramiko.Channel, origin: tuple[str, int], server: tuple[str, int]) -> None:
-            threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
-
-        try:
-            return self._transport.request_port_forward("127.0.0.1", 0, handle)
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            text = f"cannot forward a port: {words(error)}"
-            raise SshError(
-                self._host.name, SshFailure.PROTOCOL, text, "AllowTcpForwarding in its sshd_config?"
-            ) from error
-
-    def close(self) -> None:
-        """End the connection, and the way to it if nobody else uses that."""
-        self._transport.close()
-        if self._own_pool is not None:
-            self._own_pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self, argv: Sequence[str], max_output_bytes: int, deadline: Deadline) -> SshProcess:
-        command = quote_command(argv)
-        limit_s = deadline.left_s
-        channel: paramiko.Channel | None = None
-        try:
-            channel = self._transport.open("session", limit_s)
-            self._transport.exec(channel, command, deadline.left_s)
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            if channel is not None:
-                channel.close()
-            raise self._cannot_start(error, deadline, limit_s) from error
-        return SshProcess(self._host, channel, max_output_bytes, stall_s=self._stall_s)
-
-    def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
-        if not self._transport.is_active():
-            said = f" ({self._transport.goodbye})" if self._transport.goodbye else ""
-            return SshError(self._host.name, SshFailure.LOST, f"the connection has ended{said}")
-        if deadline.is_over or isinstance(error, TimeoutError):
-            return _command_timeout(self._host, limit_s)
-        text, remedy = f"cannot start a command: {words(error)}", "too many at once (MaxSessions of its sshd)?"
-        return SshError(self._host.name, SshFailure.PROTOCOL, text, remedy)
 
 
 @dataclass
@@ -170,9 +90,9 @@ class SshPool:
         """A logged-in connection to `host`; see `connect`. is_own: the pool ends with it."""
         deadline = Deadline.after(host.connect_timeout_s)
         transport = self._open(host, deadline, lambda transport: self._enter(host, transport, deadline))
-        return SshConnection(host, transport, stall_s=self._stall_s, pool=self if is_own else None)
+        return SshConnection(host, transport, stall_s=self._stall_s, on_close=self.close if is_own else None)
 
-    def show_key(self, host: Host, types: Sequence[str]) -> paramiko.PKey:
+    def show_key(self, host: Host, types: Sequence[str]) -> bytes:
         """The key of one of `types` that the server at `host` shows, trusted or not, without logging in."""
         deadline = Deadline.after(host.connect_timeout_s)
 
@@ -181,7 +101,7 @@ class SshPool:
 
         transport = self._open(host, deadline, look)
         try:
-            return transport.get_remote_server_key()
+            return transport.host_key_shown()[0]
         finally:
             transport.close()
 
@@ -245,8 +165,9 @@ class SshPool:
     def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
         """Prove the server's key, log in."""
         known = self.known_keys(host)
-        shake_hands(host, transport, deadline, known.types(host.key_names))
-        known.check(host, transport.get_remote_server_key().asbytes())
+        types = [key.kind for key in known.find(host.key_names)]
+        shake_hands(host, transport, deadline, types, wants_certificate=bool(known.authorities(host)))
+        known.check(host, *transport.host_key_shown())
         log_in(host, transport, deadline)
         transport.watch()
 
@@ -290,5 +211,118 @@ class SshPool:
             jump.error, jump.failed_at = error, time.monotonic()
 
 
-def _command_timeout(host: Host, timeout_s: float) -> SshError:
-    return SshError(host.name, SshFailure.COMMAND_TIMEOUT, f"a command did not end within {timeout_s:.3g} s")
+class CommandSocket(socket.socket):
+    """What a ProxyCommand reads and writes. Closing it ends the command with all that it started."""
+
+    def __init__(self, command: str) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(fileno=ours.detach())
+        with theirs:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Close our end, and end the command."""
+        super().close()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def open_socket(host: Host, deadline: Deadline, ask: NameService | None = None) -> socket.socket:
+    """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE. ask: the name service."""
+    if host.proxy_command is not None:
+        return CommandSocket(host.proxy_command)
+    addresses = _look_up(host, deadline, ask or _ask_system)
+    failures: list[SshError] = []
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        share = deadline.at_most(deadline.left_s / (len(addresses) - number))
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(max(0.01, share.left_s))
+        try:
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failures.append(_failure(host, str(address[0]), error))
+            continue
+        return sock
+    raise min(failures, key=lambda failure: _TELLING.index(failure.kind))
+
+
+def _ask_system(name: str, port: int) -> Sequence[tuple[Any, ...]]:
+    return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+
+
+def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any, ...]]:
+    """Addresses in the system's order of preference, without waiting longer than the deadline for a name server."""
+    try:
+        return socket.getaddrinfo(
+            host.address, host.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except (OSError, UnicodeError):
+        pass
+    answers: queue.SimpleQueue[list[tuple[Any, ...]] | Exception] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(list(ask(host.address, host.port)))
+        except (OSError, UnicodeError) as error:
+            answers.put(error)
+
+    threading.Thread(target=wait, name=f"look up {host.address}", daemon=True).start()
+    try:
+        answer = answers.get(timeout=max(0.01, deadline.left_s))
+    except queue.Empty:
+        text = f"no name server told the address of {host.address} in time"
+        raise SshError(host.name, SshFailure.DNS, text, "check /etc/resolv.conf of this machine") from None
+    if isinstance(answer, Exception) or not answer:
+        text = f"{host.address} has no address"
+        raise SshError(host.name, SshFailure.DNS, text, "check the name, /etc/hosts and your SSH configuration")
+    return answer
+
+
+def _failure(host: Host, address: str, error: OSError) -> SshError:
+    where = f"{address} port {host.port}" if address == host.address else f"{host.address} ({address}) port {host.port}"
+    if isinstance(error, TimeoutError):
+        return SshError(host.name, SshFailure.TIMEOUT, f"{where} does not answer", "is the node up?")
+    if isinstance(error, ConnectionRefusedError):
+        return SshError(host.name, SshFailure.REFUSED, f"{where} refuses connections", "is sshd running?")
+    return SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {error.strerror or error}", "is the network up?")
+
+
+def open_tunnel(host: Host, jump: SshTransport, deadline: Deadline) -> paramiko.Channel:
+    """A channel through `jump` to the port of `host`."""
+    name = host.jump.name if host.jump is not None else "the jump host"
+    try:
+        return jump.open("direct-tcpip", deadline.left_s, (host.address, host.port))
+    except paramiko.ChannelException as error:
+        detail = one_line(error.text) or "no reason given"
+        text = f"jump host {name} cannot connect to {host.address} port {host.port}: {detail}"
+        if error.code == 1:
+            raise SshError(host.name, SshFailure.UNREACHABLE, text, "allow AllowTcpForwarding in its sshd") from error
+        for word, kind, remedy in _REFUSALS:
+            if word in detail.lower():
+                raise SshError(host.name, kind, text, remedy) from error
+        raise SshError(host.name, SshFailure.UNREACHABLE, text) from error
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        if not jump.is_active():
+            text = f"the connection to jump host {name} ended"
+            raise SshError(host.name, SshFailure.LOST, text) from error
+        text = f"jump host {name} gets no answer from {host.address} port {host.port}"
+        raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node up?") from error
+
+
+def keep_alive(sock: socket.socket, silent_s: float) -> None:
+    """Let the kernel end a connection when what was sent is not acknowledged for `silent_s`."""
+    if sock.family == socket.AF_UNIX:
+        return  # a ProxyCommand has the connection
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from cluster.ssh.known_hosts import trust_file
 from engine.config.cluster import SshConfig
 
 Options = Mapping[str, tuple[str, ...]]
-Ask = Callable[[Sequence[str]], Options]
 
 MAX_JUMPS = 8
 _ASK_TIMEOUT_S = 15.0
@@ -53,28 +52,31 @@ def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str]
 
 @dataclass(frozen=True)
 class Resolver:
-    """Names to hosts. ask: the options that OpenSSH has for these arguments; None where there is no OpenSSH."""
+    """Names to hosts. program: OpenSSH's client with the words that choose its configuration; empty where none is."""
 
     ssh: SshConfig
-    ask: Ask | None
+    program: Sequence[str]
     home: str = field(default_factory=lambda: _home())
 
     def node(self, name: str) -> Host:
         """The host of a node, `cluster.ssh` applied."""
         _check_name(name)
         options = self._options(name, self.ssh.user, self.ssh.port)
-        jump = self.ssh.jump if self.ssh.jump is not None else _jump_option(options)
         host = self._host(name, options, self.ssh.user, self.ssh.port)
-        if jump is None:
-            host = self._behind_command(host, options)
         if self.ssh.identity_file is not None:
             host = replace(host, identity_files=(self._own_key(self.ssh.identity_file),), identities_only=True)
-        return replace(host, jump=self._jump(jump, host, depth=0))
+        return self._through(self.ssh.jump, host, options, depth=0)
 
-    def _jump(self, chain: str | None, target: Host, depth: int) -> Host | None:
-        """The host in front of `target`. The last of the chain is the nearest; only the first may have its own."""
-        if chain is None or chain == "none" or not chain.strip():
-            return None
+    def _through(self, chain: str | None, target: Host, options: Options, depth: int) -> Host:
+        """`target` with the way to it: the jump hosts of `chain`, else of its own options, else its ProxyCommand.
+
+        The last of the chain is the nearest; only the first may have its own.
+        """
+        chain = chain if chain is not None else _given(options, "proxyjump")
+        if chain is None:
+            return self._behind_command(target, options)
+        if chain == "none" or not chain.strip():
+            return target
         if depth >= MAX_JUMPS:
             raise HostsError(f"{target.name}: more than {MAX_JUMPS} jump hosts in a row; do they point at each other?")
         *before, last = chain.split(",")
@@ -82,20 +84,27 @@ class Resolver:
         options = self._options(name, user, port)
         host = self._host(name, options, user, port)
         if (host.address, host.port) == (target.address, target.port):
-            return None  # a jump host that a pattern of the configuration sends through itself
+            return target  # a jump host that a pattern of the configuration sends through itself
+        if shared := self._shared_login([*_login_words(user, port), "--", name], options, target):
+            return replace(target, proxy_command=shared)
         if self.ssh.identity_file is not None:
             key = self._own_key(self.ssh.identity_file)
             host = replace(host, identity_files=tuple(dict.fromkeys((*host.identity_files, key))))
-        inner = ",".join(before) if before else _jump_option(options)
-        if inner is None:
-            host = self._behind_command(host, options)
-        return replace(host, jump=self._jump(inner, host, depth + 1))
+        return replace(target, jump=self._through(",".join(before) or None, host, options, depth + 1))
+
+    def _shared_login(self, jump: Sequence[str], options: Options, target: Host) -> str | None:
+        """The command that reaches `target` through a log-in of `ssh` at a jump host which is open to others
+        (ControlMaster), if there is one: it may have taken a password, which burst never asks for.
+        """
+        path = _given(options, "controlpath")
+        if path is None or not Path(path).is_socket():
+            return None
+        # Should that log-in end meanwhile, ssh makes one of its own, under the same rules.
+        rules = ["-o", "ControlMaster=no", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+        return shlex.join([*self.program, *rules, "-S", path, "-W", f"[{target.address}]:{target.port}", *jump])
 
     def _options(self, name: str, user: str | None, port: int | None) -> Options:
-        if self.ask is None:
-            return {}
-        arguments = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
-        return self.ask([*arguments, "--", name])
+        return _ask([*self.program, "-G", *_login_words(user, port), "--", name]) if self.program else {}
 
     def _host(self, name: str, options: Options, user: str | None, port: int | None) -> Host:
         address = (_first(options, "hostname") or name).lower()
@@ -113,6 +122,7 @@ class Resolver:
             login,
             key_names=(alias,) if alias else (key_name(address, number),),
             identity_files=tuple(self._path(text, words) for text in self._identities(options)),
+            certificate_files=tuple(self._path(text, words) for text in options.get("certificatefile", ())),
             known_hosts=self._known_hosts(options),
             connect_timeout_s=self._timeout_s(options),
             identities_only=_first(options, "identitiesonly") == "yes",
@@ -121,8 +131,8 @@ class Resolver:
 
     def _behind_command(self, host: Host, options: Options) -> Host:
         """`host` with its ProxyCommand, if it has one."""
-        command = _first(options, "proxycommand")
-        if command in (None, "none"):
+        command = _given(options, "proxycommand")
+        if command is None:
             return host
         if _first(options, "proxyusefdpass") == "yes":
             raise HostsError(
@@ -134,14 +144,14 @@ class Resolver:
         return replace(host, proxy_command=self._words(command, {k: shlex.quote(w) for k, w in words.items()}))
 
     def _identities(self, options: Options) -> Sequence[str]:
-        if self.ask is None:
+        if not self.program:
             return [f"~/.ssh/{name}" for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
         return [text for text in options.get("identityfile", ()) if text != "none"]
 
     def _known_hosts(self, options: Options) -> tuple[str, ...]:
         if self.ssh.known_hosts is not None:
             given: list[str] = [self.ssh.known_hosts]
-        elif self.ask is None:
+        elif not self.program:
             given = ["~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts"]
         else:
             lists = [*options.get("userknownhostsfile", ()), *options.get("globalknownhostsfile", ())]
@@ -209,8 +219,8 @@ def read_options(text: str) -> Options:
     return {key: tuple(values) for key, values in options.items()}
 
 
-def _openssh(ssh: SshConfig) -> Ask | None:
-    """A function that asks OpenSSH; None when it is not installed."""
+def _openssh(ssh: SshConfig) -> Sequence[str]:
+    """See `Resolver`."""
     program = shutil.which("ssh")
     config: list[str] = []
     if ssh.config_file is not None:
@@ -224,9 +234,7 @@ def _openssh(ssh: SshConfig) -> Ask | None:
                 f"cluster.ssh.config_file={ssh.config_file}: reading it takes OpenSSH's client (openssh-client)"
             )
         config = ["-F", str(path)]
-    if program is None:
-        return None
-    return lambda arguments: _ask([program, *config, "-G", *arguments])
+    return [program, *config] if program is not None else []
 
 
 def _ask(command: Sequence[str]) -> Options:
@@ -257,14 +265,18 @@ def _check_name(name: str) -> None:
         raise HostsError(f"{one_line(name, 60)!r} is no host name")
 
 
-def _jump_option(options: Options) -> str | None:
-    text = _first(options, "proxyjump")
-    return None if text in (None, "none") else text
+def _login_words(user: str | None, port: int | None) -> list[str]:
+    return [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
 
 
 def _first(options: Options, key: str) -> str | None:
     values = options.get(key)
     return values[0] if values and values[0] else None
+
+
+def _given(options: Options, key: str) -> str | None:
+    text = _first(options, key)
+    return None if text == "none" else text
 
 
 def _home() -> str:

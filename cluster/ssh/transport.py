@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paramiko
@@ -23,7 +23,11 @@ from paramiko.common import (
 )
 from paramiko.packet import Packetizer
 
+from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
+from cluster.ssh.certificates import SUFFIX
+from cluster.ssh.connection import Deadline
+from cluster.ssh.hosts import Host
 
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_S = 10.0
@@ -35,6 +39,23 @@ _FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
 
 # Without a handler Python prints paramiko's tracebacks of failed handshakes on stderr; ours are errors with a text.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+# The names of an RSA key's signatures, of which known_hosts knows nothing.
+_SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}
+
+
+class DroppedError(Exception):
+    """The server ended the connection before it knew who we are, as one with too many strangers at its door does."""
+
+    def as_error(self, host: Host, attempts: int) -> SshError:
+        """What to tell when no attempt got further."""
+        tried = f", {attempts} times" if attempts > 1 else ""
+        text = f"no SSH handshake: {self}{tried}"
+        remedy = "is it an SSH server? too many log-ins at once are dropped by its MaxStartups"
+        if host.proxy_command is not None:
+            remedy = "your SSH configuration reaches it by a ProxyCommand: does plain `ssh` reach it?"
+        return SshError(host.name, SshFailure.PROTOCOL, text, remedy)
 
 
 class BoundedPacketizer(Packetizer):
@@ -105,6 +126,16 @@ class SshTransport(paramiko.Transport):
         options = self.get_security_options()
         fast = [cipher for cipher in options.ciphers if cipher in _FAST_CIPHERS]
         options.ciphers = (*fast, *(cipher for cipher in options.ciphers if cipher not in _FAST_CIPHERS))
+
+    @property
+    def preferred_keys(self) -> Sequence[str]:
+        """The types of host keys to ask for; paramiko adds certificates of all of them to what it is told."""
+        return self.get_security_options().key_types
+
+    def host_key_shown(self) -> tuple[bytes, bytes]:
+        """(the server's key, proven; the certificate that it showed with it, or nothing)."""
+        key = self.get_remote_server_key()
+        return key.asbytes(), key.public_blob.key_blob if key.public_blob is not None else b""
 
     def watch(self) -> None:
         """Begin to send keepalives; call it once logged in."""
@@ -202,11 +233,61 @@ def _within_window(
     return checked
 
 
-def keep_alive(sock: socket.socket, silent_s: float) -> None:
-    """Let the kernel end a connection when what was sent is not acknowledged for `silent_s`."""
-    if sock.family == socket.AF_UNIX:
-        return  # a ProxyCommand has the connection
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
+def shake_hands(
+    host: Host,
+    transport: SshTransport,
+    deadline: Deadline,
+    types: Sequence[str],
+    *,
+    wants_certificate: bool = False,
+    only_these: bool = False,
+) -> None:
+    """Exchange keys, so that the server's host key can be looked at.
+
+    types: of the keys that are known: they are asked for first, or a server with several may show one that nobody has
+    seen; wants_certificate: certificates even before these. only_these: no other type will do. Raises SshError
+    (TIMEOUT, PROTOCOL) or DroppedError.
+    """
+    options = transport.get_security_options()
+    known = [kind for kind in options.key_types if _SIGNATURES.get(kind, kind) in types]
+    others = [kind for kind in options.key_types if kind not in known]
+    certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if wants_certificate else []
+    options.key_types = tuple(known if only_these else [*certified, *known, *others])
+    transport.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
+    done = threading.Event()
+    transport.start_client(event=done)
+    if not done.wait(deadline.left_s):
+        silent = "stays silent" if not transport.remote_version else "does not finish its handshake"
+        text, remedy = f"connected, but the SSH server {silent}", "is the node overloaded or its sshd stopped?"
+        raise SshError(host.name, SshFailure.TIMEOUT, text, remedy)
+    if transport.is_active() and transport.initial_kex_done:
+        return
+    error = transport.get_exception()
+    spoken = one_line(transport.packetizer.first_line, 60)
+    if spoken and not spoken.startswith("SSH-"):
+        detail = f"it says {spoken!r}"
+    else:
+        detail = one_line(transport.goodbye or _without_prefix(error) or "it closed the connection")
+    if transport.goodbye or error is None or isinstance(error, EOFError | OSError) or _is_end_of_file(error):
+        raise DroppedError(detail)
+    raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {detail}", "is it an SSH server?")
+
+
+def _is_end_of_file(error: BaseException) -> bool:
+    """Whether paramiko's error about the first line only says that the connection ended."""
+    cause = error.__context__
+    return str(error).startswith("Error reading SSH protocol banner") and isinstance(cause, EOFError | OSError)
+
+
+def _without_prefix(error: BaseException | None) -> str:
+    if error is None or isinstance(error, EOFError):
+        return ""
+    cause = error.__context__
+    if str(error).startswith("Error reading SSH protocol banner"):
+        return "" if cause is None or isinstance(cause, EOFError) else words(cause)
+    return words(error)
+
+
+def words(error: BaseException) -> str:
+    """What an exception says, or its name when it says nothing."""
+    return one_line(getattr(error, "strerror", None) or str(error) or type(error).__name__)

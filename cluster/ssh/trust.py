@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError, SshError, SshFailure
+from cluster.ssh.certificates import fingerprint, key_type
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, fingerprint, is_name, key_type, parse_line, trust_file
+from cluster.ssh.known_hosts import HostKeys, is_name, parse_line, trust_file
 from cluster.ssh.pool import SshPool
 from engine.runs.files import replace_file
 
@@ -59,7 +60,7 @@ def fetch_keys(host: Host, pool: SshPool) -> tuple[ShownKey, ...]:
                 raise
             failure = error
             continue
-        shown.append(key.asbytes())
+        shown.append(key)
     if not shown:
         assert failure is not None
         raise failure
@@ -70,7 +71,7 @@ def judge_keys(host: Host, shown: Sequence[bytes], known: HostKeys) -> tuple[Sho
     """The keys that a server showed with what `known` says of each."""
     found = known.find(host.key_names)
     trusted = {entry.blob for entry in found}
-    revoked = {entry.blob for entry in known.keys if entry.is_revoked}
+    revoked = {entry.blob for entry in known.keys if entry.marker == "@revoked"}
     # A server of which keys are known and that shows none of them is another one, whatever types its keys have.
     is_stranger = bool(found) and trusted.isdisjoint(shown)
     kinds = {entry.kind for entry in found}
@@ -129,7 +130,7 @@ def forget_names(names: Sequence[str], file: Path | None = None) -> int:
 def _without(line: str, names: Sequence[str]) -> str | None:
     """`line` without these names; None when no other is left. Patterns with * stay: they stand for others, too."""
     known = parse_line(line, "")
-    if known is None or known.is_revoked or known.is_authority:
+    if known is None or known.marker:
         return line
     kept = [pattern for pattern in known.patterns if not any(is_name(pattern, name) for name in names)]
     if len(kept) == len(known.patterns):

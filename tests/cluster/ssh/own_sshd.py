@@ -36,10 +36,7 @@ def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
         pytest.skip("sshd is not installed")  # where CI is set, a skip fails the session
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in _keys().items():
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_text(text)
+    write_keys(folder)
     shutil.copy(folder / "id.pub", folder / "authorized_keys")
     with socket.socket() as reserved:
         # Nobody else is given a port that is bound; sshd may share it with one who does not listen.
@@ -47,6 +44,14 @@ def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
         reserved.bind(("127.0.0.1", 0))
         with _run_sshd(sshd, folder, reserved.getsockname()[1], options) as server:
             yield server
+
+
+def write_keys(folder: Path) -> None:
+    """Host keys (host_ed25519, host_rsa) and a client's (id) in `folder`, the same every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in _keys().items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(text)
 
 
 @functools.cache

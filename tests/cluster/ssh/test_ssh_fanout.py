@@ -15,8 +15,7 @@ from testkit import ROOT
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.fanout import Outcome, fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, Outcome, fan_out
 
 HOSTS = [Host(f"n{number}", f"n{number}") for number in range(12)]
 
@@ -106,7 +105,7 @@ def test_an_interrupted_process_does_not_wait_for_what_hangs(tmp_path: Path) -> 
     script = tmp_path / "hang.py"
     script.write_text(
         "import time\n"
-        "from cluster.ssh.fanout import fan_out\n"
+        "from cluster.ssh.hosts import fan_out\n"
         "from cluster.ssh.hosts import Host\n"
         "def work(host):\n"
         "    print('begun', flush=True)\n"

@@ -25,8 +25,7 @@ from testkit.machine_clock import machine_time
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import clean_text
 from cluster.ssh.connection import CommandResult
-from cluster.ssh.fanout import Outcome, fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.pool import SshPool, connect
 from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig

@@ -12,9 +12,9 @@ import pytest
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.deadline import Deadline
+from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
-from cluster.ssh.sockets import NameService, open_socket
+from cluster.ssh.pool import NameService, open_socket
 
 
 def names(*addresses: str) -> NameService:

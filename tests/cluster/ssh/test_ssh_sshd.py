@@ -19,15 +19,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from own_sshd import Server, start_sshd
+from ssh_agents import agent_with
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import quote_command
-from cluster.ssh.deadline import Deadline
-from cluster.ssh.fanout import fan_out
-from cluster.ssh.hosts import Host
+from cluster.ssh.connection import Deadline, quote_command
+from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshConnection, SshPool, connect
+from cluster.ssh.resolve import resolve_hosts
 from cluster.ssh.transport import SshTransport
+from engine.config.cluster import SshConfig
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
 NASTY = [
@@ -219,36 +220,10 @@ def test_keys_that_cannot_be_used_are_skipped_with_a_word(server: Server, tmp_pa
         pass
 
 
-@contextlib.contextmanager
-def agent_with(folder: Path, *keys: Path) -> Iterator[str]:
-    path = folder / "agent"
-    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
-    try:
-        _wait_for_socket(path)
-        for key in keys:
-            command = ["ssh-add", "-q", str(key)]
-            subprocess.run(command, env=os.environ | {"SSH_AUTH_SOCK": str(path)}, check=True)
-        yield str(path)
-    finally:
-        process.terminate()
-        process.wait(200)
-
-
-def _wait_for_socket(path: Path) -> None:
-    """Until somebody answers there: its name is there before anybody listens."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as guest:
-            guest.connect(str(path))
-            return
-        time.sleep(0.01)
-    raise RuntimeError("ssh-agent does not listen")
-
-
 def test_the_agents_keys_are_offered_unless_only_named_ones_may_be(server: Server, tmp_path: Path) -> None:
     key = Path(server.host.identity_files[0])
-    with agent_with(tmp_path, key) as path:
-        bare = replace(server.host, identity_files=(), agent_socket=path)
+    with agent_with(tmp_path, key) as agent:
+        bare = replace(server.host, identity_files=(), agent_socket=agent)
         with connect(bare) as connection:
             # No forwarding: a session of ours must not be a way to the agent.
             assert connection.run(["sh", "-c", "echo [$SSH_AUTH_SOCK]"]).stdout == b"[]\n"
@@ -423,3 +398,32 @@ def proxies(server: Server) -> list[int]:
     """Processes of ProxyCommands to the server."""
     mark = f"{server.log.parent}/known_hosts"
     return [one.pid for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or ())]
+
+
+def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) -> None:
+    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate:
+        folder, host = gate.log.parent, gate.host
+        key = shutil.copy(folder / "id", tmp_path / "one-time")
+        config = tmp_path / "config"
+        config.write_text(
+            f"Host gate\n  HostName 127.0.0.1\n  Port {host.port}\n  User {host.user}\n  IdentityFile {key}\n"
+            f"  UserKnownHostsFile {folder}/known_hosts\n  ControlPath {tmp_path}/%r@%h:%p\n"
+            f"Host node1\n  HostName 127.0.0.1\n  Port {server.host.port}\n  ProxyJump gate\n"
+            f"  IdentityFile {folder}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
+        )
+        ssh = SshConfig(config_file=str(config))
+        (before,) = resolve_hosts(["node1"], ssh)
+        assert before.jump is not None
+        assert before.proxy_command is None
+        command = ["ssh", "-F", str(config), "-o", "BatchMode=yes"]
+        subprocess.run([*command, "-M", "-N", "-f", "gate"], check=True, stdin=subprocess.DEVNULL)
+        try:
+            Path(key).unlink()  # whoever has to log in at the gateway anew cannot
+            (host,) = resolve_hosts(["node1"], ssh)
+            with connect(host) as connection:
+                assert connection.run(["echo", "in"]).stdout == b"in\n"
+            with pytest.raises(SshError, match="jump host gate: accepts none of our keys"):
+                connect(before)
+            assert gate.log.read_text().count("Accepted publickey") == 1
+        finally:
+            subprocess.run([*command, "-O", "exit", "gate"], check=True, stderr=subprocess.DEVNULL)

@@ -1,18 +1,20 @@
-"""A command running on a node: its streams with timeouts, in bounded memory."""
+"""A connection to a node and the commands that run there: streams with timeouts, in bounded memory."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
 import paramiko
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
-from cluster.ssh.deadline import Deadline
+from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, Deadline, quote_command
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import WINDOW_BYTES, SshTransport
+from cluster.ssh.transport import WINDOW_BYTES, SshTransport, words
 
 STALL_S = 120.0
 _WRITE_BYTES = 1 << 15
@@ -157,3 +159,106 @@ class SshProcess:
 
     def _reads_no_more(self) -> SshError:
         return SshError(self._host.name, SshFailure.LOST, "the command no longer reads its input")
+
+
+class SshConnection:
+    """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.connect`. on_close: called after its end."""
+
+    def __init__(
+        self,
+        host: Host,
+        transport: SshTransport,
+        *,
+        stall_s: float = STALL_S,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._host, self._transport, self._stall_s, self._on_close = host, transport, stall_s, on_close
+
+    @property
+    def host(self) -> Host:
+        """The host that this connection leads to."""
+        return self._host
+
+    @property
+    def transport(self) -> SshTransport:
+        """paramiko's transport, for channels of other kinds."""
+        return self._transport
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> CommandResult:
+        """Run a command and wait for its end; see `Connection.run`."""
+        deadline = Deadline.after(timeout_s)
+        process = self._start(argv, max_output_bytes, deadline)
+        try:
+            process.feed(stdin)
+            return process.wait(deadline.left_s)
+        except SshError as error:
+            if error.kind is SshFailure.COMMAND_TIMEOUT:
+                raise _command_timeout(self._host, timeout_s) from error
+            raise
+        finally:
+            process.close()
+
+    def start(self, argv: Sequence[str], *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> SshProcess:
+        """Start a command; see `Connection.start`."""
+        return self._start(argv, max_output_bytes, Deadline.after(self._host.connect_timeout_s))
+
+    def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
+        """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
+
+        def handle(channel: paramiko.Channel, origin: tuple[str, int], server: tuple[str, int]) -> None:
+            threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
+
+        try:
+            return self._transport.request_port_forward("127.0.0.1", 0, handle)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            text = f"cannot forward a port: {words(error)}"
+            raise SshError(
+                self._host.name, SshFailure.PROTOCOL, text, "AllowTcpForwarding in its sshd_config?"
+            ) from error
+
+    def close(self) -> None:
+        """End the connection, and the way to it if nobody else uses that."""
+        self._transport.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, argv: Sequence[str], max_output_bytes: int, deadline: Deadline) -> SshProcess:
+        command = quote_command(argv)
+        limit_s = deadline.left_s
+        channel: paramiko.Channel | None = None
+        try:
+            channel = self._transport.open("session", limit_s)
+            self._transport.exec(channel, command, deadline.left_s)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            if channel is not None:
+                channel.close()
+            raise self._cannot_start(error, deadline, limit_s) from error
+        return SshProcess(self._host, channel, max_output_bytes, stall_s=self._stall_s)
+
+    def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
+        if not self._transport.is_active():
+            said = f" ({self._transport.goodbye})" if self._transport.goodbye else ""
+            return SshError(self._host.name, SshFailure.LOST, f"the connection has ended{said}")
+        if deadline.is_over or isinstance(error, TimeoutError):
+            return _command_timeout(self._host, limit_s)
+        text, remedy = f"cannot start a command: {words(error)}", "too many at once (MaxSessions of its sshd)?"
+        return SshError(self._host.name, SshFailure.PROTOCOL, text, remedy)
+
+
+def _command_timeout(host: Host, timeout_s: float) -> SshError:
+    return SshError(host.name, SshFailure.COMMAND_TIMEOUT, f"a command did not end within {timeout_s:.3g} s")

@@ -1,0 +1,187 @@
+"""Logging in by key: which keys and certificates are offered to a node. Never a password, never a question."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import paramiko
+from paramiko.agent import AgentKey, AgentSSH
+from paramiko.pkey import PublicBlob
+
+from cluster.errors import SshError, SshFailure
+from cluster.remote_text import one_line
+from cluster.ssh.certificates import certified_key, fingerprint, out_of_date, read_certificate
+from cluster.ssh.connection import Deadline
+from cluster.ssh.hosts import Host
+from cluster.ssh.transport import SshTransport, words
+
+_AGENT_TIMEOUT_S = 5.0
+_KEY_FILE_BYTES = 1 << 16
+
+
+class Agent(AgentSSH):
+    """The keys of an SSH agent that answers within seconds; its socket closes with it."""
+
+    # paramiko's own, unknown to its type stubs.
+    _connect: Callable[[socket.socket], None]
+    _close: Callable[[], None]
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(max(timeout_s, 0.01))
+        try:
+            connection.connect(path)
+            self._connect(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the agent."""
+        self._close()
+
+
+def log_in(host: Host, transport: SshTransport, deadline: Deadline) -> None:
+    """Offer key after key until the server takes one. Raises SshError (AUTH, TIMEOUT, PROTOCOL)."""
+    agent = _open_agent(host, deadline.left_s)
+    try:
+        offers, skipped = offered_keys(host, agent)
+        if any(_accepts(host, transport, deadline, key) for key in offers.values()):
+            return
+    finally:
+        if agent is not None:
+            agent.close()
+    text = f"accepts none of our keys for user {host.user} (tried: {', '.join(offers) or 'none'}"
+    text += f"; skipped: {', '.join(skipped)})" if skipped else ")"
+    remedy = "add your public key to its authorized_keys, or set cluster.ssh.user or cluster.ssh.identity_file"
+    raise SshError(host.name, SshFailure.AUTH, text, remedy)
+
+
+def offered_keys(host: Host, agent: Agent | None) -> tuple[dict[str, paramiko.PKey], list[str]]:
+    """(keys for `host` by what messages call them, in the order of trial: what is certified first, then its identity
+    files, then the agent's; what cannot be offered, each with the reason).
+    """
+    plain: dict[str, paramiko.PKey] = {}
+    certified: dict[str, paramiko.PKey] = {}
+    skipped: list[str] = []
+    for path in host.identity_files:
+        found = _load(path)
+        if isinstance(found, paramiko.PKey):
+            plain[path] = found
+        elif found:
+            skipped.append(f"{path} ({found})")
+    for held in _agent_keys(host, agent):
+        place, name = (plain, "") if held.blob == certified_key(held.blob) else (certified, "certificate ")
+        if all(offer.asbytes() != held.asbytes() for offer in place.values()):
+            place[f"agent's {name}{fingerprint(held.blob)}"] = held
+    for path in _certificate_files(host):
+        blob = _public_blob(path) or b""
+        certificate = read_certificate(blob)
+        if certificate is None:
+            continue
+        if fault := out_of_date(certificate):
+            skipped.append(f"{path} ({fault})")
+            continue
+        for key in plain.values():
+            if key.asbytes() == certified_key(blob):
+                certified[path] = _with_certificate(key, blob)
+    return certified | plain, skipped
+
+
+def _accepts(host: Host, transport: SshTransport, deadline: Deadline, key: paramiko.PKey) -> bool:
+    """Whether the server lets us in with `key`."""
+    transport.auth_timeout = max(0.01, deadline.left_s)
+    try:
+        missing = transport.auth_publickey(host.user, key)
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        if deadline.is_over:
+            text = f"the SSH server does not finish the log-in of user {host.user}"
+            raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node overloaded?") from error
+        if transport.is_active():
+            return False
+        if "authentication" in transport.goodbye.lower():
+            text, remedy = f"refused user {host.user}: {transport.goodbye}", "set cluster.ssh.identity_file"
+            raise SshError(host.name, SshFailure.AUTH, text, remedy) from error
+        text = f"the connection ended during the log-in: {transport.goodbye or words(error)}"
+        raise SshError(host.name, SshFailure.PROTOCOL, text) from error
+    if missing:
+        text = f"wants more than a key from user {host.user}: {one_line(', '.join(missing), 80)}"
+        raise SshError(host.name, SshFailure.AUTH, text, "burst logs in by key alone")
+    return True
+
+
+def _open_agent(host: Host, timeout_s: float) -> Agent | None:
+    """A connection to the agent that `host` names; None when there is none or it does not answer."""
+    path = os.environ.get("SSH_AUTH_SOCK", "") if host.agent_socket is None else host.agent_socket
+    if not path:
+        return None
+    try:
+        return Agent(path, min(timeout_s, _AGENT_TIMEOUT_S))
+    except (OSError, paramiko.SSHException, ValueError):
+        return None
+
+
+def _agent_keys(host: Host, agent: Agent | None) -> Iterator[AgentKey]:
+    """The agent's keys that may be offered. One that is a certificate is sent and signed with as such."""
+    if agent is None:
+        return
+    named: set[bytes] | None = None
+    if host.identities_only:
+        files = [name for path in host.identity_files for name in (f"{path}.pub", path)]
+        named = {certified_key(blob) for path in [*files, *_certificate_files(host)] if (blob := _public_blob(path))}
+    for key in agent.get_keys():
+        if named is None or certified_key(key.blob) in named:
+            if key.blob != certified_key(key.blob):
+                key.inner_key = None  # type: ignore[attr-defined]  # paramiko would send the plain key in place of an RSA certificate
+            yield key
+
+
+def _certificate_files(host: Host) -> list[str]:
+    """Those that the configuration names, and those that lie beside the keys."""
+    return [*host.certificate_files, *(f"{path}-cert.pub" for path in host.identity_files)]
+
+
+def _with_certificate(key: paramiko.PKey, blob: bytes) -> paramiko.PKey:
+    kind = paramiko.Message(blob).get_text()
+    certified = AgentKey(key.agent, key.blob) if isinstance(key, AgentKey) else copy.copy(key)
+    certified.public_blob = PublicBlob(kind, blob)
+    return certified
+
+
+def _public_blob(path: str) -> bytes | None:
+    """The public key or certificate in a file; None where there is none."""
+    try:
+        with Path(path).open("rb") as stream:
+            return PublicBlob.from_string(stream.read(_KEY_FILE_BYTES).decode()).key_blob
+    except (OSError, ValueError, paramiko.SSHException):
+        return None
+
+
+def _load(path: str) -> paramiko.PKey | str:
+    """The key in a file, or in words why there is none; empty words when there is no such file."""
+    try:
+        return _read(path, Path(path).stat().st_mtime_ns)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error.strerror or error)
+
+
+@lru_cache(maxsize=64)  # hundreds of nodes take the same few
+def _read(path: str, changed_ns: int) -> paramiko.PKey | str:
+    try:
+        key = paramiko.PKey.from_path(path)
+    except (TypeError, paramiko.PasswordRequiredException):
+        return "encrypted; burst asks for no passphrase: ssh-add it"
+    except OSError:
+        raise
+    except Exception:  # a damaged or foreign file makes the libraries below stumble in many ways
+        return "not a private key that can be read here"
+    key.public_blob = None  # the certificate beside it: it is renewed more often than the key, and the key counts, too
+    return key

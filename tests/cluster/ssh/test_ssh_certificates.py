@@ -1,0 +1,263 @@
+"""Certificates of hosts and of users, made by ssh-keygen, shown by a real sshd; OpenSSH's client is the judge."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from own_sshd import Server, start_sshd, write_keys
+from ssh_agents import agent_with
+
+from cluster.errors import SshError, SshFailure
+from cluster.ssh.certificates import objection
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool, connect
+from cluster.ssh.trust import fetch_keys
+
+
+def make_key(path: Path, kind: str = "ed25519") -> Path:
+    subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", kind, "-f", str(path)], check=True)
+    return path
+
+
+def certify(authority: Path, key: Path, *options: str) -> Path:
+    """The certificate of `key`, beside it, made anew."""
+    command = ["ssh-keygen", "-q", "-s", str(authority), "-I", "test", *options, f"{key}.pub"]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return key.with_name(f"{key.name}-cert.pub")
+
+
+def public(path: Path) -> str:
+    return " ".join(Path(f"{path}.pub").read_text().split()[:2])
+
+
+def blob_of(path: Path) -> bytes:
+    return base64.b64decode(path.read_text().split()[1])
+
+
+@contextlib.contextmanager
+def certified_server(folder: Path, *options: str, key: str = "host_ed25519", authority: str = "ca") -> Iterator[Server]:
+    """An sshd that shows a certificate for one of its keys; only what lines of authorities say is known of it."""
+    write_keys(folder)
+    shutil.copy(folder.parent / authority, folder / authority)
+    certificate = certify(folder / authority, folder / key, *options)
+    with start_sshd(folder, f"HostCertificate {certificate}") as server:
+        yield server
+
+
+def knows(server: Server, *lines: str) -> Host:
+    """The host of a server of which known_hosts says nothing but `lines`."""
+    (server.log.parent / "known_hosts").write_text("".join(f"{line}\n" for line in lines))
+    return server.host
+
+
+def openssh_agrees(host: Host) -> bool:
+    """Whether OpenSSH's client takes the host key that it is shown."""
+    rules = ["StrictHostKeyChecking=yes", "BatchMode=yes", f"UserKnownHostsFile={host.known_hosts[0]}"]
+    words = [word for rule in (*rules, "GlobalKnownHostsFile=none") for word in ("-o", rule)]
+    command = ["ssh", "-F", "none", "-i", host.identity_files[0], *words, "-p", str(host.port)]
+    return subprocess.run([*command, f"{host.user}@{host.address}", "true"], capture_output=True).returncode == 0
+
+
+HOST = ("-h", "-n", "127.0.0.1")
+GOOD = {
+    "its name": HOST,
+    "a pattern": ("-h", "-n", "other,127.0.0.*"),
+    "still valid": (*HOST, "-V", "-1h:+1h"),
+}
+BAD = {
+    "no name": (("-h",), "it names no host"),
+    "another name": (("-h", "-n", "127.0.0.2,other"), "it is for 127.0.0.2, other, not for 127.0.0.1"),
+    "part of a name": (("-h", "-n", "127.0.0"), "not for"),
+    "expired": ((*HOST, "-V", "-2d:-1d"), "it expired on"),
+    "not yet valid": ((*HOST, "-V", "+1d:+2d"), "not valid before"),
+    "a user's": (("-n", "127.0.0.1"), "a user's"),
+    "an option": ((*HOST, "-O", "critical:burst-test=1"), "it demands burst-test"),
+}
+
+
+# Versions of OpenSSH differ here: until 10.2 patterns are no names, and a certificate without names is for everyone.
+NOT_ASKED = {"a pattern", "no name"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_key(tmp_path / "ca")
+    return tmp_path / "sshd"
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_certificate_of_a_trusted_authority_vouches_for_a_host(folder: Path, case: str) -> None:
+    with certified_server(folder, *GOOD[case]) as server:
+        host = knows(server, f"@cert-authority 127.0.0.* {public(folder.parent / 'ca')}")
+        assert case in NOT_ASKED or openssh_agrees(host)
+        with connect(host) as connection:
+            assert connection.run(["echo", "in"]).stdout == b"in\n"
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_certificate_that_does_not_count_is_refused_and_the_reason_is_told(folder: Path, case: str) -> None:
+    options, words = BAD[case]
+    with certified_server(folder, *options) as server:
+        host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
+        assert case in NOT_ASKED or not openssh_agrees(host)
+        with pytest.raises(SshError) as caught:
+            connect(host)
+        assert caught.value.kind is SshFailure.HOST_KEY_UNKNOWN
+        assert words in str(caught.value)
+        # The key itself may be known all the same.
+        host = knows(
+            server, f"@cert-authority * {public(folder.parent / 'ca')}", f"* {public(folder / 'host_ed25519')}"
+        )
+        assert openssh_agrees(host)
+        connect(host).close()
+
+
+def test_another_authority_does_not_count_nor_one_for_other_names(folder: Path) -> None:
+    make_key(folder.parent / "other")
+    with certified_server(folder, *HOST) as server:
+        for line in (f"* {public(folder.parent / 'other')}", f"*.lab {public(folder.parent / 'ca')}"):
+            host = knows(server, f"@cert-authority {line}")
+            assert not openssh_agrees(host)
+            with pytest.raises(SshError, match="unknown") as caught:
+                connect(host)
+            assert caught.value.kind is SshFailure.HOST_KEY_UNKNOWN
+
+
+@pytest.mark.parametrize("revoked", ["ca", "sshd/host_ed25519"])
+def test_what_is_revoked_is_refused_whoever_certified_it(folder: Path, revoked: str) -> None:
+    with certified_server(folder, *HOST) as server:
+        authority = public(folder.parent / "ca")
+        known = f"* {public(folder / 'host_ed25519')}"
+        host = knows(server, f"@cert-authority * {authority}", known, f"@revoked * {public(folder.parent / revoked)}")
+        assert not openssh_agrees(host)
+        with pytest.raises(SshError, match="revoked") as caught:
+            connect(host)
+        assert caught.value.kind is SshFailure.HOST_KEY_CHANGED
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ecdsa"])
+def test_keys_and_authorities_of_other_types_count_too(tmp_path: Path, kind: str) -> None:
+    make_key(tmp_path / "ca", kind)
+    with certified_server(tmp_path / "sshd", *HOST, key="host_rsa") as server:
+        host = knows(server, f"@cert-authority * {public(tmp_path / 'ca')}")
+        assert openssh_agrees(host)
+        connect(host).close()
+
+
+def test_a_signature_with_sha1_is_no_signature(tmp_path: Path) -> None:
+    authority, key = make_key(tmp_path / "ca", "rsa"), make_key(tmp_path / "key")
+    good = blob_of(certify(authority, key, *HOST))
+    old = blob_of(certify(authority, key, *HOST, "-t", "ssh-rsa"))
+    authorities = [base64.b64decode(public(authority).split()[1])]
+    assert objection(good, "127.0.0.1", authorities) == ""
+    assert "SHA-1" in objection(old, "127.0.0.1", authorities)
+
+
+def test_an_authority_whose_server_shows_no_certificate_is_named(folder: Path) -> None:
+    with start_sshd(folder) as server:
+        host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
+        with pytest.raises(SshError, match="has a @cert-authority for it, but it shows no certificate"):
+            connect(host)
+
+
+def test_trust_fetches_plain_keys_of_a_server_with_certificates(folder: Path) -> None:
+    with certified_server(folder, *HOST) as server, SshPool() as pool:
+        host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
+        assert [key.kind for key in fetch_keys(host, pool)] == ["ssh-ed25519", "ssh-rsa"]
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[bytes]]:
+    """A good certificate for node1 and the key of its authority."""
+    place = tmp_path_factory.mktemp("signed")
+    certificate = certify(make_key(place / "ca"), make_key(place / "key"), "-h", "-n", "node1")
+    return blob_of(certificate), [base64.b64decode(public(place / "ca").split()[1])]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_damaged_certificate_counts(signed: tuple[bytes, list[bytes]], data: st.DataObject) -> None:
+    blob, authorities = signed
+    assert objection(blob, "node1", authorities) == ""
+    at = data.draw(st.integers(0, len(blob) - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.integers(0, len(blob) - 1))
+    assert objection(blob[:at] + bytes([blob[at] ^ bit]) + blob[at + 1 :], "node1", authorities)
+    assert objection(blob[:cut], "node1", authorities)
+
+
+@pytest.fixture
+def user_server(tmp_path: Path) -> Iterator[Server]:
+    """An sshd that lets in who has a certificate of `user_ca` for its user, and nobody's plain key."""
+    make_key(tmp_path / "user_ca")
+    options = (f"TrustedUserCAKeys {tmp_path}/user_ca.pub", "LogLevel VERBOSE")
+    with start_sshd(tmp_path / "sshd", *options) as server:
+        (server.log.parent / "authorized_keys").write_text("")
+        yield server
+
+
+def certify_user(server: Server, key: Path, *options: str) -> Path:
+    return certify(server.log.parent.parent / "user_ca", key, "-n", server.host.user, *options)
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "rsa", "ecdsa"])
+def test_a_certificate_beside_a_key_or_named_by_the_configuration_logs_in(
+    user_server: Server, tmp_path: Path, kind: str
+) -> None:
+    key = make_key(tmp_path / "mine", kind)
+    host = replace(user_server.host, identity_files=(str(key),))
+    with pytest.raises(SshError, match="accepts none of our keys"):
+        connect(host)
+    certificate = certify_user(user_server, key)
+    connect(host).close()
+    elsewhere = certificate.rename(tmp_path / "elsewhere.pub")
+    connect(replace(host, certificate_files=(str(elsewhere),))).close()
+
+
+def test_a_certificate_that_expired_is_told_and_one_that_is_not_taken_leaves_the_key(
+    user_server: Server, tmp_path: Path
+) -> None:
+    key = make_key(tmp_path / "mine")
+    host = replace(user_server.host, identity_files=(str(key),))
+    certify_user(user_server, key, "-V", "-2d:-1d")
+    with pytest.raises(SshError, match=r"mine-cert.pub \(it expired on"):
+        connect(host)
+    certify(make_key(tmp_path / "stranger"), key, "-n", host.user)
+    (user_server.log.parent / "authorized_keys").write_text(public(key))
+    connect(host).close()
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "rsa"])
+@pytest.mark.parametrize("with_key", [True, False])
+def test_an_agent_holds_certificates(user_server: Server, tmp_path: Path, kind: str, with_key: bool) -> None:
+    strangers = [make_key(tmp_path / f"stranger{number}") for number in range(3)]
+    key = make_key(tmp_path / "mine", kind)
+    certify_user(user_server, key)
+    with agent_with(tmp_path, *strangers) as agent:
+        bare = replace(user_server.host, identity_files=(), agent_socket=agent)
+        with pytest.raises(SshError, match="accepts none of our keys"):
+            connect(bare)
+        agent.add(key)
+        if not with_key:
+            agent.add(key, "-d", "-k")  # takes out the plain key alone
+        connect(bare).close()
+        named = replace(bare, identities_only=True, identity_files=(str(tmp_path / "stranger1"),))
+        with pytest.raises(SshError, match="accepts none of our keys"):
+            connect(named)
+
+
+def test_the_agents_key_takes_the_certificate_of_a_file(user_server: Server, tmp_path: Path) -> None:
+    key = make_key(tmp_path / "mine")
+    with agent_with(tmp_path, key) as agent:
+        certificate = certify_user(user_server, key)
+        bare = replace(user_server.host, identity_files=(), agent_socket=agent, certificate_files=(str(certificate),))
+        connect(bare).close()
