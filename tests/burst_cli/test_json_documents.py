@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import typer
-from test_model_verb import MODEL, WEIGHTS, hugging_face_folder
 from testkit.run_maker import make_run, write_log
-from testkit.saved_checkpoints import save_checkpoint
+from testkit.saved_checkpoints import MODEL, WEIGHTS, hugging_face_folder, save_checkpoint
 
 from burst_cli.app import VERBS
 from engine.config.settings import RunConfig, dump_config

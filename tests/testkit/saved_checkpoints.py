@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from engine.config.settings import ModelConfig
+from engine.pretrained.shape import config_json
 from engine.runs.commit import (
     Checkpoint,
     commit,
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "rank00000.safetensors"
+MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
+WEIGHTS = {"model.embedding.weight": np.arange(24, dtype=np.float32).reshape(6, 4)}
 
 
 def save_checkpoint(
@@ -45,6 +50,16 @@ def save_checkpoint(
     }
     files = {FILE: file_facts(folder / FILE, "disk")}
     return commit(folder, Manifest(step, "ab", "now", files, tensors, state, {}))
+
+
+def hugging_face_folder(folder: Path) -> Path:
+    """A model of Hugging Face, its weights not needed."""
+    folder.mkdir()
+    document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "model.safetensors").write_text("")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 def newest_verified(

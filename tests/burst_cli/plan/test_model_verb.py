@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
-from testkit.saved_checkpoints import save_checkpoint
+from testkit.saved_checkpoints import MODEL, WEIGHTS, hugging_face_folder, save_checkpoint
 from typer.testing import CliRunner
 
 from burst_cli.app import app
 from engine.config.settings import DataConfig, ModelConfig, RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
-from engine.pretrained.shape import config_json
 from engine.runs.folder import create_run
-
-MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
-WEIGHTS = {"model.embedding.weight": np.arange(24, dtype=np.float32).reshape(6, 4)}
 
 
 @pytest.fixture
@@ -68,16 +64,6 @@ def run(tmp_path: Path) -> Path:
     )
     save_checkpoint(run.path / "checkpoints", 7, WEIGHTS)
     return run.path
-
-
-def hugging_face_folder(folder: Path) -> Path:
-    """A model of Hugging Face, its weights not needed."""
-    folder.mkdir()
-    document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
-    (folder / "config.json").write_text(json.dumps(document))
-    (folder / "model.safetensors").write_text("")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 def test_weights_are_exported(run: Path, tmp_path: Path) -> None:
