@@ -25,14 +25,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.rig.host import machine
+
+if TYPE_CHECKING:
+    from cluster.survey.section import Question
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-GROUPS = ("gpu", "ib", "net", "host")
 FAULTS = ("refuse", "silent", "wrong_key", "deny", "die")
 WIDTH = 64
 # A process of its own in between: the kernel counts the memory of the process that forked as a peak of the child, too.
@@ -57,6 +59,13 @@ class Turn:
     failed: tuple[str, ...]
 
 
+def questions() -> list[Question]:
+    """What check-nodes asks."""
+    from cluster.checks.selection import GROUPS
+
+    return [question for group in GROUPS for question in group.questions]
+
+
 def plan_modes(nodes: int) -> dict[str, str]:
     """A mode for every node; every twentieth is faulty, each fault in turn."""
     names = [f"node{number:04}" for number in range(1, nodes + 1)]
@@ -70,7 +79,7 @@ def record_answer() -> bytes:
     from cluster.survey.script import build_script
     from cluster.testbed.hardware.files import hardware_files
 
-    script = build_script(GROUPS, FENCE.decode())
+    script = build_script(questions(), FENCE.decode())
     with tempfile.TemporaryDirectory() as folder:
         for name, file in hardware_files("h100x8", "node0001", 1, ()).items():
             file.write(Path(folder, name))
@@ -112,7 +121,7 @@ def run_clush(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn
     options = f"-F {config_file} -o ConnectTimeout={timeout_s:.0f}"
     command = ["clush", "-f", str(WIDTH), "-S", "-w", ",".join(names), "-o", options, "sh", "-s"]
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
-        stdin.write(build_script(GROUPS, fence))
+        stdin.write(build_script(questions(), fence))
         stdin.seek(0)
         output, turn = _timed("clush", command, stdin, stderr)
         stderr.seek(0)
@@ -135,7 +144,7 @@ def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> di
         def probe(host: Host) -> int:
             fence = new_fence()
             with pool.connect(host) as connection:
-                result = connection.run(["sh", "-s"], stdin=build_script(GROUPS, fence))
+                result = connection.run(["sh", "-s"], stdin=build_script(questions(), fence))
             return len(read_sections(result.stdout, fence))
 
         outcomes = fan_out(hosts, probe, width=WIDTH)

@@ -8,13 +8,21 @@ from typing import ClassVar
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_busy import check_busy
+from cluster.checks.gpu_busy import AGAIN, check_busy
 from cluster.checks.gpu_kernel import check_sxid, check_xid
-from cluster.checks.gpu_links import check_fabric_manager, check_nvlink, check_pcie, nvlink_trait
+from cluster.checks.gpu_links import (
+    FABRIC_MANAGER,
+    NVLINK,
+    check_fabric_manager,
+    check_nvlink,
+    check_pcie,
+    nvlink_trait,
+)
 from cluster.checks.gpu_smoke import check_cuda_smoke
 from cluster.checks.gpu_view import GpuView, known_numbers, spread
 from cluster.checks.group import CheckGroup, Judge
-from cluster.survey.nvidia_smi import Gap, GapError, Gpu, SmiFailure, SmiLog
+from cluster.survey.kernel_log import KERNEL_LOG
+from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, SmiFailure, SmiLog
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
@@ -350,6 +358,7 @@ class GpuGroup(CheckGroup):
     healthy, is it fast, is it free?"""
 
     name = "gpu"
+    questions = (LSPCI, SMI, NVLINK, FABRIC_MANAGER, AGAIN, KERNEL_LOG)
     checks: ClassVar[Mapping[str, Judge]] = {
         "gpu.nvidia_smi": check_nvidia_smi,
         "gpu.lost": check_lost,

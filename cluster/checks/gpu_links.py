@@ -11,7 +11,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_view import GpuView
 from cluster.remote_text import one_line
 from cluster.survey.nvidia_smi import Gap, GapError, Gpu, NvidiaDevice
-from cluster.survey.section import Section, UnreadableError
+from cluster.survey.section import Question, Section, UnreadableError
 
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
 NVLINKS_OF_MODEL = {
@@ -32,6 +32,37 @@ _ALL_DOWN = re.compile(r"unable to retrieve nvlink information", re.IGNORECASE)
 
 # link -> GB/s in one direction, None when it is there and down; None for a GPU all of whose links are down.
 Links = Mapping[int, float | None]
+
+NVLINK = Question(
+    "gpu.nvlink",
+    20,
+    r"""
+command -v nvidia-smi >/dev/null || exit 127
+nvidia-smi nvlink --status
+""",
+    after="gpu.smi",
+)
+
+FABRIC_MANAGER = Question(
+    "gpu.fabric_manager",
+    10,
+    r"""
+if [ -z "$root" ] && command -v systemctl >/dev/null; then
+    printf 'unit\t%s\n' "$(systemctl is-active nvidia-fabricmanager 2>&1)"
+fi
+scanned=0
+for comm in "$root"/proc/[0-9]*/comm; do
+    read -r name 2>/dev/null <"$comm" || continue
+    scanned=$((scanned + 1))
+    # The kernel keeps 15 characters of a name.
+    case $name in nv-fabricmanage*) comm=${comm%/comm} && printf 'process\t%s\n' "${comm##*/}" ;; esac
+done
+if [ -z "$root" ] && command -v nv-fabricmanager >/dev/null; then
+    printf 'version\t%s\n' "$(nv-fabricmanager --version 2>&1 | head -n 1)"
+fi
+printf 'scanned\t%s\tend\n' "$scanned"
+""",
+)
 
 
 def check_pcie(check: Check, view: GpuView) -> list[Finding]:

@@ -8,10 +8,12 @@ import shlex
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.checks.gpu_view import GpuView
+from cluster.survey.section import Question
 from engine.config.cluster import ContainerConfig
+from engine.config.errors import ConfigError
 
 SMOKE_SECTION = "gpu.smoke"
-SMOKE_SECONDS = 120
+_SECONDS = 120
 _WORD = re.compile(r"[A-Za-z0-9_./:@%+=-]+")
 _PROGRAM = (
     "import torch; n = torch.cuda.device_count(); "
@@ -20,21 +22,20 @@ _PROGRAM = (
 )
 
 
-def cuda_smoke_section(container: ContainerConfig) -> str | None:
-    """Probe text that multiplies a matrix on every GPU inside the image; None when ranks do not run in one.
+def cuda_smoke_question(container: ContainerConfig) -> Question:
+    """Multiplies a matrix on every GPU inside the image of the ranks, which must be on the node already.
 
-    It is no part of gpu.sh, for it needs an image that is on the node already. Raises ValueError for an image or a
-    command that is no plain word: the text goes through a shell.
+    Raises ConfigError when they run in none, and for an image or a command that is no plain word: the text goes through
+    a shell.
     """
     if container.runtime != "docker" or not container.image:
-        return None
+        raise ConfigError("CUDA is tried inside an image: set cluster.container.runtime=docker and .image=NAME:TAG")
     words = [*container.command.split(), "run", "--rm", "--gpus", "all", "--network", "none", "--pull", "never"]
     words += ["--entrypoint", "python", container.image]
     for word in words:
         if not _WORD.fullmatch(word) or word == "END":
-            raise ValueError(f"not a word for a shell: {word!r}")
-    command = f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}"
-    return f"section {SMOKE_SECTION} {SMOKE_SECONDS} <<'END'\n{command}\nEND\n"
+            raise ConfigError(f"cluster.container cannot be used for trying CUDA: not a word for a shell: {word!r}")
+    return Question(SMOKE_SECTION, _SECONDS, f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}")
 
 
 def check_cuda_smoke(check: Check, view: GpuView) -> list[Finding]:

@@ -11,7 +11,7 @@ from cluster.checks.check import Check
 from cluster.checks.finding import Finding
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.survey.section import NodeProbe, UnreadableError
+from cluster.survey.section import NodeProbe, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 # Findings of one check: one for every device that is not as it should be, at least one.
@@ -23,12 +23,13 @@ TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeProbe]], list
 class CheckGroup:
     """One group of checks: `gpu`, `ib`, `net`, `host`. Pure: everything comes from the probe's sections.
 
-    name: first part of the names of its checks, the word of --only and --skip, and the name of its probe script.
+    name: first part of the names of its checks, and the word of --only and --skip. questions: what its nodes are asked.
     checks: what judges each check, by its name; the docstring is what `--explain` says. compared: what is known of
     several nodes only, by traits or by `check_fleet`, with what `--explain` says.
     """
 
     name: ClassVar[str]
+    questions: ClassVar[tuple[Question, ...]] = ()
     checks: ClassVar[Mapping[str, Judge]]
     compared: ClassVar[Mapping[str, str]] = {}
 
@@ -58,7 +59,7 @@ class CheckGroup:
         return {}
 
     def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
-        """Variables that its probe script reads."""
+        """Variables that its questions read."""
         return {}
 
     def explanations(self) -> dict[str, str]:

@@ -13,6 +13,8 @@ from cluster.checks.check import GIB, Check, age, gib
 from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup, Judge, TestBetween
 from cluster.checks.host_engine import (
+    ENGINE,
+    IMAGE,
     check_docker,
     check_docker_disk,
     check_docker_gpu,
@@ -22,6 +24,8 @@ from cluster.checks.host_engine import (
     read_image,
 )
 from cluster.checks.host_software import (
+    NCCL_SETTINGS,
+    SOFTWARE,
     check_nccl,
     check_nccl_conf,
     check_python,
@@ -30,11 +34,11 @@ from cluster.checks.host_software import (
     own_software,
 )
 from cluster.checks.host_view import HostView, judge_room
-from cluster.checks.storage import check_shared, check_shared_folder
+from cluster.checks.storage import SHARED, check_shared, check_shared_folder
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import NodeProbe, UnreadableError
+from cluster.survey.section import NodeProbe, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")
@@ -48,6 +52,110 @@ MEMORY_TOLERANCE = 0.03
 # Sockets and files of eight ranks with their data loaders on many nodes; 1024 is what sessions often get.
 NOFILE = (1024, 8192)
 _NAMED = 5
+
+LIMITS = Question(
+    "host.limits",
+    5,
+    r"""
+# Of this very session: what a command over SSH may use, which is what a launch gets.
+# The adapters come first: an answer that was cut off does not look as if there were none.
+for device in "$root"/sys/class/infiniband/*; do
+    [ -e "$device" ] && printf 'rdma %s\n' "${device##*/}"
+done
+# In KiB, as `ulimit -l` has it; from /proc, where a rehearsal tree can say what a testbed cannot be.
+limits=$root/proc/self/limits
+[ -r "$limits" ] || limits=/proc/self/limits
+printf 'nofile_soft %s\n' "$(ulimit -Sn)"
+printf 'nofile_hard %s\n' "$(ulimit -Hn)"
+printf 'memlock %s\n' "$(awk '/^Max locked memory/ { print ($4 == "unlimited") ? $4 : int($4 / 1024) }' "$limits")"
+exit 0
+""",
+)
+
+DISK = Question(
+    "host.disk",
+    10,
+    r"""
+command -v stat >/dev/null 2>&1 || exit 127
+filesystem() { stat -f -c "$1 %S %b %a %c %d %T" "$2"; }
+filesystem root /
+filesystem tmp "${TMPDIR:-/tmp}"
+shm=/dev/shm
+[ -d "$root$shm" ] && shm=$root$shm
+if [ -d "$shm" ]; then filesystem shm "$shm"; else echo 'absent shm'; fi
+exit 0
+""",
+)
+
+MEMORY = Question(
+    "host.memory",
+    5,
+    r"""
+file=$root/proc/meminfo
+[ -e "$file" ] || file=/proc/meminfo
+while read -r key value unit; do
+    case $key in MemTotal:|MemAvailable:|SwapTotal:|SwapFree:) printf '%s %s %s\n' "$key" "$value" "$unit" ;; esac
+done <"$file"
+""",
+)
+
+RUNS = Question(
+    "host.runs",
+    20,
+    r"""
+# Processes with BURST_RUN_ID in their environment. Only root may read the environment of other users' processes.
+# A tool that is there and broken must not look like a node without runs.
+[ "$(printf 'a\0' | tr '\n\0' ' b' | awk '/^a/')" = ab ] || exit 127
+proc=$root/proc
+[ -r "$proc/1/stat" ] || proc=/proc
+read -r uptime rest <"$proc/uptime" || read -r uptime rest </proc/uptime
+printf 'uptime %s\nticks %s\nuser %s\n' "$uptime" "$(getconf CLK_TCK 2>/dev/null || echo 100)" "$(id -u)"
+cd "$proc" || exit 1
+readable=0
+unreadable=0
+for folder in [0-9]*; do
+    if [ -r "$folder/environ" ]; then readable=$((readable + 1)); else unreadable=$((unreadable + 1)); fi
+done
+printf 'read %s\nunread %s\n' "$readable" "$unreadable"
+# One grep finds the candidates among thousands of processes, if it is one that looks beyond a NUL.
+if printf 'a\0BURST_RUN_ID=' | grep -q BURST_RUN_ID= && command -v xargs >/dev/null 2>&1; then
+    candidates=$(printf '%s\n' [0-9]*/environ | xargs grep -ls BURST_RUN_ID=)
+else
+    candidates=$(printf '%s\n' [0-9]*/environ)
+fi
+owners=' '
+for file in $candidates; do
+    folder=${file%/environ}
+    # Threads of the kernel have no environment, and processes end meanwhile: that is no error.
+    run=$({ tr '\n\0' ' \n' <"$file"; } 2>/dev/null | awk '/^BURST_RUN_ID=./ { print substr($0, 14, 100); exit }')
+    [ -n "$run" ] || continue
+    line=$(awk -v pid="$folder" 'BEGIN {
+        file = pid "/stat"; text = ""
+        while ((getline line < file) > 0) text = text " " line
+        last = 0
+        for (at = index(text, ")"); at > 0; at = index(substr(text, last + 1), ")")) last += at
+        name = substr(text, index(text, "(") + 1, last - index(text, "(") - 1)
+        split(substr(text, last + 2), field, " ")
+        uid = "?"; file = pid "/status"
+        while ((getline line < file) > 0) if (line ~ /^Uid:/) { split(line, ids, /[ \t]+/); uid = ids[2] }
+        if (field[1] != "Z" && last > 0) print pid, uid, field[20], name
+    }')
+    [ -n "$line" ] || continue
+    printf 'run %s\nid %s %s\n' "$line" "${line%% *}" "$run"
+    owner=${line#* }
+    owner=${owner%% *}
+    case $owners in
+        *" $owner "*) ;;
+        *)
+            owners="$owners$owner "
+            entry=$(getent passwd "$owner" 2>/dev/null)
+            printf 'owner %s %s\n' "$owner" "${entry%%:*}"
+            ;;
+    esac
+done
+echo end
+""",
+)
 
 
 def check_disk(check: Check, view: HostView) -> list[Finding]:
@@ -184,6 +292,7 @@ class HostGroup(CheckGroup):
     """See `CheckGroup`."""
 
     name = "host"
+    questions = (LIMITS, DISK, SHARED, MEMORY, RUNS, SOFTWARE, NCCL_SETTINGS, ENGINE, IMAGE)
     checks: ClassVar[Mapping[str, Judge]] = {
         "host.disk": check_disk,
         "host.inodes": check_inodes,
@@ -232,7 +341,7 @@ class HostGroup(CheckGroup):
         return {"host.shared": test}
 
     def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
-        """What host.sh must know of the configuration: variables to export, quoted, before its sections."""
+        """What the questions must know of the configuration."""
         settings = {
             "BURST_RUNTIME": config.container.runtime,
             "BURST_PYTHON": config.python if config.container.runtime == "bare" else None,

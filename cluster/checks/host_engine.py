@@ -13,7 +13,7 @@ from cluster.checks.finding import Finding
 from cluster.checks.host_view import HostView, judge_room
 from cluster.remote_text import one_line
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import SectionState, UnreadableError
+from cluster.survey.section import Question, SectionState, UnreadableError
 
 # The first engine with `docker run --gpus`.
 OLDEST_DOCKER = (19, 3)
@@ -27,6 +27,48 @@ _REASONS = (
         "the engine's daemon does not answer",
         "systemctl start docker",
     ),
+)
+
+ENGINE = Question(
+    "host.docker",
+    20,
+    r"""
+set -f
+engine=${BURST_ENGINE:-docker}
+for hook in nvidia-container-runtime-hook nvidia-ctk; do
+    command -v "$hook" >/dev/null 2>&1 && printf 'hook %s\n' "$hook"
+done
+set +f
+for file in "$root"/etc/cdi/*nvidia* /var/run/cdi/*nvidia*; do
+    [ -e "$file" ] && printf 'cdi %s\n' "${file##*/}"
+done
+for file in "$root/dev/nvidiactl" "$root/proc/driver/nvidia/version" /proc/driver/nvidia/version; do
+    [ -e "$file" ] && echo gpus && break
+done
+set -f
+command -v "${engine%% *}" >/dev/null 2>&1 || exit 127
+# A dead daemon is no reason for some versions to exit with anything but 0: only a server version counts.
+# Field by field: the whole answer may hold the password of a proxy.
+$engine info --format 'ServerVersion {{json .ServerVersion}}
+DockerRootDir {{json .DockerRootDir}}
+Driver {{json .Driver}}
+Runtimes {{json .Runtimes}}' || exit 1
+folder=$($engine info --format '{{.DockerRootDir}}') && stat -f -c 'docker %S %b %a %c %d %T' -- "$folder"
+exit 0
+""",
+)
+
+IMAGE = Question(
+    "host.image",
+    20,
+    r"""
+set -f
+engine=${BURST_ENGINE:-docker}
+[ -n "${BURST_IMAGE:-}" ] || { echo unset; exit 0; }
+command -v "${engine%% *}" >/dev/null 2>&1 || exit 127
+$engine image inspect --format 'image {{json .Architecture}} {{json .Os}} {{json .Created}} {{json .RootFS.Layers}}
+size {{json .Size}}' -- "$BURST_IMAGE"
+""",
 )
 
 

@@ -11,6 +11,7 @@ from cluster.checks.finding import Finding
 from cluster.checks.host_view import HostView
 from cluster.remote_text import one_line
 from cluster.survey.lines import Answer
+from cluster.survey.section import Question
 
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
@@ -24,6 +25,58 @@ CRIPPLING = {
     "NCCL_IGNORE_NET_MISMATCH": "1",
     "NCCL_DEBUG": "TRACE",
 }
+
+SOFTWARE = Question(
+    "host.software",
+    15,
+    r"""
+printf 'runtime %s\n' "${BURST_RUNTIME:-bare}"
+python=${BURST_PYTHON:-python3}
+case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
+if command -v "$python" >/dev/null 2>&1; then
+    # The versions are in the packages' metadata: importing torch would take seconds.
+    "$python" - <<'PYTHON' 2>/dev/null || echo 'failed python'
+import sys
+print("python %d.%d.%d" % sys.version_info[:3], flush=True)
+from importlib.metadata import distributions
+found = {}
+for one in distributions():
+    name = (one.metadata["Name"] or "").lower().replace("_", "-")
+    if name == "torch" or name.startswith("nvidia-nccl-cu"):
+        found.setdefault(name, one.version)
+for name in sorted(found):
+    print("package %s %s" % (name, found[name]))
+print("packages read")
+PYTHON
+else
+    echo 'absent python'
+fi
+exit 0
+""",
+)
+
+NCCL_SETTINGS = Question(
+    "host.nccl",
+    5,
+    r"""
+# Nothing but NCCL_* is read out: other variables and lines may hold secrets.
+show() {
+    if [ ! -e "$2" ]; then printf 'absent %s\n' "$1"; return; fi
+    [ -r "$2" ] || { printf 'unreadable %s\n' "$1"; return; }
+    while read -r line || [ -n "$line" ]; do
+        case $line in NCCL_*=*) printf '%s %.300s\n' "$1" "$line" ;; esac
+    done <"$2"
+}
+file=$root/etc/nccl.conf
+[ -e "$file" ] || file=/etc/nccl.conf
+show system "$file"
+show user "${NCCL_CONF_FILE:-${HOME:-/}/.nccl.conf}"
+env | while read -r line; do
+    case $line in NCCL_*=*) printf 'session %.300s\n' "$line" ;; esac
+done
+echo end
+""",
+)
 
 
 @dataclass(frozen=True)

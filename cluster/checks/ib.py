@@ -12,9 +12,10 @@ from typing import ClassVar
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup, Judge
-from cluster.checks.ib_health import check_counters, check_flaps, check_gpudirect, check_health
+from cluster.checks.ib_health import COUNTERS, check_counters, check_flaps, check_gpudirect, check_health
 from cluster.checks.ib_ports import ETHERNET, FabricView, usual
-from cluster.survey.adapters import HcaPort, roce_gid_index
+from cluster.survey.adapters import GPUDIRECT, PORTS, HcaPort, roce_gid_index
+from cluster.survey.kernel_log import KERNEL_LOG
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
@@ -178,6 +179,7 @@ class InfinibandGroup(CheckGroup):
     """See `CheckGroup`."""
 
     name = "ib"
+    questions = (PORTS, COUNTERS, GPUDIRECT, KERNEL_LOG)
     checks: ClassVar[Mapping[str, Judge]] = {
         "ib.count": check_count,
         "ib.state": check_state,

@@ -12,7 +12,7 @@ from cluster.checks.ib_ports import FabricView
 from cluster.remote_text import one_line
 from cluster.survey.adapters import GpuDirect, HcaPort, known_lines, parse_gpudirect, port_name
 from cluster.survey.kernel_log import KernelLog, read_kernel_log
-from cluster.survey.section import Section, UnreadableError
+from cluster.survey.section import Question, Section, UnreadableError
 
 _COUNTER = re.compile(r"[0-9]{1,20}")
 _STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
@@ -47,6 +47,43 @@ _BOOT_S = 600.0
 _RECENT_S = 86400.0
 _FLAPS = 3
 _LINK_REMEDY = "clean or swap the cable and its transceivers; look at the switch port"
+
+COUNTERS = Question(
+    "ib.counters",
+    30,
+    r"""
+tab=$(printf '\t')
+lines=0
+first() { value=; { IFS= read -r value <"$1"; } 2>/dev/null; }
+sample() {
+    for port in "$root/sys/class/infiniband/"*/ports/*; do
+        [ -d "$port" ] || continue
+        device=${port%/ports/*}
+        line="sample$1${tab}dev=${device##*/}${tab}port=${port##*/}"
+        count=0
+        for file in "$port/counters/"* "$port/hw_counters/"*; do
+            [ -f "$file" ] || continue
+            count=$((count + 1))
+            [ "$count" -le 120 ] || break
+            # A rehearsal tree may hold what has grown meanwhile in a second tree beside sys.
+            later=$root/sys-second/${file#"$root/sys/"}
+            [ "$1" = 2 ] && [ -n "$root" ] && [ -f "$later" ] && file=$later
+            first "$file"
+            case $value in
+                '' | *[!0-9]*) continue ;;
+            esac
+            line="$line$tab${file##*/}=$value"
+        done
+        printf '%s\n' "$line"
+        lines=$((lines + 1))
+    done
+}
+sample 1
+sleep 1
+sample 2
+printf 'end\t%s\n' "$lines"
+""",
+)
 
 
 def check_counters(check: Check, view: FabricView) -> list[Finding]:

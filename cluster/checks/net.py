@@ -12,7 +12,15 @@ from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup, Judge, TestBetween
 from cluster.checks.pairs import check_pairs
 from cluster.ssh.connection import Connection
-from cluster.survey.interfaces import InterfaceChoice, NetInterface, explain_interface, read_interfaces
+from cluster.survey.interfaces import (
+    LINKS,
+    ROUTE,
+    SYSFS,
+    InterfaceChoice,
+    NetInterface,
+    explain_interface,
+    read_interfaces,
+)
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
@@ -43,6 +51,7 @@ class NetworkGroup(CheckGroup):
     """See `CheckGroup`."""
 
     name = "net"
+    questions = (LINKS, ROUTE, SYSFS)
     checks: ClassVar[Mapping[str, Judge]] = {"net.interface": check_interface, "net.mtu": check_mtu}
     compared: ClassVar[Mapping[str, str]] = {
         "net.subnet": "The interfaces that nodes talk over lie in one subnet, and no two nodes have one address.",

@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, FleetReport, NodeReport
+from cluster.checks.gpu_smoke import cuda_smoke_question
 from cluster.checks.group import CheckGroup, TestBetween, broken
 from cluster.checks.profile import merge_compared, profile_findings
 from cluster.checks.selection import GROUPS, Selection
@@ -30,7 +31,7 @@ from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
-from engine.config.errors import BurstError, ConfigError
+from engine.config.errors import BurstError
 
 Connect = Callable[[Host], Connection]
 
@@ -74,18 +75,12 @@ class CheckOptions:
         Raises ConfigError where CUDA is to be tried without an image.
         """
         settings = {name: value for group in self.groups for name, value in group.probe_settings(config).items()}
-        asked = {"groups": [group.name for group in self.groups], "settings": settings}
-        if not self.cuda_smoke:
-            return {**asked, "timeout_s": self.timeout_s}
-        from cluster.checks.gpu_smoke import SMOKE_SECONDS, cuda_smoke_section
-
-        try:
-            section = cuda_smoke_section(config.container)
-        except ValueError as error:
-            raise ConfigError(f"cluster.container cannot be used for trying CUDA: {error}") from error
-        if section is None:
-            raise ConfigError("CUDA is tried inside an image: set cluster.container.runtime=docker and .image=NAME:TAG")
-        return {**asked, "fragments": (section,), "timeout_s": self.timeout_s + SMOKE_SECONDS}
+        questions = [question for group in self.groups for question in group.questions]
+        timeout_s = self.timeout_s
+        if self.cuda_smoke:
+            questions.append(cuda_smoke_question(config.container))
+            timeout_s += questions[-1].limit_s
+        return {"questions": questions, "settings": settings, "timeout_s": timeout_s}
 
     def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
         """The tests between nodes that are asked for and can be made, by check."""

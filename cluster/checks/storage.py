@@ -15,7 +15,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import CommandResult, Connection
 from cluster.ssh.hosts import fan_out
-from cluster.survey.section import SectionState
+from cluster.survey.section import Question, SectionState
 from engine.config.errors import BurstError, ConfigError
 
 CHECK = "host.shared"
@@ -56,6 +56,18 @@ for one in $own $all; do
 done
 echo "$word clean"
 """
+
+SHARED = Question(
+    "host.shared",
+    10,
+    r"""
+# A dead file server hangs whoever asks: that is why this is a section of its own.
+[ -n "${BURST_SHARED_FOLDER:-}" ] || { echo unset; exit 0; }
+[ -d "$BURST_SHARED_FOLDER" ] || { ls -ld -- "$BURST_SHARED_FOLDER"; echo absent; exit 0; }
+command -v stat >/dev/null 2>&1 || exit 127
+stat -f -c 'shared %S %b %a %c %d %T' -- "$BURST_SHARED_FOLDER"
+""",
+)
 
 
 def check_shared(check: Check, view: HostView) -> list[Finding]:

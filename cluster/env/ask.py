@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
-from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
-from cluster.env.live import LIVE_GROUP, LIVE_SECTIONS, LiveSource, read_live
+from cluster.env.gather import FACT_QUESTIONS, read_facts
+from cluster.env.live import LIVE_QUESTIONS, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
@@ -31,8 +31,7 @@ def ask_fleet(
     hosts: Sequence[Host], config: ClusterConfig, *, with_live: bool = False, log_dir: str | None = None
 ) -> FleetEnvironment:
     """The environments of `hosts`, asked at the same time, planned together; of this machine when there are none."""
-    groups = (*FACT_GROUPS, LIVE_GROUP) if with_live else FACT_GROUPS
-    settings = {"BURST_PROBE_SECTIONS": " ".join((*FACT_SECTIONS, *(LIVE_SECTIONS if with_live else ())))}
+    questions = (*FACT_QUESTIONS, *(LIVE_QUESTIONS if with_live else ()))
 
     def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
         facts = read_facts(probe, config, host.reached_by if host is not None else ())
@@ -40,7 +39,7 @@ def ask_fleet(
 
     def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
         with pool.connect(host) as connection:
-            return read(survey_node(connection, groups, timeout_s=PROBE_TIMEOUT_S, settings=settings), host)
+            return read(survey_node(connection, questions, timeout_s=PROBE_TIMEOUT_S), host)
 
     errors: dict[str, str] = {}
     if hosts:
@@ -49,6 +48,6 @@ def ask_fleet(
         answers = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
     else:
-        answers = [read(survey_here(groups, timeout_s=PROBE_TIMEOUT_S, settings=settings))]
+        answers = [read(survey_here(questions, timeout_s=PROBE_TIMEOUT_S))]
     planned = plan_fleet((facts for facts, _ in answers), config, log_dir=log_dir)
     return FleetEnvironment(planned, {facts.node: live for facts, live in answers}, errors)

@@ -10,20 +10,73 @@ from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
-from cluster.survey.adapters import Adapters, parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import NetInterface, explain_interface, read_interfaces
-from cluster.survey.nvidia_smi import GpuAddress, parse_gpu_addresses
-from cluster.survey.section import NodeProbe, Section, UnreadableError
+from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, parse_adapters, parse_gpudirect
+from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface, explain_interface, read_interfaces
+from cluster.survey.nvidia_smi import LSPCI, SMI, GpuAddress, parse_gpu_addresses
+from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
 from engine.config.cluster import ClusterConfig
 
-FACT_GROUPS = ("ib", "net", "gpu", "env")
-# What is read below, of all that these groups can tell: the rest takes seconds and says nothing about an environment.
-FACT_SECTIONS = (
-    *("ib.ports", "ib.gpudirect", "net.links", "net.route", "net.sysfs", "gpu.lspci", "gpu.smi"),
-    *("env.cores", "env.routes", "env.storage", "env.lower"),
-)
 _DEVICE = re.compile(r"\bdev (\S+)")
 _GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
+
+CORES = Question(
+    "env.cores",
+    10,
+    r"""
+nproc 2>/dev/null || getconf _NPROCESSORS_ONLN
+""",
+)
+
+ROUTES = Question(
+    "env.routes",
+    10,
+    r"""
+ip -4 route show table all
+""",
+)
+
+# Servers of mounted network file systems, and the interface that leads to each.
+STORAGE = Question(
+    "env.storage",
+    20,
+    r"""
+[ -r "$root/proc/mounts" ] || exit 0
+count=0
+while read -r source folder type options rest; do
+    case $type in
+        nfs | nfs4 | lustre | ceph | cifs | smb3 | beegfs* | glusterfs | fuse.glusterfs) ;;
+        *) continue ;;
+    esac
+    [ "$count" -lt 32 ] || break
+    count=$((count + 1))
+    listed=",$options,"
+    address=${listed##*,addr=}
+    if [ "$address" = "$listed" ]; then
+        address=${source#//}
+        address=${address%%[:@/,]*}
+    else
+        address=${address%%,*}
+    fi
+    route=$(ip -o -4 route get "$address" 2>/dev/null | head -n 1)
+    printf 'storage\t%s\t%s\t%s\n' "$folder" "$address" "$route"
+done <"$root/proc/mounts"
+""",
+)
+
+# What lies below bonds, bridges and VLANs.
+LOWER = Question(
+    "env.lower",
+    10,
+    r"""
+for link in "$root"/sys/class/net/*/lower_*; do
+    [ -e "$link" ] || [ -L "$link" ] || continue
+    upper=${link%/*}
+    printf 'lower\t%s\t%s\n' "${upper##*/}" "${link##*/lower_}"
+done
+""",
+)
+
+FACT_QUESTIONS = (PORTS, GPUDIRECT, LINKS, ROUTE, SYSFS, LSPCI, SMI, CORES, ROUTES, STORAGE, LOWER)
 
 
 def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:

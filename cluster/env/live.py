@@ -13,10 +13,8 @@ from typing import Any
 from cluster.env.facts import NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Section
+from cluster.survey.section import NodeProbe, Question, Section
 
-LIVE_GROUP = "env_live"
-LIVE_SECTIONS = (f"{LIVE_GROUP}.session", f"{LIVE_GROUP}.files", f"{LIVE_GROUP}.processes")
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
 _OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
 _RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
@@ -24,6 +22,62 @@ _RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
 _HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
 # A launch sets these for its run folder, which a plan made without that folder does not know.
 _OF_A_RUN = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"})
+
+SESSION_VARIABLES = Question(
+    "env_live.session",
+    10,
+    r"""
+awk 'BEGIN {
+    for (name in ENVIRON) {
+        if (name !~ /^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)$/) continue
+        value = substr(ENVIRON[name], 1, 4096)
+        gsub(/\n/, "\\n", value)
+        printf "set\t%s=%s\n", name, value
+    }
+}'
+""",
+)
+
+CONF_FILES = Question(
+    "env_live.files",
+    10,
+    r"""
+for file in "$root/etc/nccl.conf" "${NCCL_CONF_FILE:-$HOME/.nccl.conf}"; do
+    [ -e "$file" ] || continue
+    case $file in
+        "$root/etc/nccl.conf") name=/etc/nccl.conf ;;
+        "$HOME/.nccl.conf") name='~/.nccl.conf' ;;
+        *) name=$file ;;
+    esac
+    printf 'file\t%s\n' "$name"
+    lines=$(grep -E '^[[:space:]]*((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)[[:space:]]*=' "$file")
+    [ $? -le 1 ] || printf 'unreadable\n'
+    printf '%s\n' "$lines" | head -n 200 | cut -c -4096 | sed -n "s/^[[:space:]]*\([^[:space:]]\)/set$(printf '\t')\1/p"
+done
+""",
+)
+
+# Processes of runs of burst, of this network namespace only: a rehearsal node shares its processes with the machine.
+RUNNING = Question(
+    "env_live.processes",
+    30,
+    r"""
+here=$(readlink /proc/self/ns/net)
+found=$(grep -l BURST_RUN_ID= /proc/[0-9]*/environ 2>/dev/null)
+[ "$(printf '%s\n' "$found" | wc -l)" -le 2048 ] || echo unreadable
+printf '%s\n' "$found" | head -n 2048 | while read -r path; do
+    [ -n "$path" ] || continue
+    process=${path%/environ}
+    [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$here" ] || continue
+    printf 'process\t%s\n' "${process#/proc/}"
+    tr '\n\000' ' \n' <"$path" 2>/dev/null |
+        grep -E '^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS|BURST_RUN_ID|RANK)=' |
+        cut -c -4096 | sed "s/^/set$(printf '\t')/"
+done
+exit 0
+""",
+)
+LIVE_QUESTIONS = (SESSION_VARIABLES, CONF_FILES, RUNNING)
 
 
 @dataclass(frozen=True)
@@ -59,7 +113,7 @@ class Difference:
 
 def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
     """Every place where the node sets variables of ours. Raises ClusterError when one could not be looked at."""
-    sections = [probe.section(name) for name in LIVE_SECTIONS]
+    sections = [probe.section(question.name) for question in LIVE_QUESTIONS]
     trouble = [section.trouble() for section in sections if not section.ok]
     if "unreadable" in sections[1].output.splitlines():
         trouble.append("nccl.conf is unreadable")

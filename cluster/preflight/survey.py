@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.code.program import ask_program
-from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
+from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan_container import text_files
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
@@ -105,8 +105,7 @@ def survey_fleet(
 
 def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
     with connect(host) as connection:
-        settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
-        probe = survey_node(connection, FACT_GROUPS, timeout_s=_PROBE_S, settings=settings)
+        probe = survey_node(connection, FACT_QUESTIONS, timeout_s=_PROBE_S)
         answer = ask_program(connection, MODULES, question.to_dict(host.name), timeout_s=_SURVEY_S)
     try:
         facts = read_remote_facts(host.name, answer)

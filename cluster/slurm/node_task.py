@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster.agent.start import run_foreground, sweep
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.env.gather import FACT_GROUPS, FACT_SECTIONS, read_facts
+from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, node_spec
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
@@ -104,8 +104,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site) -> NodePlan:
 
 def look_around(plan: LaunchPlan, place: Place) -> Site:
     """The facts of this machine. Raises ClusterError when its network cannot be told."""
-    settings = {"BURST_PROBE_SECTIONS": " ".join(FACT_SECTIONS)}
-    facts = read_facts(survey_here(FACT_GROUPS, timeout_s=_PROBE_S, settings=settings), plan.config.cluster)
+    facts = read_facts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster)
     home = Path("~").expanduser()
     try:
         user = pwd.getpwuid(os.getuid()).pw_name

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from cluster.errors import SshError, SshFailure
@@ -19,7 +19,7 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection, RemoteProcess
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
-from cluster.survey.section import NodeProbe
+from cluster.survey.section import NodeProbe, Question
 
 ANSWER_BYTES = 4 << 20
 DEFAULT_TIMEOUT_S = 60.0
@@ -31,15 +31,12 @@ _END_WAIT_S = 2.0
 
 def survey_node(
     connection: Connection,
-    groups: Sequence[str],
+    questions: Iterable[Question],
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     settings: Mapping[str, str] = MappingProxyType({}),
-    fragments: Sequence[str] = (),
 ) -> NodeProbe:
-    """The answer of a node to the probes of `groups` and to `fragments`, more sections as text, in about `timeout_s`.
-
-    settings: variables that these scripts read.
+    """The answer of a node to `questions` in about `timeout_s`. settings: variables that their scripts read.
 
     Raises SshError while nothing has been asked yet; after that, whatever came until the node fell silent, broke off or
     sent too much is the answer, `trouble` says so, and what is missing in it is CUT_OFF or MISSING.
@@ -47,7 +44,7 @@ def survey_node(
     deadline = time.monotonic() + timeout_s
     offset_s, error_s = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
     fence = new_fence()
-    script = build_script(groups, fence, settings, fragments)
+    script = build_script(questions, fence, settings)
     process = connection.start(["sh", "-s"])
     try:
         answer, trouble = _converse(process, script, fence, deadline, timeout_s)
@@ -57,20 +54,19 @@ def survey_node(
 
 
 def survey_here(
-    groups: Sequence[str],
+    questions: Iterable[Question],
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     settings: Mapping[str, str] = MappingProxyType({}),
-    fragments: Sequence[str] = (),
 ) -> NodeProbe:
-    """The answer of this machine to the probes of `groups`, named after it."""
+    """The answer of this machine to `questions`, named after it."""
     name = socket.gethostname()
     fence = new_fence()
     trouble = ""
     # Files, not pipes: what hangs in the kernel may hold a pipe open for ever. A session of its own, so that all of it
     # can be ended; what runs under `timeout` ends by its own limit.
     with tempfile.TemporaryFile() as script, tempfile.TemporaryFile() as output:
-        script.write(build_script(groups, fence, settings, fragments))
+        script.write(build_script(questions, fence, settings))
         script.seek(0)
         command = ["sh", "-s"]
         with subprocess.Popen(command, stdin=script, stdout=output, stderr=output, start_new_session=True) as process:

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Section
+from cluster.survey.section import NodeProbe, Question, Section
 
 T = TypeVar("T", str, float)
 
@@ -36,6 +36,51 @@ _BROKEN = re.compile(
     r"ERR!|\[?Unknown Error\]?|\[?GPU is lost\]?|\[?GPU requires reset\]?|\[?Reset required\]?|\[?Timeout\]?"
     r"|\[?Insufficient Permissions\]?|\[?Insufficient power\]?",
     re.IGNORECASE,
+)
+
+# All PCI devices are counted, so that "no NVIDIA device" and "no sysfs" stay two things.
+LSPCI = Question(
+    "gpu.lspci",
+    10,
+    r"""
+show() {
+    value=
+    [ -r "$device/$2" ] && read -r value 2>/dev/null <"$device/$2"
+    printf '\t%s=%s' "$1" "$value"
+}
+base=$(cd -P "$root/" 2>/dev/null && pwd -P)
+[ "$base" = / ] && base=
+seen=0
+for device in "$root"/sys/bus/pci/devices/*; do
+    [ -r "$device/vendor" ] || continue
+    seen=$((seen + 1))
+    read -r vendor <"$device/vendor"
+    [ "$vendor" = 0x10de ] || continue
+    printf 'pci\t%s' "${device##*/}"
+    show class class
+    show numa numa_node
+    place=$(cd -P "$device" 2>/dev/null && pwd -P)
+    printf '\tpath=%s\n' "${place#"$base"}"
+done
+printf 'pci_devices\t%s\tend\n' "$seen"
+""",
+)
+
+# The table of supported clocks is most of the output and says nothing about health. An element may also open and close
+# on one line (`N/A`): a range of sed would then run on into the next GPU. Without persistence mode every call sets up
+# each GPU anew: eight of them can take 20 seconds.
+SMI = Question(
+    "gpu.smi",
+    30,
+    r"""
+command -v nvidia-smi >/dev/null || exit 127
+exec 4>&1
+code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
+    sed -e '/<supported_clocks>.*<\/supported_clocks>/d' -e '/<supported_clocks>/,/<\/supported_clocks>/d' \
+        -e '/<accounted_processes>.*<\/accounted_processes>/d' \
+        -e '/<accounted_processes>/,/<\/accounted_processes>/d' >&4; } 3>&1)
+exit "$code"
+""",
 )
 
 

@@ -16,17 +16,53 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
 from types import MappingProxyType
 
 from cluster.remote_text import clean_text
-from cluster.survey.section import Section, SectionState
+from cluster.survey.section import Question, Section, SectionState
 
 SECTION_BYTES = 1 << 20
 MAX_SECTIONS = 500
 _TIMED_OUT_CODES = (124, 137, 143)  # of timeout(1): its own, ended by KILL, ended by TERM (busybox)
 _MARK = re.compile(rb"(begin|end) ([a-z0-9_.-]{1,64})(?: (\d{1,3}))??(?: (\d{1,12}\.\d{1,6}|-))?")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_HEAD = r"""
+# The head of every probe. $fence is set before it: a word that no output can guess. It is never exported and never an
+# argument of a process, so that only this shell knows it.
+# BURST_PROBE_ROOT goes before /sys, /proc, /etc and /dev in what is read: a rehearsal node has a tree of its own.
+LC_ALL=C
+export LC_ALL
+root=${BURST_PROBE_ROOT:-}
+export root
+PATH=$PATH:/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin
+export PATH
+
+if timeout -k 1 9 true </dev/null >/dev/null 2>&1; then
+    # What ignores TERM is killed. A process stuck in the kernel (state D) cannot be, and timeout waits for it for ever:
+    # the outer one then kills the waiting one, and the probe goes on.
+    limited() { timeout -s KILL $(($1 + 5)) timeout -k 2 "$1" sh -s; }
+elif timeout -s KILL 9 true </dev/null >/dev/null 2>&1; then
+    limited() { timeout -s KILL "$1" sh -s; } # of older busybox
+else
+    limited() { sh -s; } # the asking side gives up on the whole answer
+fi
+
+# Seconds since boot, or a dash: without starting a process, and without trust in the clock.
+since_boot() { read -r now rest 2>/dev/null </proc/uptime || now=-; }
+
+# section NAME SECONDS AFTER <<'END' ... END    runs the lines below in a shell of their own, with a time limit.
+late=
+section() {
+    case " $late " in *" $3 "*) return 0 ;; esac
+    since_boot
+    printf '\n%s begin %s %s\n' "$fence" "$1" "$now"
+    limited "$2" 2>&1
+    code=$?
+    since_boot
+    case $code in 124 | 137 | 143) late="$late $1" ;; esac
+    printf '\n%s end %s %s %s\n' "$fence" "$1" "$code" "$now"
+}
+"""
 
 
 def new_fence() -> str:
@@ -35,22 +71,9 @@ def new_fence() -> str:
 
 
 def build_script(
-    groups: Iterable[str],
-    fence: str,
-    settings: Mapping[str, str] = MappingProxyType({}),
-    fragments: Iterable[str] = (),
+    questions: Iterable[Question], fence: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> bytes:
-    """The script for `sh -s`: exported `settings`, the prelude, `cluster/survey/GROUP.sh` of each group, `fragments`.
-
-    Groups that read the kernel log share its section.
-    """
-    names = list(groups)
-    names += ["kernel"] if {"gpu", "ib"} & set(names) else []
-    return assemble_script([*(_read(f"{name}.sh") for name in names), *fragments], fence, settings)
-
-
-def assemble_script(fragments: Iterable[str], fence: str, settings: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """The script for `sh -s`: settings, the prelude, these fragments, and a last line: nothing more comes.
+    """The script for `sh -s`: exported `settings`, the head, every question once, and a last line: nothing more comes.
 
     Raises ValueError for a setting that is no name of a variable, or whose value holds NUL.
     """
@@ -58,8 +81,10 @@ def assemble_script(fragments: Iterable[str], fence: str, settings: Mapping[str,
         if _VARIABLE.fullmatch(name) is None or "\0" in value:
             raise ValueError(f"not a variable of a shell: {name!r}")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
+    asked = {question.name: question for question in questions}.values()
+    sections = [f"section {one.name} {one.limit_s} {one.after or '-'} <<'END'\n{one.script}\nEND" for one in asked]
     tail = "printf '\\n%s done\\n' \"$fence\"\n"
-    return "\n".join([f"fence='{fence}'", *exports, _read("prelude.sh"), *fragments, tail]).encode()
+    return "\n".join([f"fence='{fence}'", *exports, _HEAD, *sections, tail]).encode()
 
 
 def is_complete(answer: bytes | bytearray, fence: str) -> bool:
@@ -135,7 +160,3 @@ class _Reader:
 
 def _seconds(word: bytes | None) -> float | None:
     return None if word is None or word == b"-" else float(word)
-
-
-def _read(name: str) -> str:
-    return (files("cluster.survey") / name).read_text(encoding="utf-8")

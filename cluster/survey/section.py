@@ -17,6 +17,20 @@ class SectionState(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Question:
+    """One part of the probe: a script for POSIX shells (dash, busybox), and how many seconds it may take.
+
+    A file that it reads lies below $root. after: it is not asked when that other one came to the end of its time: what
+    hangs once hangs again.
+    """
+
+    name: str
+    limit_s: int
+    script: str
+    after: str = ""
+
+
+@dataclass(frozen=True)
 class Section:
     """Output (stdout and stderr, cleaned) of one part of the probe.
 

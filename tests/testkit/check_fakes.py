@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -20,19 +20,19 @@ from cluster.checks.group import CheckGroup
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
-from cluster.survey.script import assemble_script, is_complete, new_fence, read_sections
-from cluster.survey.section import NodeProbe, Section
+from cluster.survey.script import build_script, is_complete, new_fence, read_sections
+from cluster.survey.section import NodeProbe, Question, Section
 from engine.config.cluster import ClusterConfig
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
 
 
-def run_script(fragment: str, shell: list[str], **settings: str) -> dict[str, Section]:
-    """The sections of a probe of one fragment, as this shell answers it on this machine."""
+def run_script(questions: Iterable[Question], shell: list[str], **settings: str) -> dict[str, Section]:
+    """The sections of a probe, as this shell answers it on this machine."""
     if shutil.which(shell[0]) is None:
         pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
     fence = new_fence()
-    script = assemble_script([fragment], fence, settings)
+    script = build_script(questions, fence, settings)
     # Not a pipe: what a killed section leaves behind would hold it open.
     with tempfile.TemporaryFile() as output:
         subprocess.run([*shell, "-s"], input=script, stdout=output, timeout=200, check=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
+from cluster.survey.nvidia_smi import SMI
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Section, SectionState
 from cluster.testbed.hardware.files import hardware_files
@@ -29,16 +30,15 @@ def write_files(folder: Path, profile: str, faults: tuple[str, ...] = (), node: 
 def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), pause_s: int = 0, limit_s: int = 30) -> NodeProbe:
     """The answer of the node in `folder` to the probe of the group gpu."""
     fence = new_fence()
-    settings = {"BURST_SMI_PAUSE_S": str(pause_s), "BURST_SMI_LIMIT_S": str(limit_s)}
+    questions = [replace(one, limit_s=limit_s) if one is SMI else one for one in GROUP.questions]
+    script = build_script(questions, fence, {"BURST_SMI_PAUSE_S": str(pause_s)})
     root = folder / "root"
     root.mkdir(exist_ok=True)
     environment = {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "BURST_PROBE_ROOT": str(root),
     }
-    answer = subprocess.run(
-        [*shell, "-s"], input=build_script(["gpu"], fence, settings), capture_output=True, env=environment, timeout=200
-    )
+    answer = subprocess.run([*shell, "-s"], input=script, capture_output=True, env=environment, timeout=200)
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 
 

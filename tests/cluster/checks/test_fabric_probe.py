@@ -15,6 +15,7 @@ from fabric_nodes import complaints
 from cluster.checks.finding import Verdict
 from cluster.checks.ib import GROUP
 from cluster.checks.ib_ports import FabricView
+from cluster.checks.net import GROUP as NET
 from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
 from cluster.survey.interfaces import explain_interface, read_interfaces
 from cluster.survey.script import build_script, new_fence, read_sections
@@ -67,12 +68,15 @@ def tools_of(folder: Path, shell: str) -> str:
     return str(folder)
 
 
+QUESTIONS = {"ib": GROUP.questions, "net": NET.questions}
+
+
 def ask(
     root: Path | None, *, path: str = "", groups: tuple[str, ...] = ("ib",), limits: Mapping[str, str] | None = None
 ) -> NodeProbe:
     """What a node with this tree answers; `limits` replaces pieces of the script. It does not wait between samples."""
     fence = new_fence()
-    script = build_script(groups, fence).decode()
+    script = build_script((one for name in groups for one in QUESTIONS[name]), fence).decode()
     for old, new in {"sleep 1\n": "", **(limits or {})}.items() if "ib" in groups else ():
         assert old in script
         script = script.replace(old, new)

@@ -9,9 +9,10 @@ from gpu_rehearsal import bad, check, ended, fixture_text, healthy, only, with_s
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu import GROUP
-from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_section
+from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_question
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
+from engine.config.errors import ConfigError
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
@@ -345,13 +346,12 @@ def test_cuda_in_the_image_works_on_all_gpus_or_fails() -> None:
 
 
 def test_the_smoke_test_needs_an_image_and_takes_plain_words_only() -> None:
-    text = cuda_smoke_section(ContainerConfig("docker", "burst:latest"))
-    assert text is not None
-    assert "docker run --rm --gpus all" in text
-    assert cuda_smoke_section(ContainerConfig("bare", "burst:latest")) is None
-    assert cuda_smoke_section(ContainerConfig("docker", None)) is None
-    with pytest.raises(ValueError, match="word"):
-        cuda_smoke_section(ContainerConfig("docker", "a\nEND\nreboot"))
+    assert "docker run --rm --gpus all" in cuda_smoke_question(ContainerConfig("docker", "burst:latest")).script
+    for container in (ContainerConfig("bare", "burst:latest"), ContainerConfig("docker", None)):
+        with pytest.raises(ConfigError, match="inside an image"):
+            cuda_smoke_question(container)
+    with pytest.raises(ConfigError, match="word"):
+        cuda_smoke_question(ContainerConfig("docker", "a\nEND\nreboot"))
 
 
 # Nodes without GPUs, and what other tools are known to let pass.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from gpu_rehearsal import NODE, ask, bad, check, fixture_text, healthy, only, re
 from cluster.checks.finding import Verdict
 from cluster.checks.gpu import GROUP
 from cluster.checks.gpu_kernel import read_errors
-from cluster.survey.kernel_log import read_kernel_log
-from cluster.survey.script import assemble_script, new_fence, read_sections
+from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
+from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.faults import BUSY_PID, FAULTS
 from cluster.testbed.hardware.files import hardware_files, pci_folder
@@ -196,7 +195,7 @@ def reader(folder: Path, name: str, body: str) -> None:
 def ask_real_log(folder: Path) -> NodeProbe:
     """The section of the kernel log as on a real node: without a rehearsal tree, with `folder`/bin first in PATH."""
     fence, environment = new_fence(), {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    script = assemble_script([(files("cluster.survey") / "kernel.sh").read_text()], fence)
+    script = build_script([KERNEL_LOG], fence)
     answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, timeout=200)
     return NodeProbe(NODE, read_sections(answer.stdout, fence))
 

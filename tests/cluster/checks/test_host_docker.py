@@ -31,7 +31,7 @@ def tar_of_one_file() -> bytes:
 
 
 def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
-    probe = survey_node(connection, ["host"], settings=GROUP.probe_settings(DOCKER))
+    probe = survey_node(connection, GROUP.questions, settings=GROUP.probe_settings(DOCKER))
     return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.host import GROUP, read_memory, read_runs
 from cluster.checks.host_software import read_software
 from cluster.survey.lines import Answer
-from cluster.survey.script import assemble_script, new_fence, read_sections
+from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
 
 RUN_ID = "20260105-101010-abcdef"
@@ -47,23 +45,16 @@ def _tool(name: str) -> str:
     return found
 
 
-def script_of(sections: Sequence[str]) -> str:
-    """Only these sections of host.sh; all when there are none."""
-    text = (files("cluster.survey") / "host.sh").read_text()
-    blocks = dict(re.findall(r"^section host\.(\w+)( .*?\nEND\n)", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == text.count("\nEND\n")
-    return "".join(f"section host.{name}{blocks[name]}" for name in sections) if sections else text
-
-
 def ask(
     tools: Path, folder: Path, *sections: str, settings: Mapping[str, str] | None = None, **environment: str
 ) -> NodeProbe:
-    """The answer of host.sh when the shell and the first tools are those in `tools`."""
+    """The answer to these questions (none: to all) when the shell and the first tools are those in `tools`."""
     fence = new_fence()
     path = f"{tools}:{os.environ['PATH']}"
+    questions = [one for one in GROUP.questions if not sections or one.name.removeprefix("host.") in sections]
     result = subprocess.run(
         [str(tools / "sh"), "-s"],
-        input=assemble_script([script_of(sections)], fence, settings or {}),
+        input=build_script(questions, fence, settings or {}),
         capture_output=True,
         cwd=folder,
         env={"PATH": path, "HOME": str(folder), **environment},

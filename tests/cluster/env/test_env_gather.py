@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -127,13 +124,3 @@ def test_gpudirect_is_known_from_modules(
 ) -> None:
     furnish(tmp_path, monkeypatch, "h100x8", faults=faults)
     assert read_facts(asked_again(answer, "ib"), CONFIG).driver.peer_memory is not bool(faults)
-
-
-@pytest.mark.parametrize("fragment", ["env.sh", "env_live.sh"])
-def test_the_probe_fragments_parse_in_the_shells_of_nodes(fragment: str) -> None:
-    text = (files("cluster.survey") / fragment).read_text(encoding="utf-8")
-    shells = [["sh", "-n"], *([["busybox", "ash", "-n"]] if shutil.which("busybox") else [])]
-    for part in text.split("<<'END'\n")[1:]:
-        script = part.split("\nEND\n")[0]
-        for shell in shells:
-            assert subprocess.run(shell, input=script, text=True, capture_output=True, check=False).stderr == ""

@@ -12,7 +12,7 @@ import pytest
 from env_hardware import furnish, probe
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.live import LIVE_SECTIONS, SESSION, Difference, LiveSource, compare_live, read_live
+from cluster.env.live import LIVE_QUESTIONS, SESSION, Difference, LiveSource, compare_live, read_live
 from cluster.errors import ClusterError
 from cluster.survey.section import NodeProbe, Section, SectionState
 
@@ -26,6 +26,7 @@ PLAN = NodeEnvironment(
         EnvironmentVariable("OMP_NUM_THREADS", "8", "why"),
     ),
 )
+LIVE_SECTIONS = [question.name for question in LIVE_QUESTIONS]
 
 
 def differences(*live: LiveSource) -> set[tuple[str, str, str]]:

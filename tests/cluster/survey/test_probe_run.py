@@ -10,10 +10,11 @@ import pytest
 from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
 from testkit.machine_clock import machine_time
 
+from cluster.checks.host import MEMORY
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
 from cluster.survey.ask import ANSWER_BYTES, survey_here, survey_node
-from cluster.survey.section import NodeProbe, SectionState
+from cluster.survey.section import NodeProbe, Question, SectionState
 
 HOST = Host("n1", "192.0.2.1")
 
@@ -31,11 +32,11 @@ def test_a_whole_answer_has_no_trouble() -> None:
 
 def test_the_whole_probe_is_one_command_with_the_script_on_stdin() -> None:
     connection = FakeConnection(HOST, HEALTHY)
-    survey_node(connection, ["host"], settings={"BURST_IMAGE": "a b; id"})
+    survey_node(connection, [MEMORY], settings={"BURST_IMAGE": "a b; id"})
     assert connection.commands == [["date", "+%s.%N"], ["sh", "-s"]]
     (process,) = connection.processes
     assert "export BURST_IMAGE='a b; id'\n" in process.script
-    assert "section host.limits " in process.script
+    assert "section host.memory " in process.script
     assert process.closed
 
 
@@ -162,7 +163,7 @@ def test_a_time_that_makes_no_sense_is_none(clock: bytes) -> None:
 
 
 def test_this_machine_is_asked_without_ssh() -> None:
-    probe = survey_here(["host"], timeout_s=30)
+    probe = survey_here([MEMORY], timeout_s=30)
     assert probe.trouble == ""
     assert probe.section("host.memory").ok
     assert probe.clock_offset_s is None
@@ -174,7 +175,8 @@ def test_this_machine_is_asked_without_ssh() -> None:
 )
 def test_this_machine_is_given_up_in_time_and_may_break_off_or_leave_processes_behind(end: str, words: str) -> None:
     begin = machine_time()
-    probe = survey_here([], timeout_s=5, fragments=[f"section t.one 5 <<'END'\necho here\nEND\n{end}\n"])
+    # Behind the end of its own section the shell itself does as `end` says.
+    probe = survey_here([Question("t.one", 5, f"echo here\nEND\n{end}\n: <<'END'")], timeout_s=5)
     assert probe.section("t.one").output == "here"
     assert words in probe.trouble
     assert bool(words) == bool(probe.trouble)

@@ -11,45 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.check_fakes import done, frame, run_script
 
-from cluster.checks.selection import GROUP_NAMES
+from cluster.checks.selection import GROUPS
 from cluster.survey.script import (
     MAX_SECTIONS,
     SECTION_BYTES,
-    assemble_script,
     build_script,
     is_complete,
     new_fence,
     read_sections,
 )
-from cluster.survey.section import SectionState
+from cluster.survey.section import Question, SectionState
 
 FENCE = "@@" + "ab" * 16
 SHELLS = [["dash"], ["bash", "--posix"], ["busybox", "sh"]]
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,5}\.[a-z0-9_]{1,8}", fullmatch=True)
 
 
-FRAGMENT = """
-section t.fine 5 <<'END'
-echo "a 'quoted' word"; echo aside >&2; printf 'no line end'
-END
-section t.fails 5 <<'END'
-printf 'seen\\n'; exit 3
-END
-section t.missing 5 <<'END'
-no_such_tool_anywhere --version
-END
-section t.hangs 1 <<'END'
-echo before; sleep 60
-END
-section t.settings 5 <<'END'
-printf '%s|%s|%s' "$BURST_WORD" "${fence:-unset}" "$root"
-END
-"""
+QUESTIONS = (
+    Question("t.fine", 5, """echo "a 'quoted' word"; echo aside >&2; printf 'no line end'"""),
+    Question("t.fails", 5, "printf 'seen\\n'; exit 3"),
+    Question("t.missing", 5, "no_such_tool_anywhere --version"),
+    Question("t.hangs", 1, "echo before; sleep 60"),
+    Question("t.hangs_again", 1, "echo not asked", after="t.hangs"),
+    Question("t.asked", 1, "echo asked", after="t.fails"),
+    Question("t.settings", 5, r"""printf '%s|%s|%s' "$BURST_WORD" "${fence:-unset}" "$root" """),
+)
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
 def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
-    found = run_script(FRAGMENT, shell, BURST_WORD="two words; $(id) 'x'\nline")
+    found = run_script(QUESTIONS, shell, BURST_WORD="two words; $(id) 'x'\nline")
     assert found["t.fine"].output == "a 'quoted' word\naside\nno line end"
     assert found["t.fine"].ok
     assert (found["t.fails"].exit_code, found["t.fails"].output, found["t.fails"].ok) == (3, "seen", False)
@@ -58,14 +49,18 @@ def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
     assert found["t.hangs"].state is SectionState.TIMED_OUT
     assert found["t.hangs"].exit_code is None
     assert 0.9 <= found["t.hangs"].elapsed_s < 10
+    assert found["t.asked"].ok
+    assert "t.hangs_again" not in found
     assert found["t.settings"].output == "two words; $(id) 'x'\nline|unset|"  # and the fence is nobody's variable
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
 def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list[str]) -> None:
     found = run_script(
-        "section t.stubborn 1 <<'END'\ntrap '' TERM; while :; do sleep 1; done\nEND\n"
-        "section t.after 5 <<'END'\necho here\nEND\n",
+        [
+            Question("t.stubborn", 1, "trap '' TERM; while :; do sleep 1; done"),
+            Question("t.after", 5, "echo here"),
+        ],
         shell,
     )
     assert found["t.stubborn"].state is SectionState.TIMED_OUT
@@ -75,7 +70,7 @@ def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list
 
 def test_an_answer_is_complete_although_a_process_left_behind_holds_the_stream() -> None:
     fence = new_fence()
-    script = assemble_script(["section t.leaves 5 <<'END'\nsetsid sleep 3 &\nEND\n"], fence)
+    script = build_script([Question("t.leaves", 5, "setsid sleep 3 &")], fence)
     with subprocess.Popen(["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -92,7 +87,7 @@ def test_an_answer_is_complete_although_a_process_left_behind_holds_the_stream()
 def test_probes_write_no_files(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     fence = new_fence()
-    script = build_script(GROUP_NAMES, fence, {"BURST_SMI_PAUSE_S": "0"})
+    script = build_script((one for group in GROUPS for one in group.questions), fence, {"BURST_SMI_PAUSE_S": "0"})
     answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, cwd=tmp_path).stdout
     assert is_complete(answer, fence)
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +96,7 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["lower", "A B", "A;id", "", "1A"])
 def test_settings_are_names_of_variables(name: str) -> None:
     with pytest.raises(ValueError, match="not a variable"):
-        assemble_script([], FENCE, {name: "x"})
+        build_script([], FENCE, {name: "x"})
 
 
 # What an answer is believed.
