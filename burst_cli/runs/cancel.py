@@ -1,16 +1,34 @@
-"""`burst cancel`: have runs stopped, from any terminal."""
+"""`burst cancel`: runs stopped from any terminal, each in a thread of its own: an end takes as long as nodes need."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
+from burst_cli.figures import fold_names
 from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.runs.choose import choose_runs, living_runs
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import read_facts, read_nodes
+from burst_cli.runs.state import UNKNOWN
+from burst_cli.values import number, word
+from cluster.control.link import NodeStatus
+from cluster.control.settle import Settled, request_cancel
+from cluster.control.stopping import StopRequests
+from engine.config.errors import BurstError, ConfigError
+from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
 
 app = new_verb()
+
+_AT_ONCE = 16
 
 
 @app.command()
@@ -39,12 +57,6 @@ def cancel(
 
     Exit codes: 0 all have ended, also when they had before; 3 something may still run.
     """
-    from burst_cli import render
-    from burst_cli.runs.cancelling import cancel_runs, cancelled_text
-    from burst_cli.runs.choose import choose_runs, living_runs
-    from engine.config.errors import ConfigError
-    from engine.runs.folder import default_runs_dir, list_runs
-
     if all_runs and run:
         raise ConfigError(f"--all means every run that has not ended; leave out {' '.join(run)}")
     chosen = living_runs(list_runs(runs_dir or default_runs_dir())) if all_runs else choose_runs(run or [], runs_dir)
@@ -59,3 +71,108 @@ def cancel(
         for result in results:
             render.stdout().print(cancelled_text(result), soft_wrap=True)
     raise typer.Exit(code)
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """What became of one run. before: its state when it was asked; problem: why it is not known to have ended."""
+
+    run: RunFolder
+    before: str
+    state: str
+    step: int | None = None
+    nodes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # how a part ended -> nodes
+    leftover: tuple[str, ...] = ()
+    problem: str | None = None
+    is_failed: bool = False
+
+    @property
+    def had_ended(self) -> bool:
+        return self.before in FINAL_STATES
+
+    @property
+    def exit_code(self) -> int:
+        """0 it has ended, 1 it cannot be stopped from here, 3 something may still run."""
+        if self.is_failed:
+            return 1
+        return UNKNOWN if self.problem or self.leftover or self.state not in FINAL_STATES else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "run_id": self.run.run_id,
+            "exp": self.run.exp,
+            "path": str(self.run.path),
+            "status": self.state,
+            "status_before": self.before,
+            "step": self.step,
+            "nodes": {how: list(names) for how, names in self.nodes},
+            "leftover": list(self.leftover),
+            "problem": self.problem,
+            "exit_code": self.exit_code,
+        }
+
+
+def cancel_runs(runs: Sequence[RunFolder], *, now: bool, say: Callable[[str], None]) -> list[Cancelled]:
+    """What became of every run, in their order; `say` is told what is waited for."""
+    stop = StopRequests()
+    with stop.listening(), ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(lambda run: _cancel(run, stop, now=now, say=say), runs))
+
+
+def cancelled_text(result: Cancelled) -> Text:
+    """What became of a run, in a line or two."""
+    name = f"{result.run.exp}/{result.run.run_id}"
+    if result.had_ended:
+        return Text.assemble((result.state, "bold"), f" {name}: it had already ended")
+    ended = result.state in FINAL_STATES
+    text = Text.assemble((result.state if ended else "not stopped", "bold yellow"), f" {name}")
+    if result.step is not None:
+        text.append(f" after step {result.step}")
+    for how, names in result.nodes:
+        text.append(f"\n  {fold_names(names)}: {how}", style="dim")
+    for line in result.leftover:
+        text.append(f"\n  may still run: {line}", style="yellow")
+    if result.problem:
+        text.append(f"\n  {result.problem}", style="yellow")
+    return text
+
+
+def _cancel(run: RunFolder, stop: StopRequests, *, now: bool, say: Callable[[str], None]) -> Cancelled:
+    before = "unreadable"
+    try:
+        before = str(run.read_state()["state"])
+        if before not in FINAL_STATES:
+            say(f"{run.exp}/{run.run_id}: asked to stop{' at once' if now else ''}, waiting for its end")
+        settled = request_cancel(run, grace_s=0.0 if now else None, stop=stop)
+    except BurstError as error:
+        return Cancelled(run, before, before, problem=str(error), is_failed=True)
+    return result_of(run, before, settled)
+
+
+def result_of(run: RunFolder, before: str, settled: Settled) -> Cancelled:
+    """What became of a run that was in state `before`, by what is settled and by what its nodes left."""
+    ends: dict[str, list[str]] = {}
+    for status in read_nodes(run, read_facts(run)):
+        ends.setdefault(end_of_node(status), []).append(status.node)
+    nodes = tuple((how, tuple(names)) for how, names in ends.items())
+    leftover = tuple(one for text in settled.leftover if (one := word({"text": text}, "text", 400)))
+    progress = RunProgress(run)
+    progress.poll()
+    step = progress.step if progress.latest else None
+    return Cancelled(run, before, settled.state, step, nodes, leftover, settled.problem)
+
+
+def end_of_node(status: NodeStatus) -> str:
+    """How the part of a run on a node ended, in a few words."""
+    outcome = status.outcome
+    if outcome is None:
+        return "never started" if status.phase == "none" else "nothing was heard of its end"
+    cause, code = word(outcome, "cause", 40), number(outcome, "exit_code")
+    if cause == "stop":
+        return "killed" if code == -9 else "stopped"
+    if cause == "lease":
+        return "stopped by itself, because it heard nothing of its launcher"
+    if cause == "start_failed":
+        return "could not be started"
+    return "ended" if code is None else f"ended with {f'signal {-code:.0f}' if code < 0 else f'exit code {code:.0f}'}"

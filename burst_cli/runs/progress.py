@@ -1,4 +1,4 @@
-"""What a running run has reported so far, gathered from its folder; no drawing here."""
+"""What a run has reported so far, gathered from its folder: the one reader of its steps and events. No drawing here."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.runs.folder import RunFolder
 from engine.runs.records import JsonLinesTail
 
 _RECENT_STEPS = 20
+_TAIL_BYTES = 256 * 1024  # of records that were there before: many rows, whatever the length of the run
 # A rank is called a straggler when it was the one in so many of the last steps, and they lost so many seconds by it:
 # on a machine whose cores are shared some rank is always last, by little and never the same for long.
 _STRAGGLER_STEPS, _STRAGGLER_LEAST_STEPS, _STRAGGLER_LOST_S = 10, 8, 10.0
@@ -25,11 +26,12 @@ _STRAGGLER_STEPS, _STRAGGLER_LEAST_STEPS, _STRAGGLER_LOST_S = 10, 8, 10.0
 class RunProgress:
     """The present state of one run. `poll()` reads what is new in metrics.jsonl and events.jsonl.
 
-    ran_s: seconds since the launch, for one who joins later.
+    Of what was there before, the end is read, so that hundreds of runs take a moment. total_steps: those of its
+    configuration unless given. ran_s: seconds since the launch, for one who joins later.
     """
 
     run: RunFolder
-    total_steps: int
+    total_steps: int = 0
     clock: Callable[[], float] = time.monotonic
     phase: str = "starting the ranks"
     latest: Mapping[str, Any] | None = None
@@ -39,8 +41,11 @@ class RunProgress:
     ran_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._metrics = JsonLinesTail(self.run.path / "metrics.jsonl")
-        self._events = JsonLinesTail(self.run.path / "events.jsonl")
+        self.total_steps = self.total_steps or self.facts.steps or 0
+        self._metrics, self._events = (
+            JsonLinesTail(self.run.path / f"{name}.jsonl", _TAIL_BYTES) for name in ("metrics", "events")
+        )
+        self._figures: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stragglers: deque[tuple[int, float]] = deque(maxlen=_STRAGGLER_STEPS)  # rank or -1, seconds lost
         self._started = self.clock() - self.ran_s
@@ -96,8 +101,8 @@ class RunProgress:
         return hang_limits_s(self.facts.hang_timeout_s, max(self._step_times) if makes_steps else None)[0]
 
     def figure(self, name: str) -> float | None:
-        """A figure of the latest step, None when it is not known."""
-        return number(self.latest, name)
+        """A figure of the latest step that has it, None when it is not known."""
+        return number(self._figures, name)
 
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
@@ -113,6 +118,7 @@ class RunProgress:
         if not isinstance(row.get("step"), int):
             return
         self.latest = row
+        self._figures |= {name: value for name, value in row.items() if value is not None}
         if (loss := number(row, "loss")) is not None:
             self.losses.append(loss)
         if (step_time_s := number(row, "step_time_s")) is not None:

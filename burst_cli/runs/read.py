@@ -21,14 +21,13 @@ from cluster.control.link import NodeStatus, Phase
 from engine.config.errors import ConfigError
 from engine.config.settings import TrainConfig, load_config, load_yaml
 from engine.runs.folder import RunFolder, RunFolderError
-from engine.runs.records import parse_line, read_json_object
+from engine.runs.records import read_json_object
 from engine.runs.summary import config_facts, summarise
 
 MAX_FILE_BYTES = 8 * 2**20
 UNREADABLE = "unreadable"
 _PHASES: tuple[Phase, ...] = ("none", "starting", "running", "stopping", "ended", "lost")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # what `RunFolder.log_dir` makes of any name
-_TAIL_BYTES = 256 * 1024  # of metrics.jsonl: many rows, whatever the length of the run
 _OF_THE_LAUNCHER = ("lease", "spec.json", "stop.json", "stacks.json")  # files in the folder of a node
 
 
@@ -91,23 +90,6 @@ def read_nodes(run: RunFolder, facts: RunFacts) -> list[NodeStatus]:
     folders = {path.name: path for path in (run.path / "nodes").glob("*") if _NAME.fullmatch(path.name)}
     unplanned = sorted(set(folders) - {run.log_dir(name).name for name in names})
     return [_node(folders.get(run.log_dir(name).name), name, run) for name in [*names, *unplanned]]
-
-
-def last_rows(run: RunFolder) -> list[dict[str, Any]]:
-    """The newest rows of metrics.jsonl, newest first, without reading all of a long file."""
-    try:
-        with (run.path / "metrics.jsonl").open("rb") as file:
-            begin = max(0, file.seek(0, 2) - _TAIL_BYTES)
-            file.seek(begin)
-            lines = file.read(_TAIL_BYTES).split(b"\n")[1 if begin else 0 :]
-    except OSError:
-        return []
-    return [row for line in reversed(lines) if (row := parse_line(line)) is not None]
-
-
-def last_step(rows: list[dict[str, Any]]) -> int | None:
-    """The last step of `last_rows`."""
-    return next((row["step"] for row in rows if isinstance(row.get("step"), int)), None)
 
 
 def is_lost(run: RunFolder, document: Mapping[str, Any]) -> bool:

@@ -1,14 +1,27 @@
-"""`burst runs`: what ran, what runs, how it ended."""
+"""`burst runs`: what ran, what runs, how it ended. Little is read of each run, so that hundreds take a moment."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.figures import DASH, count, duration, percent, plain
 from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.runs.choose import select_runs
+from burst_cli.runs.failure import failure_line
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import run_record
+from burst_cli.runs.state import STATE_STYLES, RunState, glance_at
+from burst_cli.tables import Column, fitted_table, is_too_wide
+from burst_cli.values import seconds_between
+from engine.runs.folder import RunFolder, default_runs_dir
 
 app = new_verb()
 
@@ -27,6 +40,19 @@ class State(enum.StrEnum):
     oom = "oom"
     lost = "lost"
     unreadable = "unreadable"
+
+
+# Speed, loss and MFU go last on a narrow terminal, after the names of the run.
+_COLUMNS = (
+    Column("run", 0, is_number=False),
+    Column("state", 1, is_number=False),
+    Column("step", 5),
+    Column("tokens/s\n/device", 2),
+    Column("MFU", 4),
+    Column("loss", 3),
+    Column("time", 6),
+    Column("nodes x\nranks", 7),
+)
 
 
 @app.command()
@@ -57,24 +83,50 @@ def runs(
     Exit code 0, also when there are none. A run marked `lost` says that it runs, but the process that controlled it is
     gone: `burst status RUN` finds out what became of it, `burst resume RUN` takes it over.
     """
-    from burst_cli import render
-    from burst_cli.runs.table import list_entries, runs_table
-    from engine.runs.folder import default_runs_dir
-
     root = runs_dir or default_runs_dir()
-    wanted = {str(name) for name in state or ()}
-    found = list_entries(root, wanted, set(exp or ()))
+    runs = [run for run in reversed(select_runs(root, ())) if not exp or run.exp in exp]
+    glances = ((run, glance_at(run)) for run in runs)
+    found = [(run, seen) for run, seen in glances if not state or {seen.shown, seen.state} & set(state)]
     shown = found[: limit or (None if as_json else TABLE_RUNS)]
     if as_json:
-        from burst_cli.runs.read import run_record
-
-        render.emit_json({"runs": [run_record(entry.run) for entry in shown], "total": len(found)})
+        render.emit_json({"runs": [run_record(run) for run, _ in shown], "total": len(found)})
         return
     console = render.stdout()
     if not shown:
-        of = " of this kind" if wanted or exp else ""
+        of = " of this kind" if state or exp else ""
         console.print(f"No runs{of} in {root.absolute()}. Start one with `burst launch exp=tiny`.", markup=False)
         return
     console.print(runs_table(shown, console.width))
     if len(shown) < len(found):
         console.print(f"{len(found) - len(shown)} older runs: --limit {len(found)}", style="dim", markup=False)
+
+
+def runs_table(entries: Sequence[tuple[RunFolder, RunState]], width: int) -> Table:
+    """One row per run; on a narrow terminal ids are short, and the columns that matter least are left out."""
+    rows = [_cells(*entry) for entry in entries]
+    reasons = (seen.problem or failure_line(seen.document.get("failure")) for _, seen in entries)
+    notes = [Text(reason, style="dim") for reason in reasons]
+    told = [place for place in range(len(_COLUMNS)) if any(row[place].plain != DASH for row in rows)]
+    rows = [[row[place] for place in told] for row in rows]
+    columns = [_COLUMNS[place] for place in told]
+    if is_too_wide(columns, rows, notes, width):
+        short = [Text(f"{run.exp}/{run.run_id[-6:]}") for run, _ in entries]
+        rows = [[name, *row[1:]] for name, row in zip(short, rows, strict=True)]
+    return fitted_table(columns, rows, notes, width)
+
+
+def _cells(run: RunFolder, seen: RunState) -> list[Text]:
+    progress = RunProgress(run)
+    progress.poll()
+    facts, state, end = progress.facts, seen.shown, seen.document.get("ended_at")
+    is_known = end or state in ("starting", "running")
+    return [
+        Text(f"{run.exp}/{run.run_id}"),
+        Text(state, STATE_STYLES.get(state, "")),
+        Text(f"{progress.step}/{facts.steps or '?'}" if progress.latest or facts.steps else DASH),
+        Text(count(progress.figure("tokens_per_s_per_device"))),
+        Text(percent(progress.figure("mfu"))),
+        Text(plain(progress.figure("loss"))),
+        Text(duration(seconds_between(seen.document.get("started_at"), end) if is_known else None)),
+        Text(facts.shape or DASH),
+    ]

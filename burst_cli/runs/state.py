@@ -15,6 +15,17 @@ from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 
 ASK_AGAIN_S = 10.0
 UNKNOWN = 3
+STATE_STYLES = {
+    "planned": "dim",
+    "starting": "cyan",
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "oom": "red",
+    "cancelled": "yellow",
+    "lost": "bold magenta",
+    "unreadable": "bold red",
+}
 _EXIT_CODES = {"completed": 0, "failed": 1, "oom": 1, "cancelled": 130}
 
 

@@ -1,18 +1,42 @@
-"""`burst status`: how a run is."""
+"""`burst status`: how one run is, gathered once; for people and as one JSON document."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.figures import clean, duration
+from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
-
-if TYPE_CHECKING:
-    from engine.runs.folder import RunFolder
+from burst_cli.runs.choose import choose_run
+from burst_cli.runs.failure import failure_block
+from burst_cli.runs.live import NARROW, figure_lines, hang_text, heading, open_view
+from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
+from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import read_nodes
+from burst_cli.runs.state import STATE_STYLES, RunState, RunWatch, look_at
+from burst_cli.values import number, seconds_between, word
+from cluster.control.link import NodeStatus
+from cluster.failure import failure_from_dict
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder
 
 app = new_verb()
+
+_FIGURES = ("loss", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_bytes")
+_MOST_NODE_LINES = 200
+_WARNINGS = 3
+_MOST_WIDTH = 140
 
 
 @app.command()
@@ -31,46 +55,245 @@ def status(
     Exit codes: 0 goes on or completed, 1 failed or out of memory, 130 cancelled, 3 unknown: its nodes cannot be asked.
     Ranks are R running, S waiting, D waiting for a device, T stopped, Z dead.
     """
-    from burst_cli.runs.choose import choose_run
-    from engine.config.errors import ConfigError
-
     if watch and as_json:
         raise ConfigError("--json is one document, which --watch has no end for; leave one of them out")
     chosen = choose_run(run, runs_dir)
     if watch:
         _watch(chosen, plain=plain)
-    raise typer.Exit(_show(chosen, as_json=as_json))
-
-
-def _show(run: RunFolder, *, as_json: bool) -> int:
-    from burst_cli import render
-    from burst_cli.runs.state import look_at
-    from burst_cli.runs.status_view import gather_status, print_status, status_document
-
-    found = gather_status(run, look_at(run))
+    found = gather_status(chosen, look_at(chosen))
     if as_json:
         render.emit_json(status_document(found))
     else:
         print_status(render.stdout(), found)
-    return found.seen.exit_code
+    raise typer.Exit(found.seen.exit_code)
 
 
 def _watch(run: RunFolder, *, plain: bool) -> None:
     """Show the run until it ends or nothing can be known of it."""
-    import time
-
-    from burst_cli import render
-    from burst_cli.runs.live import open_view
-    from burst_cli.runs.read import read_nodes
-    from burst_cli.runs.state import RunWatch
-    from burst_cli.runs.status_view import attached_progress, merge_statuses
-
     following = RunWatch(run)
-    progress = attached_progress(run, following.look())
-    console = render.plain_stderr() if plain else render.stderr()
-    with open_view(console, progress) as view:
+    progress = _progress(run, following.look())
+    with open_view(render.plain_stderr() if plain else render.stderr(), progress) as view:
         while following.ended() is None:
             view.nodes(merge_statuses(read_nodes(run, progress.facts), following.look().nodes))
             view.tick()
             time.sleep(0.2)
         view.tick()
+
+
+def _progress(run: RunFolder, seen: RunState) -> RunProgress:
+    """The progress of a run that began earlier."""
+    return RunProgress(run, ran_s=seconds_between(seen.document.get("started_at")) or 0.0)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run as it is now; `rows` are those of `statuses`.
+
+    fallbacks: nodes on which NCCL took sockets in place of planned RDMA ports, with its own words.
+    """
+
+    run: RunFolder
+    seen: RunState
+    progress: RunProgress
+    statuses: tuple[NodeStatus, ...]
+    rows: tuple[NodeRow, ...]
+    fallbacks: Mapping[str, str]
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Seconds of this attempt, so far."""
+        return seconds_between(self.seen.document.get("started_at"), self.seen.document.get("ended_at"))
+
+    @property
+    def leftover(self) -> list[str]:
+        """What may still run somewhere although the run has ended."""
+        left = self.seen.document.get("leftover")
+        return [text for entry in left if (text := word({"text": entry}, "text"))] if isinstance(left, list) else []
+
+    @property
+    def next_steps(self) -> list[tuple[str, str]]:
+        """(command, what it does) that a person may want to type, most useful first."""
+        name, state = self.run.run_id, self.seen.state
+        resume = f"burst resume {name}"
+        if self.seen.is_lost:
+            stop = (f"burst cancel {name}", "stops what may still run")
+            return [(resume, "takes it over where it still runs, else starts its next attempt"), stop]
+        if state in ("failed", "oom"):
+            rank = number(self.seen.document.get("failure"), "rank")
+            which = "" if rank is None else f" --ranks {rank:.0f}"
+            return [(f"burst logs {name}{which}", "shows what was said last"), (resume, "starts the next attempt")]
+        known = {
+            "completed": [(f"burst report {name}", "shows its figures")],
+            "cancelled": [(resume, "starts the next attempt")],
+            "planned": [(resume, "starts it")],
+        }
+        living = [(f"burst logs -f {name}", "follows its ranks"), (f"burst cancel {name}", "stops it")]
+        return known.get(state, living)
+
+
+def gather_status(run: RunFolder, seen: RunState) -> RunStatus:
+    """All of it, from the run folder and from what nodes that were asked said."""
+    progress = _progress(run, seen)
+    progress.poll()
+    statuses = merge_statuses(read_nodes(run, progress.facts), seen.nodes)
+    rows = node_rows(statuses, progress.facts, progress.straggler, is_over=seen.is_final)
+    return RunStatus(run, seen, progress, tuple(statuses), tuple(rows), socket_fallbacks(run))
+
+
+def merge_statuses(read: Sequence[NodeStatus], told: Sequence[NodeStatus]) -> list[NodeStatus]:
+    """What lies in the run folder, replaced by what the nodes said themselves; of those that said nothing, why not."""
+    by_name = {status.node: status for status in told}
+
+    def merged(old: NodeStatus) -> NodeStatus:
+        new = by_name.get(old.node, old)
+        is_mute = new.problem is not None and new.phase in ("none", "lost")
+        return replace(old, problem=new.problem) if is_mute else new
+
+    return [merged(status) for status in read]
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def status_document(status: RunStatus) -> dict[str, Any]:
+    """The one JSON document of `burst status --json`."""
+    seen, progress, facts = status.seen, status.progress, status.progress.facts
+    return {
+        "run_id": status.run.run_id,
+        "exp": status.run.exp,
+        "path": str(status.run.path),
+        "status": seen.state,
+        "lost": seen.is_lost,
+        "problem": seen.problem,
+        "exit_code": seen.exit_code,
+        **{name: seen.document.get(name) for name in ("attempt", "started_at", "ended_at", "failure")},
+        "elapsed_s": status.elapsed_s,
+        "controller": _controller(seen),
+        "launcher": facts.launcher,
+        "attention_preset": facts.preset,
+        "seq_len": facts.seq_len,
+        "world_size": facts.world_size,
+        "phase": progress.phase,
+        "step": progress.step,
+        "steps": progress.total_steps or None,
+        **{name: progress.figure(name) for name in _FIGURES},
+        "remaining_s": None if seen.is_final else progress.remaining_s(),
+        "silence_s": None if seen.is_final else progress.silence_s,
+        "straggler_rank": progress.straggler,
+        "warnings": progress.warnings[-20:],
+        "socket_fallback": fallback_rows(status.fallbacks),
+        "nodes": [_node(one, row) for one, row in zip(status.statuses, status.rows, strict=True)],
+        "leftover": status.leftover,
+        "next": [command for command, _ in status.next_steps],
+    }
+
+
+def _is_detached(pid: int | None) -> bool | None:
+    """Whether the controller is a process in the background; None when it cannot be seen."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if pid else []
+    except OSError:
+        return None
+    return b"burst_cli.launch.follow" in words if words else None
+
+
+def _controller(seen: RunState) -> dict[str, Any] | None:
+    found = seen.controller
+    if found is None:
+        return None
+    detached = _is_detached(found.pid)
+    return {"pid": found.pid, "host": found.host, "since": found.since, "alive": True, "detached": detached}
+
+
+def _node(status: NodeStatus, row: NodeRow) -> dict[str, Any]:
+    return {
+        "node": status.node,
+        "phase": status.phase,
+        "heard_s": status.heard_s if status.heard_s != float("inf") else None,
+        "problem": status.problem,
+        "mark": row.mark,
+        "notes": list(row.notes),
+        "health": status.health or None,
+        "outcome": status.outcome,
+    }
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def print_status(console: Console, status: RunStatus) -> None:
+    """Heading, state, controller, progress, nodes, what went wrong, what to type."""
+    seen, progress = status.seen, status.progress
+    width = min(console.width, _MOST_WIDTH)
+    gap = "  " if width >= NARROW else " "
+    parts: list[RenderableType] = [heading(progress, width), _state_line(status)]
+    parts.append(Text.assemble((f"controller{gap}", "dim"), _controller_text(seen)))
+    if progress.latest is not None or not seen.is_final:
+        parts.append(Text.assemble((f"progress{gap}", "dim"), _progress_text(status)))
+    parts += figure_lines(progress, width) if progress.latest is not None else []
+    nodes = nodes_table(status.rows, width, _MOST_NODE_LINES)
+    console.print(Group(*parts, *([nodes] if nodes is not None else []), *_troubles(status)))
+    failure = failure_from_dict(seen.document.get("failure"))
+    if failure is not None:
+        console.print(failure_block(status.run, failure), soft_wrap=True)
+    console.print(_next_steps(status, console.width))
+
+
+def _next_steps(status: RunStatus, width: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for command, what in status.next_steps:
+        grid.add_row(Text(command, "bold", no_wrap=True), *([Text(what, style="dim")] if width >= NARROW else []))
+    return grid
+
+
+def _state_line(status: RunStatus) -> Text:
+    seen = status.seen
+    attempt = seen.document.get("attempt", 1)
+    text = Text.assemble((seen.shown, f"bold {STATE_STYLES.get(seen.shown, '')}".strip()))
+    if seen.is_lost:
+        text.append(f" ({_lost_text(seen)})", style="dim")
+    text.append(f"  attempt {clean(str(attempt))}", style="dim" if attempt == 1 else "")
+    if status.elapsed_s is not None and (seen.is_final or not seen.is_lost):
+        text.append(f"  {duration(status.elapsed_s)}", style="dim")
+    return text
+
+
+def _lost_text(seen: RunState) -> str:
+    """What it means that nobody controls the run."""
+    if not seen.goes_on:
+        return f"run.json says {seen.state}, and the process that controlled it is gone"
+    lease_s = number(seen.document, "lease_s")
+    if lease_s is None:
+        return "its ranks go on, nobody controls them"
+    return f"nobody controls it: its ranks end by themselves {lease_s:g} s after they last heard of a launcher"
+
+
+def _controller_text(seen: RunState) -> str:
+    found = seen.controller
+    if found is None:
+        return "none" if seen.is_final or seen.is_lost else "none (started without `burst launch`)"
+    return clean(f"{found}{' in the background' if _is_detached(found.pid) else ''}")
+
+
+def _progress_text(status: RunStatus) -> str:
+    progress = status.progress
+    done = f"step {progress.step}/{progress.total_steps or '?'}"
+    if progress.total_steps:
+        done += f" ({100 * progress.step // progress.total_steps}%)"
+    if status.seen.is_final:
+        return done
+    left = f", {duration(progress.remaining_s())} left" if progress.latest is not None else ""
+    return f"{done}{left}, phase {clean(progress.phase)}"
+
+
+def _troubles(status: RunStatus) -> list[Text]:
+    seen, progress = status.seen, status.progress
+    lines = [("unknown: ", "bold magenta", clean(seen.problem))] if seen.problem is not None else []
+    hang = None if seen.is_final or seen.is_lost else hang_text(progress)
+    lines += [("", "", hang)] if hang else []
+    warnings = [fallback_text(status.fallbacks), *map(clean, progress.warnings[-_WARNINGS:])]
+    lines += [("warning: ", "yellow", text) for text in warnings if text]
+    if len(progress.warnings) > _WARNINGS:
+        lines.append(("", "", f"and {len(progress.warnings) - _WARNINGS} earlier warnings"))
+    lines += [("may still run: ", "yellow", text) for text in status.leftover]
+    return [Text.assemble((label, style), text) for label, style, text in lines]

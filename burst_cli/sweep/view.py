@@ -16,7 +16,7 @@ from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain, shortened
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.table import STATE_STYLES
+from burst_cli.runs.state import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
 from burst_cli.tables import Column, fitted_table
@@ -165,7 +165,7 @@ class SweepView:
         if not path:
             return "starting"
         if path not in self._runs:
-            self._runs[path] = RunProgress(RunFolder(Path(path)), 0)
+            self._runs[path] = RunProgress(RunFolder(Path(path)))
         progress = self._runs[path]
         progress.poll()
         if progress.latest is None:

@@ -69,12 +69,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLinesTail:
-    """Follows a JSON lines file from its beginning: `poll()` returns the rows that became complete since last time."""
+    """Follows a JSON lines file: `poll()` returns the rows that became complete since last time.
 
-    def __init__(self, path: Path) -> None:
+    From its beginning, or from the whole rows of its last `last_bytes` on.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         self._offset = 0
         self._rest = b""
+        with contextlib.suppress(OSError):
+            if last_bytes is not None and (size := path.stat().st_size) > last_bytes:
+                self._offset, self._rest = size - last_bytes, _NO_JSON  # and what follows, up to the next line end
 
     def poll(self, *, final: bool = False) -> list[dict[str, Any]]:
         """New rows; with `final` a last line without newline counts too, if it is whole."""

@@ -12,7 +12,7 @@ from testkit.living_run import LivingRun
 from testkit.run_maker import make_run, write_node
 from testkit.waiting import wait_for
 
-from burst_cli.runs.cancelling import cancelled_text, result_of
+from burst_cli.runs.cancel import cancelled_text, result_of
 from burst_cli.runs.choose import living_runs
 from cluster.control.settle import Settled
 from engine.runs.folder import RunFolder

@@ -13,7 +13,7 @@ from testkit.run_maker import forget_process, health, make_run, write_log, write
 from testkit.waiting import wait_for
 
 from burst_cli.runs.read import read_facts, read_nodes
-from burst_cli.runs.status_view import merge_statuses
+from burst_cli.runs.status import merge_statuses
 from cluster.control.busy import controlling
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run

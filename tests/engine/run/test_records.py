@@ -55,3 +55,13 @@ def test_endless_nesting_is_a_damaged_file(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         read_json_object(path)
+
+
+def test_of_a_long_file_the_end_is_followed_from_a_whole_row_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"step": 1{step:03}1}}\n' for step in range(100)))
+    tail = JsonLinesTail(path, last_bytes=40)
+    assert [row["step"] for row in tail.poll()] == [10981, 10991]
+    append_json_line(path, {"step": 1001})
+    assert tail.poll() == [{"step": 1001}]
+    assert len(JsonLinesTail(path, last_bytes=10_000).poll()) == 101
