@@ -30,6 +30,7 @@ from engine.bench.measure import slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
+from engine.config.settings import RunConfig
 from engine.parallel.mesh import choose_device, read_placement
 from engine.planning.schedule.plan import LinkBytes
 from engine.training.rank.process import leave
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     cell = read_cell(AttentionCell, folder)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(cell, folder)
+    device = start_ranks(cell.run_config(cell.variants[0]), folder)
     contestants, skipped = build_contestants(cell, device)
     for counts, contestant in turns(contestants, cell.rounds):
         call(contestant, device, counts=counts)
@@ -70,10 +71,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def start_ranks(cell: AttentionCell, folder: Path) -> torch.device:
+def start_ranks(config: RunConfig, folder: Path) -> torch.device:
     """This rank's device, once all ranks have met in the folder."""
     placement = read_placement()
-    config = cell.run_config(cell.variants[0])
     device = choose_device(config.cluster, placement)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -35,6 +35,11 @@ class RankSetup:
     threads: int = 1
     backend: Backend = "gloo"
 
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of a node."""
+        return self.ranks // self.nodes
+
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 1:
             raise ConfigError(f"bench: got {self.ranks} ranks of {self.threads} threads; both must be at least 1")
@@ -123,8 +128,42 @@ class LossCell:
     rounds: Rounds = field(default_factory=Rounds)
 
 
-Cell = AttentionCell | LossCell
-CellT = TypeVar("CellT", AttentionCell, LossCell)
+@dataclass(frozen=True)
+class MachineCell:
+    """This machine, as ranks see it that work at the same time; `window_s`: of a series of equal calls."""
+
+    setup: RankSetup = field(default_factory=RankSetup)
+    shape: HeadShape = field(default_factory=HeadShape)
+    window_s: float = 0.08
+
+    def model(self, hidden_size: int, layers: int) -> ModelConfig:
+        """A model of this width, its heads as wide as those that are measured."""
+        heads = max(1, hidden_size // self.shape.head_dim)
+        return ModelConfig(
+            vocab_size=2048,
+            hidden_size=hidden_size,
+            ffn_hidden_size=8 * hidden_size // 3,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=self.shape.head_dim,
+        )
+
+    def run_config(self, layers: int, hidden_size: int | None = None) -> RunConfig:
+        """A training run, checked by every rule; without a width one in which nothing takes time but what the host does."""
+        setup = self.setup
+        config = RunConfig(
+            model=self.model(hidden_size or self.shape.head_dim, layers),
+            attention=AttentionConfig(preset="ring"),
+            train=TrainConfig(seq_len=64 * setup.ranks, compute_dtype=self.shape.dtype),
+            cluster=ClusterConfig(ranks_per_node=setup.ranks, topology_nodes=setup.nodes, backend=setup.backend),
+        )
+        check_config(config)
+        return config
+
+
+Cell = AttentionCell | LossCell | MachineCell
+CellT = TypeVar("CellT", AttentionCell, LossCell, MachineCell)
 
 
 def split_point(text: str) -> tuple[str, dict[str, Any]]:

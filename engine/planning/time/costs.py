@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.config.settings import ModelConfig
 from engine.planning.schedule.plan import Direction, HeadPart, LocalOp, Slot, Tile, TokenBytes, View
 from engine.planning.sequence.mask import Band
 
@@ -11,6 +12,20 @@ from engine.planning.sequence.mask import Band
 # Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
 # products, of which the recomputed one is not in the model FLOPs of `engine.planning.time.flops`.
 FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
+
+
+# Over the logits, forward and backward: written and read by softmax, read and written by its gradient.
+LOSS_PASSES = 4
+
+
+def layer_numbers(model: ModelConfig) -> int:
+    """Numbers per token that a layer reads and writes forward beside products and attention, kernels fused as the
+    engine has them; backward moves twice that.
+
+    Two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
+    """
+    rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
+    return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
 
 
 def visible_pairs(tile: Tile) -> int:

@@ -40,14 +40,16 @@ class Machine:
                                 them; None: a rank has its device to itself
     forward, backward           attention kernels on a large tile, in the FLOPs of `tile_flops`
     matmul                      large products of matrices
-    *_shares                    of these, by rows of a tile and by the smallest side of a product
     kernel_block_rows           side of the blocks in which a kernel works; half of one is wasted per row along the edge
                                 of a causal tile or a band
     tile_overhead_s             added to every tile: launch, and ramp-up of the kernel
-    operator_overhead_s         of the host, per operator that it starts
+    layer_overhead_s            of the host, per layer of a step: operators, and what starts its messages
+    step_overhead_s             of the host, per step
     elementwise                 device memory, for merging and local operations
+    *_shares                    of these: by rows of a tile, by the smallest side of a product, by bytes of an operand
     update                      bytes of weights, gradients and moments that the optimizer reads and writes
     intra, inter, host          to a rank of the same node, to one of another node, to host memory
+    message_compute_share       of the seconds of a message inside a node, what computing loses that runs meanwhile
     shared_nic                  all ranks of a node share one `inter` link; else each has its own
     """
 
@@ -66,10 +68,13 @@ class Machine:
     host_bytes_per_s: float
     host_latency_s: float
     shared_nic: bool = False
-    operator_overhead_s: float = 0.0
+    layer_overhead_s: float = 0.0
+    step_overhead_s: float = 0.0
+    message_compute_share: float = 0.0
     forward_shares: Shares = ()
     backward_shares: Shares = ()
     matmul_shares: Shares = ()
+    elementwise_shares: Shares = ()
     is_cpu: bool = False
     local_ranks: int | None = None
     memory_bytes: int | None = None
@@ -87,7 +92,7 @@ class Machine:
             if not (value >= 0 if may_be_0 else value > 0):
                 bound = "0 or more" if may_be_0 else "more than 0 (inf: free)"
                 problems.append(f"machine {self.name}: {name} is {value}; expected {bound}")
-        for name in ("forward_shares", "backward_shares", "matmul_shares"):
+        for name in ("forward_shares", "backward_shares", "matmul_shares", "elementwise_shares"):
             points = getattr(self, name)
             ascending = all(len(point) == 2 and min(point) > 0 for point in points) and points == tuple(sorted(points))
             if not ascending:
@@ -109,6 +114,10 @@ class Machine:
     def product_flops_per_s(self, side: float) -> float:
         """Rate of a product of matrices whose smallest side is this."""
         return self.matmul_flops_per_s * share_at(self.matmul_shares, side)
+
+    def moved_bytes_per_s(self, operand_bytes: float) -> float:
+        """Rate of elementwise operations on operands of so many bytes."""
+        return self.elementwise_bytes_per_s * share_at(self.elementwise_shares, operand_bytes)
 
     def bytes_per_s(self, link: LinkKind) -> float:
         """Rate of one direction of a link."""

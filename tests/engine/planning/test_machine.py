@@ -52,6 +52,7 @@ MEASURED = replace(
     matmul_shares=((64, 0.25), (256, 0.75), (1024, 1.0)),
     forward_shares=((128, 0.5), (2048, 1.0)),
     local_ranks=2,
+    layer_overhead_s=1e-3,
     host_memory_bytes=8 * 10**9,
     fp32_peak=120e9,
 )
@@ -88,7 +89,7 @@ def test_tiles_have_the_rate_of_their_rows_in_each_direction() -> None:
 def test_ranks_that_share_cores_have_a_part_of_their_rates_and_of_nobodys_network() -> None:
     eight = MEASURED.shared_by(8)
     assert eight.matmul_flops_per_s == pytest.approx(25e9)
-    assert eight.operator_overhead_s == pytest.approx(4 * MEASURED.operator_overhead_s)
+    assert eight.layer_overhead_s == pytest.approx(4 * 1e-3)
     assert eight.inter_bytes_per_s == MEASURED.inter_bytes_per_s
     assert eight.shared_by(2).tile_overhead_s == pytest.approx(MEASURED.tile_overhead_s)
     assert find_machine("h100").shared_by(8) == find_machine("h100")

@@ -1,0 +1,370 @@
+"""One rank of a measurement of this machine: `python -m engine.bench.machine FOLDER`, with RANK in the environment.
+
+All ranks do the same at the same time, as they do in training: what ranks share (cores, memory, links) each has a part
+of here as there. What the engine adds to the machine's own rates is measured by running the engine: a layer, the loss,
+an update, and whole steps of a model so small that nothing else takes time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.api import build_parallel_attention
+from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.bench.attention import start_ranks
+from engine.bench.environment import environment
+from engine.bench.measure import slowest_rank, synchronize
+from engine.bench.spec import RESULT_FILE, MachineCell, RankSetup, read_cell
+from engine.config.settings import RunConfig
+from engine.data import Batch
+from engine.model.llama import TransformerBlock
+from engine.model.parallelize import build_model
+from engine.model.rope import rope_table
+from engine.parallel.mesh import build_mesh
+from engine.planning.memory.capacity import find_hardware
+from engine.planning.memory.cost import planned_flops, policy_cost
+from engine.planning.methods.preview import preview_attention
+from engine.planning.methods.topology import Topology
+from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
+from engine.planning.time.flops import count_parameters
+from engine.planning.time.machine import Machine, Shares, share_at
+from engine.planning.time.profile import profile_document
+from engine.planning.time.step_time import UPDATE_BYTES, predict_step
+from engine.training.rank.process import leave
+from engine.training.train_step import TrainStep
+
+_WINDOWS = 3  # that a median is of
+_LONG_S = 0.25  # a size whose call takes so long is the last one
+_SIDES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}
+_MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
+_HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
+_LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
+_LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Seconds of a call that all ranks make at the same time: of the slowest rank, the median of a few windows."""
+
+    device: torch.device
+    window_s: float
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Collective."""
+        call()
+        once = self._window(call, 1)
+        repeats = max(1, int(self.window_s / once))
+        return statistics.median(self._window(call, repeats) for _ in range(_WINDOWS))
+
+    def _window(self, call: Callable[[], object], repeats: int) -> float:
+        dist.barrier()
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize(self.device)
+        return slowest_rank([time.perf_counter() - start])[0] / repeats
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure the cell of the folder."""
+    (folder,) = map(Path, argv)
+    cell = read_cell(MachineCell, folder)
+    torch.set_num_threads(cell.setup.threads)
+    device = start_ranks(cell.run_config(layers=1), folder)
+    torch.manual_seed(0)
+    machine, series = measure_machine(cell, device)
+    if int(os.environ["RANK"]) == 0:
+        found = {**environment(device), "setup": vars(cell.setup), "shape": vars(cell.shape), "series": series}
+        (folder / RESULT_FILE).write_text(json.dumps(profile_document(machine, found)), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, dict[str, Series]]:
+    """(the machine, what was measured by size); collective over all ranks."""
+    watch = Stopwatch(device, cell.window_s)
+    _say("products of matrices")
+    products = _products(watch, cell)
+    _say("attention tiles")
+    forward, backward, block_rows = _tiles(watch, cell)
+    matmul, matmul_shares = _by_share(products)
+    _say("a layer")
+    layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
+    _say("links")
+    links = {kind: _messages(watch, cell, kind) for kind in ("intra", "inter")}
+    machine = Machine(
+        name="measured",
+        forward_flops_per_s=_by_share(forward)[0],
+        backward_flops_per_s=_by_share(backward)[0],
+        matmul_flops_per_s=matmul,
+        kernel_block_rows=block_rows,
+        tile_overhead_s=0.0,
+        elementwise_bytes_per_s=_by_share(layer)[0],
+        update_bytes_per_s=_update(watch, cell),
+        **_link_rates(links),
+        message_compute_share=_message_share(watch, cell),
+        host_bytes_per_s=_host_link(watch),
+        host_latency_s=10e-6,
+        forward_shares=_by_share(forward)[1],
+        backward_shares=_by_share(backward)[1],
+        matmul_shares=matmul_shares,
+        elementwise_shares=_by_share(layer)[1],
+        is_cpu=device.type == "cpu",
+        local_ranks=cell.setup.local_ranks if device.type == "cpu" else None,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        host_memory_bytes=find_hardware().host_bytes,
+        source=f"burst bench machine, {cell.setup.ranks} ranks on {cell.setup.nodes} nodes",
+    )
+    _say("training steps")
+    series = {"product_flops_per_s": products, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
+    series |= {"elementwise_bytes_per_s": layer, **{f"{kind}_message_s": times for kind, times in links.items()}}
+    return with_overheads(watch, cell, machine), series
+
+
+def _products(watch: Stopwatch, cell: MachineCell) -> Series:
+    """FLOP/s of a linear layer of [side, side], forward and both gradients, by its side."""
+    found = []
+    for side in _SIDES[watch.device.type]:
+        rows = max(side, 512)
+        x, weight = _noise(watch.device, cell, rows, side), _noise(watch.device, cell, side, side)
+        dy = torch.randn_like(x)
+
+        def run(x: Tensor = x, weight: Tensor = weight, dy: Tensor = dy) -> None:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), dy)
+
+        seconds = watch.seconds(run)
+        found.append((float(side), 6 * rows * side * side / seconds))
+        if seconds > _LONG_S:
+            break
+    return found
+
+
+def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
+    """(FLOP/s forward, backward by rows of a square tile without a mask, rows of a kernel's block)."""
+    shape, forward, backward = cell.shape, list[tuple[float, float]](), list[tuple[float, float]]()
+    tiny = cell.run_config(layers=1)
+    kernel = build_parallel_attention(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
+    for rows in _ROWS[watch.device.type]:
+        seconds = _tile_seconds(watch, kernel, cell, rows, BandSpec())
+        flops = rows * rows * shape.num_heads * shape.head_dim
+        forward.append((float(rows), FLOPS_PER_PAIR["forward"] * flops / seconds[0]))
+        backward.append((float(rows), FLOPS_PER_PAIR["backward"] * flops / seconds[1]))
+        if sum(seconds) > _LONG_S:
+            break
+    # Half of the pairs of a causal tile, and half of a block along its edge.
+    causal = sum(_tile_seconds(watch, kernel, cell, rows, BandSpec(0, None))) / sum(seconds)
+    return forward, backward, max(0.0, (2 * causal - 1) * rows)
+
+
+def _tile_seconds(
+    watch: Stopwatch, kernel: TileKernel, cell: MachineCell, rows: int, band: BandSpec
+) -> tuple[float, float]:
+    """(forward, backward) of a square tile."""
+    heads = (cell.shape.num_heads, cell.shape.num_kv_heads, cell.shape.num_kv_heads)
+    q, k, v = (_noise(watch.device, cell, rows, count, cell.shape.head_dim).detach() for count in heads)
+    out, lse = kernel.forward(q, k, v, band)
+    grads = TileGradients(torch.randn_like(out), out, lse)
+    return (
+        watch.seconds(lambda: kernel.forward(q, k, v, band)),
+        watch.seconds(lambda: kernel.backward(grads, q, k, v, band)),
+    )
+
+
+class _NoAttention(torch.autograd.Function):
+    """q in place of attention's result; every operand gets its gradient, so that no product is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q."""
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dout three times."""
+        return dout, dout, dout
+
+
+def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) -> Series:
+    """Bytes per second of what a layer does beside its products and attention, by the bytes of its input."""
+    model = cell.model(_HIDDEN[watch.device.type], layers=1)
+    dtype: torch.dtype = getattr(torch, cell.shape.dtype)
+    block = TransformerBlock(model).to(device=watch.device, dtype=dtype)
+    weights = list(block.parameters())
+    found = []
+    for rows in _LAYER_ROWS[watch.device.type]:
+        hidden = _noise(watch.device, cell, 1, rows, model.hidden_size)
+        cos, sin = rope_table(torch.arange(rows, device=watch.device), model.head_dim, model.rope_theta)
+        dout = torch.randn_like(hidden)
+
+        def run(hidden: Tensor = hidden, cos: Tensor = cos, sin: Tensor = sin, dout: Tensor = dout) -> None:
+            out = block(hidden, cos, sin, _NoAttention.apply)
+            torch.autograd.grad(out, (hidden, *weights), dout)
+
+        products_s = sum(6 * rows * w.numel() / rate(min(rows, *w.shape)) for w in weights if w.ndim == 2)
+        rest_s = watch.seconds(run) - products_s
+        # Under noise the products alone may seem to take all of it.
+        moved = 3 * layer_numbers(model) * rows * dtype.itemsize
+        found.append((float(hidden.numel() * dtype.itemsize), moved / max(rest_s, products_s / 20)))
+    return found
+
+
+def _messages(watch: Stopwatch, cell: MachineCell, kind: str) -> Series:
+    """Seconds of a message by its bytes, all ranks sending at once; nothing where there is no such link."""
+    found: Series = []
+    for size in _MESSAGES[watch.device.type]:
+        exchange = _exchange(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
+        if exchange is None or (found and found[-1][1] > _LONG_S):
+            break
+        found.append((float(size), watch.seconds(exchange)))
+    return found
+
+
+def _exchange(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
+    """Sends to the next rank of the node, or to the one in this place of the next node, and receives from the one before.
+
+    The call may be given what is done meanwhile. None: there is no other rank, or no other node.
+    """
+    local_ranks, rank, size = setup.local_ranks, dist.get_rank(), dist.get_world_size()
+    if (local_ranks if kind == "intra" else setup.nodes) == 1:
+        return None
+    place = rank - rank % local_ranks
+    after, before = (
+        place + (rank + way) % local_ranks if kind == "intra" else (rank + way * local_ranks) % size for way in (1, -1)
+    )
+    received = torch.empty_like(sent)
+
+    def exchange(meanwhile: Callable[[], None] = lambda: None) -> None:
+        pair = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+        works = dist.batch_isend_irecv(pair)
+        meanwhile()
+        for work in works:
+            work.wait()
+
+    return exchange
+
+
+def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
+    """Of the seconds of a message, what products that run meanwhile lose: its copies take cores, or multiprocessors."""
+    exchange = _exchange(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
+    if exchange is None:
+        return 0.0
+    side = 512 if watch.device.type == "cpu" else 4096
+    left, right = (torch.randn(side, side, device=watch.device) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def compute() -> None:
+        torch.mm(left, right, out=out)
+
+    alone_s, message_s = watch.seconds(compute), watch.seconds(exchange)
+    times = max(1, round(2 * message_s / alone_s))  # long enough to hide it
+
+    def computing() -> None:
+        for _ in range(times):
+            compute()
+
+    both_s, computing_s = watch.seconds(lambda: exchange(computing)), watch.seconds(computing)
+    return min(1.0, max(0.0, (both_s - computing_s) / message_s))
+
+
+def _link_rates(links: dict[str, Series]) -> dict[str, float]:
+    """Latency and rate of both links; what there is none of is as fast as memory or as the other one."""
+    rates: dict[str, float] = {}
+    known = [_affine(times) for times in links.values() if times]
+    for kind, times in links.items():
+        latency_s, bytes_per_s = _affine(times) if times else known[0] if known else (1e-6, 1e10)
+        rates |= {f"{kind}_latency_s": latency_s, f"{kind}_bytes_per_s": bytes_per_s}
+    return rates
+
+
+def _affine(times: Series) -> tuple[float, float]:
+    """(seconds of a message without bytes, bytes per second after that): least squares of relative errors."""
+    sizes, seconds = np.array(times).T
+    (latency_s, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], 1), np.ones(len(times)))
+    return max(float(latency_s), 0.0), 1 / max(float(per_byte), 1e-15)
+
+
+def with_overheads(watch: Stopwatch, cell: MachineCell, machine: Machine) -> Machine:
+    """`machine` with what steps of a tiny model take beyond its prediction, by layer and by step."""
+    few, many = (_beyond_prediction(watch, cell.run_config(layers), machine) for layers in _LAYERS)
+    layer_s = max(0.0, (many - few) / (_LAYERS[1] - _LAYERS[0]))
+    return replace(machine, layer_overhead_s=layer_s, step_overhead_s=max(0.0, few - _LAYERS[0] * layer_s))
+
+
+def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) -> float:
+    """Seconds of a real step, less those that are predicted."""
+    step = _train_step(config)
+    tokens = np.zeros((1, config.train.seq_len), dtype=np.int64)
+    batch = Batch(tokens, tokens, (np.zeros(1, dtype=np.int64),))
+    world = Topology(config.cluster.topology_nodes or 1, step.mesh.topology.local_ranks)
+    preview = preview_attention(config, world, machine)
+    cost, flops = policy_cost(config, preview.method), planned_flops(config, preview.method, 1)
+    return watch.seconds(lambda: step(0, [batch])) - predict_step(config, world, preview, cost, flops).seconds
+
+
+def _update(watch: Stopwatch, cell: MachineCell) -> float:
+    """Bytes per second of clipping and AdamW over this rank's shards."""
+    config = cell.run_config(layers=2, hidden_size=_HIDDEN[watch.device.type])
+    step = _train_step(config)
+    weights = [weight for weight in step.model.parameters() if weight.requires_grad]
+    gradients = [torch.zeros_like(weight) for weight in weights]
+
+    def update() -> None:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        step.update()
+
+    return UPDATE_BYTES * count_parameters(config.model).total / cell.setup.ranks / watch.seconds(update)
+
+
+def _train_step(config: RunConfig) -> TrainStep:
+    mesh = build_mesh(config.parallel, config.cluster)
+    model, attention = build_model(config, mesh)
+    return TrainStep(config, mesh, model, attention)
+
+
+def _host_link(watch: Stopwatch) -> float:
+    """Bytes per second of a copy from pinned memory; a CPU's memory is the host's."""
+    if watch.device.type == "cpu":
+        source, target = (torch.zeros(1 << 24, dtype=torch.uint8) for _ in range(2))
+    else:
+        source = torch.zeros(1 << 27, dtype=torch.uint8).pin_memory()
+        target = torch.zeros(1 << 27, dtype=torch.uint8, device=watch.device)
+    return source.numel() / watch.seconds(lambda: target.copy_(source, non_blocking=True))
+
+
+def _by_share(series: Series) -> tuple[float, Shares]:
+    """(the largest rate, what share of it each size reaches)."""
+    largest = max(rate for _, rate in series)
+    return largest, tuple((size, rate / largest) for size, rate in series)
+
+
+def _noise(device: torch.device, cell: MachineCell, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(getattr(torch, cell.shape.dtype)).requires_grad_()
+
+
+def _say(what: str) -> None:
+    """One line of progress; what starts the ranks reads that of rank 0."""
+    if dist.get_rank() == 0:
+        print(what, flush=True)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
