@@ -1,4 +1,4 @@
-"""`burst bench attention|exchange|loss`: measurements on this machine, variants in turn."""
+"""`burst bench attention|exchange|loss|machine`: measurements on this machine, variants in turn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from engine.bench.spec import (
     Backend,
     HeadShape,
     LossCell,
+    MachineCell,
     Measured,
     RankSetup,
     Rounds,
@@ -29,7 +30,7 @@ from engine.bench.spec import (
 from engine.config.errors import ConfigError
 from engine.config.settings import Dtype
 
-app = new_verb(help="Measure attention, its communication alone, or the loss.")
+app = new_verb(help="Measure attention, its communication alone, the loss, or this machine for predictions.")
 
 PresetsOption = Annotated[
     str | None,
@@ -81,7 +82,7 @@ PlotOption = Annotated[
 
 @app.callback()
 def _bench() -> None:
-    """Measure attention, its communication alone, or the loss.
+    """Measure attention, its communication alone, the loss, or this machine for predictions.
 
     Variants take turns in every round, the slowest rank's time counts, and only ratios within one table mean
     something on a shared machine. Exit codes: 0 ok, 1 a rank failed, 2 usage, 130 interrupted.
@@ -176,6 +177,85 @@ def loss(
     document["environment"] = result["environment"] | document["environment"]
     document["results"] = result["results"]
     _show(document, output=output, plot=plot, as_json=as_json)
+
+
+_WINDOWS = 400  # that a measurement of the machine consists of
+
+
+@app.command()
+def machine(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks, as many as will train; default: one per GPU, else 4."),
+    ] = None,
+    nodes: NodesOption = 1,
+    heads: HeadsOption = 8,
+    kv_heads: KvHeadsOption = None,
+    head_dim: HeadDimOption = 128,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="Number format of training; default: bfloat16 on GPUs, else float32."),
+    ] = None,
+    backend: BackendOption = "auto",
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads of a rank; default: its share of the cores.")
+    ] = None,
+    rank_command: RankCommandOption = "",
+    for_seconds: Annotated[
+        float, typer.Option("--seconds", min=1, help="About how long to measure; a loaded machine takes longer.")
+    ] = 30.0,
+    output: Annotated[
+        Path, typer.Option("--output", metavar="FILE.json", help="The profile; an earlier one is replaced.")
+    ] = Path("machine.json"),
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine in about half a minute, so that predictions are of it: rates of products, attention tiles,
+    a layer and the optimizer, links between ranks and to host memory, and what the host adds to every step.
+
+    \b
+    burst bench machine --ranks 4
+        writes machine.json
+    burst plan exp=tiny --device machine.json
+        seconds per step here, from these figures
+    burst launch exp=tiny cluster.machine.name=machine.json
+        trains, and keeps the prediction for `burst report`
+
+    Run it on a quiet machine, with as many ranks as will train: what ranks
+    share (cores, memory, links) each has a part of in both. A plan for other
+    numbers of ranks shares the cores out anew.
+    """
+    from burst_cli import render
+    from engine.planning.memory.capacity import read_nvidia_smi
+
+    if output.suffix != ".json" or output.is_dir():
+        raise ConfigError(f"--output: got {output}; expected the name of a file that ends in .json")
+    gpus = 0 if backend == "gloo" else len(read_nvidia_smi())
+    chosen = ranks or gpus or 4
+    on_cpu = chosen > gpus
+    setup = RankSetup(
+        chosen,
+        nodes,
+        threads or max(1, len(os.sched_getaffinity(0)) // (chosen // nodes)),
+        "gloo" if on_cpu else backend,
+    )
+    shape = HeadShape(heads, kv_heads or heads, head_dim, dtype or ("float32" if on_cpu else "bfloat16"))
+    program = RankProgram("engine.bench.machine", tuple(shlex.split(rank_command)))
+    with render.stderr().status("machine: starting ranks") as shown:
+        document = measure_cell(
+            MachineCell(setup, shape, for_seconds / _WINDOWS),
+            program,
+            setup,
+            lambda line: shown.update(f"machine: {line}"),
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        render.emit_json(document)
+    else:
+        from burst_cli.bench.view import machine_view
+
+        render.stdout().print(machine_view(document))
+    render.stderr().print(f"written: {output}; use it with --device {output}", style="dim", markup=False)
 
 
 def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, plain, seconds, seconds_between
+from burst_cli.figures import DASH, binary_bytes, count, percent, plain, seconds, seconds_between
 
 Row = Mapping[str, Any]
 
@@ -96,6 +96,43 @@ def _loss_table(rows: Sequence[Row]) -> Table:
         times = (spread(timings.get(name)) for name in ("fused", "plain"))
         table.add_row(f"{row['rows']:,}", *times, ratio, *(binary_bytes(peaks.get(n)) for n in ("fused", "plain")))
     return table
+
+
+def machine_view(document: Mapping[str, Any]) -> RenderableType:
+    """The figures of a profile, the share that smaller sizes reach beside each, and what was measured."""
+    machine, table = document["machine"], Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("of a rank")
+    table.add_column("rate", justify="right")
+    table.add_column("share of it by size")
+    for name, unit, what in _RATES:
+        shares = machine.get(name.replace("flops_per_s", "shares").replace("bytes_per_s", "shares"), [])
+        by_size = "  ".join(f"{count(size)}: {percent(share)}" for size, share in shares)
+        table.add_row(what, f"{count(machine[name])}{unit}", by_size)
+    for name, what in _TIMES:
+        table.add_row(what, seconds(machine[name]))
+    measured = document["measured"]
+    load, cores = measured["load"], measured["cores"]
+    busy = f"load {load} on {cores} cores: other work took a part of every rate; measure again when it is quiet"
+    notes = [Text(busy, style="yellow")] if load > measured["setup"]["ranks"] + cores / 2 else []
+    return Group(table, *notes, Text(_environment_line({"environment": measured}), style="dim"))
+
+
+_RATES = (
+    ("matmul_flops_per_s", "FLOP/s", "products of matrices, by their smallest side"),
+    ("forward_flops_per_s", "FLOP/s", "attention forward, by rows of a tile"),
+    ("backward_flops_per_s", "FLOP/s", "attention backward, by rows of a tile"),
+    ("elementwise_bytes_per_s", "B/s", "the rest of a layer, by bytes of its input"),
+    ("update_bytes_per_s", "B/s", "the optimizer"),
+    ("intra_bytes_per_s", "B/s", "to a rank of the same node"),
+    ("inter_bytes_per_s", "B/s", "to a rank of another node"),
+    ("host_bytes_per_s", "B/s", "to host memory"),
+)
+_TIMES = (
+    ("intra_latency_s", "a message without bytes, same node"),
+    ("inter_latency_s", "a message without bytes, another node"),
+    ("layer_overhead_s", "the host, per layer and step"),
+    ("step_overhead_s", "the host, per step"),
+)
 
 
 def skipped_lines(entries: Sequence[Row]) -> list[str]:

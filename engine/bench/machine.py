@@ -48,13 +48,14 @@ from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
 
 _WINDOWS = 3  # that a median is of
-_LONG_S = 0.25  # a size whose call takes so long is the last one
+_LONG_WINDOWS = 3  # a size whose call takes so many windows is the last one
 _SIDES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
 _HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
 _LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
 _LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+_NO_LINK = [(1.0, 1e-6), (1e6, 1e-4)]  # of a rank that has nobody to send to
 Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
 
 
@@ -64,6 +65,10 @@ class Stopwatch:
 
     device: torch.device
     window_s: float
+
+    def is_long(self, seconds: float) -> bool:
+        """Whether no larger size shall be measured after a call of so many."""
+        return seconds > _LONG_WINDOWS * self.window_s
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Collective."""
@@ -110,6 +115,8 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
     layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
     _say("links")
     links = {kind: _messages(watch, cell, kind) for kind in ("intra", "inter")}
+    inter_latency_s, inter_rate = _affine(links["inter"] or links["intra"] or _NO_LINK)
+    intra_latency_s, intra_rate = _affine(links["intra"] or links["inter"] or _NO_LINK)
     machine = Machine(
         name="measured",
         forward_flops_per_s=_by_share(forward)[0],
@@ -119,7 +126,10 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
         tile_overhead_s=0.0,
         elementwise_bytes_per_s=_by_share(layer)[0],
         update_bytes_per_s=_update(watch, cell),
-        **_link_rates(links),
+        intra_bytes_per_s=intra_rate,
+        intra_latency_s=intra_latency_s,
+        inter_bytes_per_s=inter_rate,
+        inter_latency_s=inter_latency_s,
         message_compute_share=_message_share(watch, cell),
         host_bytes_per_s=_host_link(watch),
         host_latency_s=10e-6,
@@ -152,7 +162,7 @@ def _products(watch: Stopwatch, cell: MachineCell) -> Series:
 
         seconds = watch.seconds(run)
         found.append((float(side), 6 * rows * side * side / seconds))
-        if seconds > _LONG_S:
+        if watch.is_long(seconds):
             break
     return found
 
@@ -167,7 +177,7 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
         flops = rows * rows * shape.num_heads * shape.head_dim
         forward.append((float(rows), FLOPS_PER_PAIR["forward"] * flops / seconds[0]))
         backward.append((float(rows), FLOPS_PER_PAIR["backward"] * flops / seconds[1]))
-        if sum(seconds) > _LONG_S:
+        if watch.is_long(sum(seconds)):
             break
     # Half of the pairs of a causal tile, and half of a block along its edge.
     causal = sum(_tile_seconds(watch, kernel, cell, rows, BandSpec(0, None))) / sum(seconds)
@@ -231,16 +241,15 @@ def _messages(watch: Stopwatch, cell: MachineCell, kind: str) -> Series:
     found: Series = []
     for size in _MESSAGES[watch.device.type]:
         exchange = _exchange(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
-        if exchange is None or (found and found[-1][1] > _LONG_S):
+        if exchange is None or (found and watch.is_long(found[-1][1])):
             break
         found.append((float(size), watch.seconds(exchange)))
     return found
 
 
 def _exchange(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
-    """Sends to the next rank of the node, or to the one in this place of the next node, and receives from the one before.
-
-    The call may be given what is done meanwhile. None: there is no other rank, or no other node.
+    """A call that sends to the next rank of the node, or to the one in this place of the next node, and receives from
+    the one before; it may be given what is done meanwhile. None: there is no other rank, or no other node.
     """
     local_ranks, rank, size = setup.local_ranks, dist.get_rank(), dist.get_world_size()
     if (local_ranks if kind == "intra" else setup.nodes) == 1:
@@ -282,16 +291,6 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
 
     both_s, computing_s = watch.seconds(lambda: exchange(computing)), watch.seconds(computing)
     return min(1.0, max(0.0, (both_s - computing_s) / message_s))
-
-
-def _link_rates(links: dict[str, Series]) -> dict[str, float]:
-    """Latency and rate of both links; what there is none of is as fast as memory or as the other one."""
-    rates: dict[str, float] = {}
-    known = [_affine(times) for times in links.values() if times]
-    for kind, times in links.items():
-        latency_s, bytes_per_s = _affine(times) if times else known[0] if known else (1e-6, 1e10)
-        rates |= {f"{kind}_latency_s": latency_s, f"{kind}_bytes_per_s": bytes_per_s}
-    return rates
 
 
 def _affine(times: Series) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,27 +49,31 @@ class RankProgram:
         return [*prefix, sys.executable, "-m", self.module, str(folder)]
 
 
-def measure_cell(cell: Cell, program: RankProgram, setup: RankSetup) -> dict[str, Any]:
+def measure_cell(
+    cell: Cell, program: RankProgram, setup: RankSetup, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """What rank 0 of the started ranks wrote about the cell; RunError says which rank failed and its last words.
 
-    Whatever happens, Ctrl-C included, no rank is alive afterwards.
+    `told` gets what rank 0 printed last, now and then. Whatever happens, Ctrl-C included, no rank is alive afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
         folder = Path(name)
         write_cell(cell, folder)
-        run_ranks(program, setup, folder)
+        run_ranks(program, setup, folder, told)
         result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         return result
 
 
-def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
+def run_ranks(
+    program: RankProgram, setup: RankSetup, folder: Path, told: Callable[[str], None] = lambda line: None
+) -> None:
     """Run the program on all ranks until all have ended well; else kill what is left and raise RunError."""
     commands = [program.argv(rank, setup, folder) for rank in range(setup.ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, command in enumerate(commands):
             processes.append(_start(command, rank_environment(rank, setup), log_path(folder, rank)))
-        _wait(processes, commands, folder)
+        _wait(processes, commands, folder, told)
     finally:
         _kill(processes)
 
@@ -111,7 +115,12 @@ def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> su
             raise RunError(f"bench: {command[0]} cannot be started: {error.strerror or error}") from error
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], commands: Sequence[Sequence[str]], folder: Path) -> None:
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    told: Callable[[str], None],
+) -> None:
     failed: int | None = None
     deadline = 0.0
     while True:
@@ -121,6 +130,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], commands: Sequence[Seque
             deadline = time.monotonic() + _FAILURE_GRACE_S
         if None not in codes or (failed is not None and time.monotonic() > deadline):
             break
+        for line in log_path(folder, 0).read_text(encoding="utf-8", errors="replace").splitlines()[-1:]:
+            told(line)
         time.sleep(_POLL_S)
     if failed is not None:
         raise RunError(_failure_text(failed, codes, commands[failed], folder))

@@ -150,7 +150,7 @@ class MachineCell:
         )
 
     def run_config(self, layers: int, hidden_size: int | None = None) -> RunConfig:
-        """A training run, checked by every rule; without a width one in which nothing takes time but what the host does."""
+        """A training run, checked by every rule; without a width nothing in it takes time but what the host does."""
         setup = self.setup
         config = RunConfig(
             model=self.model(hidden_size or self.shape.head_dim, layers),

@@ -1,7 +1,7 @@
 """What is known of devices by name: peak FLOP/s, memory, kernel rates, links. Standard library only.
 
 One row a device, each with its document; everything that predicts or judges a run reads this table, or a profile that
-burst bench machine measured, which is such a row.
+`burst bench machine` measured, which is such a row.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _CPU = Machine(
     host_bytes_per_s=10e9,
     host_latency_s=1e-6,
     is_cpu=True,
-    source="orders of magnitude; burst bench machine measures yours",
+    source="orders of magnitude; `burst bench machine` measures yours",
     pattern=r"^cpu$",
 )
 
@@ -156,7 +156,7 @@ def unknown_device(name: str, others: str) -> str:
     names = [device.name for device in DEVICES]
     near = nearest(name, names)
     return (
-        f"got {name!r}, expected {others}, a profile such as machine.json (see burst bench machine), or one of "
+        f"got {name!r}, expected {others}, a profile such as machine.json (see `burst bench machine`), or one of "
         f"{', '.join(names)}{f' (did you mean {near}?)' if near else ''}"
     )
 

@@ -25,7 +25,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device with its links: a row of `engine.planning.time.devices`, or what burst bench machine measured.
+    """One device with its links: a row of `engine.planning.time.devices`, or what `burst bench machine` measured.
 
     Rates are per device and per direction; every link carries both directions at once.
 

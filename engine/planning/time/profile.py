@@ -1,4 +1,4 @@
-"""What burst bench machine measured, as a file: a Machine, with what it was measured on. Standard library only."""
+"""What `burst bench machine` measured, as a file: a Machine, with what it was measured on. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.config.schema import read_dataclass, to_plain
 from engine.planning.time.machine import Machine
 
 PROFILE_VERSION = 1
-_AGAIN = "measure it again with burst bench machine"
+_AGAIN = "measure it again with `burst bench machine`"
 
 
 def profile_document(machine: Machine, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +26,13 @@ def read_profile(path: Path) -> Machine:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"device {path}: cannot be read ({error.strerror}); burst bench machine writes it") from error
+        raise ConfigError(
+            f"device {path}: cannot be read ({error.strerror}); `burst bench machine` writes it"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"device {path}: is no JSON ({error}); {_AGAIN}") from error
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
-        raise ConfigError(f"device {path}: is no profile of a machine; burst bench machine writes one")
+        raise ConfigError(f"device {path}: is no profile of a machine; `burst bench machine` writes one")
     if document.get("profile_version") != PROFILE_VERSION:
         given = document.get("profile_version")
         raise ConfigError(f"device {path}: is a profile of version {given}, expected {PROFILE_VERSION}; {_AGAIN}")

@@ -1,0 +1,79 @@
+"""`burst bench machine`: a profile of this machine that plans use, whatever the figures are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burst_cli.app import main
+from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import machine_fields
+
+SMALL = ("--ranks", "2", "--nodes", "2", "--heads", "2", "--head-dim", "16", "--seconds", "1")
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([*argv])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measured by two processes, taken to be two nodes."""
+    path = tmp_path_factory.mktemp("machine") / "new" / "mine.json"
+    code, out, err = run("bench", "machine", *SMALL, "--output", str(path))
+    assert code == 0, err
+    assert f"use it with --device {path}" in err
+    assert "products of matrices" in out
+    assert "the host, per step" in out
+    return path
+
+
+def test_a_profile_holds_every_rate_and_what_they_were_measured_on(path: Path) -> None:
+    document: dict[str, Any] = json.loads(path.read_text())
+    measured = document["measured"]
+    assert {"date", "device", "cores", "threads", "load", "torch", "setup", "shape"} <= set(measured)
+    machine = find_machine(str(path))
+    assert all(math.isfinite(getattr(machine, name)) for name in machine_fields())
+    assert (machine.is_cpu, machine.local_ranks) == (True, 1)
+    assert 0 <= machine.message_compute_share <= 1
+    for rate, series in (
+        (machine.product_flops_per_s, measured["series"]["product_flops_per_s"]),
+        (machine.moved_bytes_per_s, measured["series"]["elementwise_bytes_per_s"]),
+        (lambda rows: machine.tile_flops_per_s("backward", rows), measured["series"]["backward_flops_per_s"]),
+    ):
+        assert [rate(size) for size, _ in series] == pytest.approx([value for _, value in series])
+
+
+def test_links_between_nodes_are_measured_where_there_are_several(path: Path) -> None:
+    series = json.loads(path.read_text())["measured"]["series"]
+    assert (len(series["intra_message_s"]), len(series["inter_message_s"]) > 1) == (0, True)
+
+
+def test_a_plan_is_of_the_measured_machine(path: Path) -> None:
+    argv = ["plan", "exp=tiny", "--memory-by", "none", "--json", "--device"]
+    code, out, err = run(*argv, str(path))
+    assert code == 0, err
+    step = json.loads(out)["step_time"]
+    assert step["machine"] == str(path)
+    assert step["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--output", "machine.txt"], "ends in .json"),
+        (["--ranks", "3", "--nodes", "2"], "legal numbers of nodes: 1, 3"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_first(argv: list[str], word: str) -> None:
+    code, _, err = run("bench", "machine", *argv)
+    assert code == 2
+    assert word in " ".join(err.split())
