@@ -14,8 +14,6 @@ import tarfile
 import time
 from typing import Any, Optional
 
-from cluster.agent.messages import serve
-
 _SKIPPED = "__pycache__"  # what an interpreter leaves there does not belong to the code
 MAX_FILES = 20000
 
@@ -231,12 +229,8 @@ def _remove(path: str) -> None:
             os.unlink(path)
 
 
-def main() -> None:
-    """Answer the launcher."""
-    serve(lambda question, archive: (_handle(question, archive), b""))
-
-
-def _handle(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
+def install_code(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
+    """Answer the launcher, which brings the code in `archive`; without one: whether it is there."""
     home = os.path.expanduser("~")
     root = expand(str(question["root"]), home) or ""
     code_id = str(question["code_id"])

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from typing import Any, Callable, Optional, Union
 
+from cluster.agent.code import install_code
 from cluster.agent.folder import (
     NodeFiles,
     SpecError,
@@ -36,8 +37,9 @@ from cluster.agent.folder import (
     request_stop,
     seconds,
 )
-from cluster.agent.messages import Message, serve
+from cluster.agent.messages import Message
 from cluster.agent.start import start, sweep
+from cluster.agent.survey import survey
 
 _POLL_S = 0.1
 _IDLE_AFTER_S = 10.0  # without news files are looked at once per question
@@ -47,10 +49,9 @@ _MAX_OFFSETS = 20000
 
 
 class Agent:
-    """Answers the questions of one launcher. `carried`: the modules as they came, for the supervisors it starts."""
+    """Answers the questions of one launcher."""
 
-    def __init__(self, carried: Optional[bytes] = None) -> None:
-        self._carried = carried
+    def __init__(self) -> None:
         self._tail: Optional[NodeTail] = None
         self._status: Optional[Message] = None  # as it was sent last
         self._has_told_all = False
@@ -59,8 +60,12 @@ class Agent:
         self._done: deque[Message] = deque()  # by threads
         self._errors: deque[tuple[str, str]] = deque()
 
-    def answer(self, asked: Message, _: bytes = b"") -> tuple[Message, bytes]:
+    def answer(self, asked: Message, data: bytes = b"") -> tuple[Message, bytes]:
         """The answer and the bytes of its files: at once if there is news, else after a while."""
+        if "survey" in asked:
+            return survey(asked["survey"]), b""
+        if "install" in asked:
+            return install_code(asked["install"], data), b""
         got_ns, budget = time.time_ns(), min(int(asked.get("budget", 0)), _MOST_BYTES)
         deadline = time.monotonic() + min(float(asked.get("wait_s", 0.0)), _LONGEST_WAIT_S)
         self._act(asked)
@@ -107,7 +112,7 @@ class Agent:
         name = str(spec.get("start_id")) if isinstance(spec, dict) else ""
         if name not in self._begun:
             self._begun.add(name)
-            self._later("start", lambda: start(spec, self._carried, again=again))
+            self._later("start", lambda: start(spec, again=again))
 
     def _follow(self, folder: str, node: str, wish: Message) -> None:
         offsets = wish.get("offsets") or {}
@@ -164,11 +169,6 @@ class Agent:
         elif self._tail is not None and budget and status["phase"] in ("ended", "lost") and not self._has_told_all:
             news["all"] = self._has_told_all = True
         return news, data
-
-
-def main(carried: bytes) -> None:
-    """Serve the launcher at the other end of stdin and stdout until it is gone."""
-    serve(Agent(carried).answer)
 
 
 PIECE_BYTES = 64 << 10

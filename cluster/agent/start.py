@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
-from cluster.agent.boot import boot_code, pack_modules, with_length
 from cluster.agent.folder import (
     RANK_LOGS_VARIABLE,
     NodeFiles,
@@ -287,27 +286,22 @@ def _free_place(files: NodeFiles) -> str:
         number += 1
 
 
-# In the order of their imports: each finds those before it.
-MODULES = tuple(
-    f"cluster.agent.{name}" for name in ("boot", "processes", "folder", "memory", "health", "supervisor", "start")
-)
-AGENT_MODULES = ("cluster.agent.messages", *MODULES, "cluster.agent.serve")
+_FROM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from cluster.agent.__main__ import main; main()"
 _ANSWER_S = 30.0
 _FOUND_S = 5.0
 
 
-def start(message: dict[str, Any], carried: Optional[bytes] = None, *, again: bool = False) -> dict[str, Any]:
+def start(message: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
     """{"started": pid} once a supervisor of its own owns the run here, else {"refused": {"kind", "text"}}.
 
-    The locks are taken here and inherited by the supervisor, so of two who ask at once one is refused. `carried`: the
-    modules as they came over the wire; None: read from this installation. again: this very request was made before,
-    and its answer may have been lost: what it began is not begun twice, nor refused.
+    The locks are taken here and inherited by the supervisor, so of two who ask at once one is refused. again: this very
+    request was made before, and its answer may have been lost: what it began is not begun twice, nor refused.
     """
     locks: list[Lock] = []
     try:
         spec = _prepare(message, locks, again=again)
         pid = _begun_pid(spec) if again else None
-        pid = _spawn(spec, locks, carried) if pid is None else pid
+        pid = _spawn(spec, locks) if pid is None else pid
     except RefusedError as error:
         for lock in locks:
             lock.release()
@@ -351,17 +345,13 @@ def run_foreground(message: dict[str, Any]) -> int:
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
-def main(carried: bytes) -> None:
-    """A supervisor, started by `_spawn`: the spec comes on stdin, the answer goes to stdout."""
-    size = int(_read(10).decode("ascii"))
-    message = json.loads(_read(size).decode("utf-8"))
+def supervise(node: str, folder: str, locks: list[str]) -> None:
+    """The supervisor that `_spawn` starts, with the locks that it inherits; its number goes to stdout."""
+    spec = parse_spec(read_json(NodeFiles(folder, node).spec))
     if os.fork():
         os._exit(0)  # the parent of the supervisor: who started it need not wait for it
-    spec = parse_spec(message["spec"])
-    locks = [Lock(str(path), int(descriptor)) for path, descriptor in message["locks"]]
+    pairs = (lock.partition(":") for lock in locks)
     answer = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
     os.dup2(2, 1)
     os.umask(0o077)
 
@@ -371,7 +361,7 @@ def main(carried: bytes) -> None:
         os.close(answer)
 
     try:
-        _own(spec, locks, ready)
+        _own(spec, [Lock(path, int(descriptor)) for descriptor, _, path in pairs], ready)
     except BaseException:
         traceback.print_exc()  # to supervisor.log: nobody else would hear of it
         os._exit(1)
@@ -410,30 +400,31 @@ def _clear_way(spec: Spec, files: NodeFiles) -> None:
     put_aside(spec)
 
 
-def _spawn(spec: Spec, locks: list[Lock], carried: Optional[bytes]) -> int:
+def _spawn(spec: Spec, locks: list[Lock]) -> int:
     """The number of the supervisor, a new Python that shares nothing with this process but the locks."""
-    code = boot_code("cluster.agent.start", "main(carried)")
-    command = [sys.executable or "python3", "-I", "-c", code, "burst-supervisor", spec.run_id, spec.node]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    words = [spec.run_id, spec.node, spec.folder, *(f"{lock.descriptor}:{lock.path}" for lock in locks)]
+    command = [sys.executable or "python3", "-I", "-c", _FROM, root, "burst-supervisor", *words]
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in (RUN_ID_VARIABLE, NODE_VARIABLE, RANK_LOGS_VARIABLE)
     }
-    wish = {"spec": spec.to_dict(), "locks": [[lock.path, lock.descriptor] for lock in locks]}
-    text = with_length(carried or own_code()) + with_length(json.dumps(wish).encode("ascii"))
+    # Code that was sent lies in an open file without a name, see `cluster.code.program`.
+    sent = [int(os.path.basename(root))] if root.startswith("/proc/self/fd/") else []
     try:
         with open(NodeFiles(spec.folder, spec.node).own_log, "ab") as log:
             process = subprocess.Popen(
                 command,
                 cwd="/",
                 env=environment,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                pass_fds=[lock.descriptor for lock in locks],
+                pass_fds=[*sent, *(lock.descriptor for lock in locks)],
                 start_new_session=True,
             )
-        answer, _ = process.communicate(text, timeout=_ANSWER_S)
+        answer, _ = process.communicate(timeout=_ANSWER_S)
         return int(answer)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
@@ -441,14 +432,6 @@ def _spawn(spec: Spec, locks: list[Lock], carried: Optional[bytes]) -> int:
         raise RefusedError("command", f"the supervisor did not answer in {_ANSWER_S:g} s") from None
     except (OSError, ValueError) as error:
         raise RefusedError("command", f"the supervisor did not start: {error}; see supervisor.log") from error
-
-
-def own_code() -> bytes:
-    """The modules of a supervisor, from this installation."""
-    root = os.path.abspath(__file__)
-    for _ in range(3):
-        root = os.path.dirname(root)
-    return pack_modules(MODULES, root)
 
 
 def _own(spec: Spec, locks: list[Lock], ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -471,14 +454,3 @@ def _leave_refusal(message: dict[str, Any], text: str) -> None:
         make_folder(files.state_dir)
         if not os.path.exists(files.outcome):
             write_json(files.outcome, refusal(text))
-
-
-def _read(size: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        data = os.read(0, size)
-        if not data:
-            os._exit(1)
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)

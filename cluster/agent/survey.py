@@ -13,7 +13,6 @@ import time
 from typing import Any, Callable, Optional
 
 from cluster.agent.code import check_tree, expand, read_environment
-from cluster.agent.messages import serve
 
 _TOOL_S = 20.0
 _HASH_S = 10.0
@@ -353,8 +352,3 @@ def _state(pid: str) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "X"
-
-
-def main() -> None:
-    """Answer the launcher."""
-    serve(lambda question, _: (survey(question), b""))

@@ -1,23 +1,58 @@
-"""A program for nodes: one command and one text for its stdin. Nothing is installed there, and nothing stays."""
+"""Programs for nodes: their code is one zip for the stdin of a command. Nothing is installed there, nothing stays."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.agent.boot import OLD_PYTHON, boot_code, pack_modules, with_length
 from cluster.agent.messages import READY, Message, MessageError, MessageReader, pack
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 
+OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
+_NODE_FILES = ("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py")
 _ROOT = Path(__file__).resolve().parent.parent.parent
+# The code lies in a file without a name, which Python imports from and other processes may inherit.
+_BOOT = f"""
+import importlib, os, sys, tempfile
+if sys.version_info < (3, 9): sys.exit("{OLD_PYTHON}")
+def take(size):
+    parts = b""
+    while len(parts) < size:
+        data = os.read(0, size - len(parts))
+        if not data: sys.exit(1)
+        parts += data
+    return parts
+code = os.memfd_create("burst") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+os.write(code, take(int(take(10))))
+sys.path.insert(0, f"/proc/self/fd/{{code}}")
+importlib.import_module(sys.argv.pop(1)).main()
+""".strip()
 _EPITAPH_S = 3.0
 _NOISE_BYTES = 64 << 10  # of a login shell
 _READ_BYTES = 1 << 18
 MAX_ANSWER_BYTES = 4 << 20
+
+
+def program_words(module: str, name: str) -> tuple[str, ...]:
+    """The command that reads `node_code` from its stdin and calls `main` of `module`; `name` is for process lists."""
+    return ("python3", "-I", "-c", _BOOT, module, name)
+
+
+@functools.cache
+def node_code() -> bytes:
+    """All that runs on nodes, a zip behind its length in ten digits."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as code:
+        for path in (path for pattern in _NODE_FILES for path in sorted(_ROOT.glob(pattern))):
+            code.writestr(str(path.relative_to(_ROOT)), path.read_bytes())
+    return f"{stream.tell():010d}".encode("ascii") + stream.getvalue()
 
 
 class NoAnswerError(ClusterError):
@@ -29,21 +64,11 @@ class NoAnswerError(ClusterError):
 
 
 class NodeProgram:
-    """The last of `modules`, begun with the others on the node of `connection`; for one thread, which closes it.
+    """The agent on the node of `connection`, for one thread. on_bytes: told whenever something came."""
 
-    call: what of the module is called; it may name `carried`, the text of all modules. on_bytes: told whenever
-    something came.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        modules: tuple[str, ...],
-        call: str = "main()",
-        on_bytes: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._text = with_length(pack_modules(modules, str(_ROOT)))
-        self._process = connection.start(("python3", "-I", "-c", boot_code(modules[-1], call), "burst-agent"))
+    def __init__(self, connection: Connection, on_bytes: Callable[[], None] = lambda: None) -> None:
+        self._text = node_code()
+        self._process = connection.start(program_words("cluster.agent.__main__", "burst-agent"))
         self._reader = MessageReader(self._read, MAX_ANSWER_BYTES)
         self._on_bytes, self._silence_s = on_bytes, 0.0
         self._rest = b""  # came with what was read before
@@ -98,19 +123,9 @@ class NodeProgram:
         return NoAnswerError(text, is_python_missing=OLD_PYTHON in said)
 
 
-def ask_program(
-    connection: Connection,
-    modules: tuple[str, ...],
-    question: Mapping[str, Any],
-    *,
-    data: bytes = b"",
-    timeout_s: float,
-) -> Message:
-    """The answer of the last of `modules`, run on the node with the others, to one question with `data`.
-
-    Raises SshError when the connection fails, NoAnswerError when the program does.
-    """
-    program = NodeProgram(connection, modules)
+def ask_program(connection: Connection, question: Mapping[str, Any], data: bytes = b"", *, timeout_s: float) -> Message:
+    """The agent's answer to one question. Raises SshError when the connection fails, NoAnswerError when it does."""
+    program = NodeProgram(connection)
     try:
         return program.ask(dict(question), data, silence_s=timeout_s)[0]
     finally:

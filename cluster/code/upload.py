@@ -13,7 +13,6 @@ from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 
-MODULES = ("cluster.agent.messages", "cluster.agent.code")
 KEEP = 5
 _DAY_S = 86400.0
 _SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node
@@ -89,7 +88,7 @@ def _install(connection: Connection, delivery: Delivery) -> str:
     }
     name = connection.host.name
     try:
-        answer = ask_program(connection, MODULES, question, data=archive.data, timeout_s=_TIMEOUT_S)
+        answer = ask_program(connection, {"install": question}, archive.data, timeout_s=_TIMEOUT_S)
     except NoAnswerError as error:
         raise CodeError(f"{name}: cannot lay the code of the ranks: {error}") from error
     state = one_line(str(answer.get("state", "")), 300)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.agent.messages import Message, MessageError, pack
-from cluster.agent.start import AGENT_MODULES
 from cluster.code.program import NoAnswerError, NodeProgram
 from cluster.control.link import NodeSpec, NodeStatus, StartRefusedError
 from cluster.control.node_copy import CopyError, NodeCopy
@@ -250,7 +249,7 @@ class SshLink:
         """Ask one agent until the link is closed and has nothing more to ask for."""
         if self._connection is None:
             self._connection = self._pool.connect(self._host)
-        program = NodeProgram(self._connection, AGENT_MODULES, "main(carried)", self._note_heard)
+        program = NodeProgram(self._connection, self._note_heard)
         self._is_following = False
         try:
             while (question := self._next_question()) is not None:

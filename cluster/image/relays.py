@@ -8,7 +8,6 @@ import json
 import secrets
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import paramiko
@@ -16,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.agent.boot import boot_code, pack_modules, with_length
+from cluster.code.program import node_code, program_words
 from cluster.errors import SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.node.registry import Door, Handler, Limiter
@@ -24,8 +23,6 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import RemoteProcess
 from cluster.ssh.session import SshConnection
 
-_MODULES = ("cluster.image.node.registry", "cluster.image.node.relay")
-_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 _START_S = 30.0
 _LIFE_S = 5.0
 _MAX_LINE_BYTES = 1 << 16
@@ -82,10 +79,8 @@ class Feed:
         setup = {"blobs": blobs, "limit": limit, "certificate": tls, "stall_s": self._stall_s}
         setup |= {"token": self._push.token, "peer_token": self._push.peer_token}
         try:
-            self._process = self.connection.start(
-                ("python3", "-I", "-c", boot_code("cluster.image.node.relay"), "burst-image-relay")
-            )
-            self._process.write(with_length(pack_modules(_MODULES, _ROOT)) + _line(setup))
+            self._process = self.connection.start(program_words("cluster.image.node.relay", "burst-image-relay"))
+            self._process.write(node_code() + _line(setup))
             said = self._next_line(time.monotonic() + _START_S)
             port, peer = int(said["port"]), said["peer"]
             self._peer = None if peer is None else (str(peer[0]), int(peer[1]))

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.agent.boot import OLD_PYTHON
-from cluster.code.program import NoAnswerError
+from cluster.code.program import OLD_PYTHON, NoAnswerError
 from cluster.errors import ClusterError, SshError
 from cluster.preflight.facts import DataFacts, RemoteFacts
 from cluster.preflight.survey import Survey, needed_modules

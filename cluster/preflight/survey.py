@@ -17,7 +17,6 @@ from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 
-MODULES = ("cluster.agent.messages", "cluster.agent.code", "cluster.image.node.identity", "cluster.agent.survey")
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
 _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 _PROBE_S = 60.0
@@ -106,7 +105,7 @@ def survey_fleet(
 def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
     with connect(host) as connection:
         probe = survey_node(connection, FACT_QUESTIONS, timeout_s=_PROBE_S)
-        answer = ask_program(connection, MODULES, question.to_dict(host.name), timeout_s=_SURVEY_S)
+        answer = ask_program(connection, {"survey": question.to_dict(host.name)}, timeout_s=_SURVEY_S)
     try:
         facts = read_remote_facts(host.name, answer)
     except StrangeAnswerError as error:

@@ -23,11 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.image_rig import noise, saved_image, tar_of
 
-from cluster.agent.boot import boot_code, pack_modules, with_length
+from cluster.code.program import node_code, program_words
 from cluster.image.archive import ArchiveError, PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Door, Handler, Limiter
 from cluster.image.node.relay import Relay
-from cluster.image.relays import _MODULES, PushSecrets
+from cluster.image.relays import PushSecrets
 
 LAYERS = (tar_of({"a": b"alpha" * 500_000}), tar_of({"b": noise(2 << 20, 1)}), tar_of({}))
 TOKEN, PEER = "0" * 32, "1" * 32
@@ -217,13 +217,13 @@ class RelayProcess:
     """A relay as a node runs it, told to ask `upstreams`."""
 
     def __init__(self, blobs: dict[str, int], upstreams: list[dict[str, object]], made: PushSecrets) -> None:
-        command = [sys.executable, "-I", "-c", boot_code("cluster.image.node.relay")]
+        command = [sys.executable, *program_words("cluster.image.node.relay", "burst-image-relay")[1:]]
         environment = {**os.environ, "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
         setup = {"blobs": {digest: ["application/x", size] for digest, size in blobs.items()}, "limit": None}
         setup |= {"token": TOKEN, "peer_token": PEER, "certificate": made.certificate + made.key, "stall_s": 0.5}
-        self._write(with_length(pack_modules(_MODULES, ROOT)) + json.dumps(setup).encode() + b"\n")
+        self._write(node_code() + json.dumps(setup).encode() + b"\n")
         assert self.process.stdout is not None
         said = json.loads(self.process.stdout.readline())
         self.port = said["port"]

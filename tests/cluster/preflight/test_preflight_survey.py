@@ -23,7 +23,7 @@ from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.preflight.judge import find_problems
-from cluster.preflight.survey import MODULES, Question, survey_fleet
+from cluster.preflight.survey import Question, survey_fleet
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
@@ -53,7 +53,7 @@ def ask(tmp_path: Path, tools: Path) -> Ask:
         )
         environment = {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
         with LocalConnection("n1", environment) as connection:
-            return ask_program(connection, MODULES, question.to_dict("n1"), timeout_s=60)
+            return ask_program(connection, {"survey": question.to_dict("n1")}, timeout_s=60)
 
     return run
 
@@ -253,7 +253,7 @@ def test_a_login_that_talks_does_not_spoil_the_answer(tmp_path: Path, tools: Pat
     real = subprocess.run(["sh", "-c", "command -v python3"], capture_output=True, text=True).stdout.strip()
     tool(tools, "python3", f'echo "Welcome to n1!"; {real} "$@"; code=$?; echo bye; exit $code')
     with LocalConnection("n1", {"PATH": f"{tools}:{os.environ['PATH']}"}) as connection:
-        answer = ask_program(connection, MODULES, Question(run_config(), CODE).to_dict("n1"), timeout_s=60)
+        answer = ask_program(connection, {"survey": Question(run_config(), CODE).to_dict("n1")}, timeout_s=60)
     assert facts(answer).node == "n1"
 
 
@@ -268,7 +268,7 @@ def test_a_login_that_talks_does_not_spoil_the_answer(tmp_path: Path, tools: Pat
 )
 def test_a_node_on_which_nothing_answers_says_why(code: int | None, said: bytes, is_python_missing: bool) -> None:
     with Ending(code, said) as connection, pytest.raises(NoAnswerError) as caught:
-        ask_program(connection, MODULES, {}, timeout_s=60)
+        ask_program(connection, {"survey": {}}, timeout_s=60)
     assert caught.value.is_python_missing is is_python_missing
     assert "\x1b" not in str(caught.value)
 

@@ -19,7 +19,6 @@ from testkit.waiting import wait_for
 
 from cluster.agent.folder import NodeFiles, write_json
 from cluster.agent.serve import PIECE_BYTES
-from cluster.agent.start import AGENT_MODULES
 from cluster.code.program import NoAnswerError, NodeProgram
 
 NODE = "alpha"
@@ -35,7 +34,7 @@ class Client:
         self.whole: list[tuple[str, bytes]] = []  # every replaced file that came, in their order
         self.told: dict[str, Any] = {}
         self._connection = LocalConnection(NODE)
-        self._program = NodeProgram(self._connection, AGENT_MODULES, "main(carried)")
+        self._program = NodeProgram(self._connection)
         self._place = {"folder": str(folder), "node": node}
         self._follow = {"offsets": {path: len(data) for path, data in self.copy.items()}, **follow}
 
