@@ -97,11 +97,11 @@ def status(
     """
     from burst_cli import render
     from cluster.testbed.machine import check_machine
-    from cluster.testbed.status import read_status
+    from cluster.testbed.status import read_all, read_status
     from cluster.testbed.teardown import standing_names
 
     check_machine()
-    found = [read_status(one) for one in ([name] if name is not None else standing_names())]
+    found = read_all(standing_names()) if name is None else (read_status(name),)
     if as_json:
         render.emit_json({"testbeds": [asdict(one) for one in found]})
     else:

@@ -91,8 +91,7 @@ class Push:
         return self
 
     def __exit__(self, *_: object) -> None:
-        feeds = dict(self._feeds)
-        fan_out([feed.connection.host for feed in feeds.values()], lambda host: feeds[host.name].close())
+        self._end(Feed.close)
         for connection in self._connections.values():
             connection.close()
 
@@ -131,10 +130,14 @@ class Push:
             if packed is not None:
                 self._open_feeds(plan, packed)
             outcomes = fan_out(hosts, lambda host: self._bring(by_name[host.name], packed), width=len(hosts))
+            self._end(Feed.end_relay)
         for name, outcome in outcomes.items():
             if outcome.error is not None:
                 self._fail(name, str(outcome.error))
         return tuple(self.results[node.node] for node in plan.nodes)
+
+    def _end(self, how: Callable[[Feed], None]) -> None:
+        fan_out([feed.connection.host for feed in self._feeds.values()], lambda host: how(self._feeds[host.name]))
 
     def _survey(self, host: Host) -> NodePlan:
         connection = self._connections[host.name] = self._connect(host)

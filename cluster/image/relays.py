@@ -25,6 +25,7 @@ from cluster.ssh.session import SshConnection
 
 _START_S = 30.0
 _LIFE_S = 5.0
+_LAST_WORDS_S = 2.0
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -58,6 +59,7 @@ class Feed:
         self.problem, self._relayed = "", 0
         self._peer: tuple[str, int] | None = None
         self._process: RemoteProcess | None = None
+        self._follower: threading.Thread | None = None
         self._buffered = bytearray()
         port = connection.forward(self._serve)
         self.ports = [port]
@@ -105,15 +107,21 @@ class Feed:
         ]
         with contextlib.suppress(SshError):
             self._process.write(_line([*upstreams, self._launcher]))
-        threading.Thread(target=self._follow, name="relay", daemon=True).start()
+        self._follower = threading.Thread(target=self._follow, name="relay", daemon=True)
+        self._follower.start()
+
+    def end_relay(self) -> None:
+        """End the relay; `received_bytes` are final then. Who is fed by it goes on with those before it."""
+        if self._process is None:
+            return
+        self._process.close_stdin()
+        if self._follower is not None:
+            self._follower.join(_LAST_WORDS_S)  # it reads to the end: nobody else may, or the last count is lost
+        self._process.close()
 
     def close(self) -> None:
         """End the relay and the connection."""
-        if self._process is not None:
-            self._process.close_stdin()
-            with contextlib.suppress(SshError):
-                self._process.wait(1.0)
-            self._process.close()
+        self.end_relay()
         self.connection.close()
 
     def _serve(self, channel: paramiko.Channel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -74,6 +75,15 @@ def read_status(name: str) -> TestbedStatus:
         ssh_config=str(folder.ssh_config),
         slurm_conf=str(folder.slurm_conf) if spec.slurm else None,
     )
+
+
+def read_all(names: Iterable[str]) -> tuple[TestbedStatus, ...]:
+    """The testbeds `names` as they are now, without those that somebody removed meanwhile."""
+    found = []
+    for name in names:
+        with contextlib.suppress(TestbedError):
+            found.append(read_status(name))
+    return tuple(found)
 
 
 def _node_status(node: Node, slurm: Mapping[str, str] | None) -> NodeStatus:

@@ -140,9 +140,10 @@ def _belongs(pid: int, spaces: Iterable[tuple[int, int]], mark: bytes) -> bool:
 
 def _group_processes(group: Path) -> list[int]:
     pids = []
-    for file in (group / "cgroup.procs", *group.glob("**/cgroup.procs")):
-        with contextlib.suppress(OSError):
-            pids += [int(line) for line in file.read_text().split()]
+    with contextlib.suppress(OSError):  # of a group that somebody removes meanwhile
+        for file in (group / "cgroup.procs", *group.glob("**/cgroup.procs")):
+            with contextlib.suppress(OSError):
+                pids += [int(line) for line in file.read_text().split()]
     return pids
 
 

@@ -9,6 +9,7 @@ import http.client
 import io
 import json
 import os
+import socket
 import socketserver
 import subprocess
 import sys
@@ -22,12 +23,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.image_rig import noise, saved_image, tar_of
+from testkit.local_connection import LocalConnection
 
 from cluster.code.program import node_code, program_words
 from cluster.image.archive import ArchiveError, PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Door, Handler, Limiter
 from cluster.image.node.relay import Relay
-from cluster.image.relays import PushSecrets
+from cluster.image.relays import Feed, PushSecrets
 
 LAYERS = (tar_of({"a": b"alpha" * 500_000}), tar_of({"b": noise(2 << 20, 1)}), tar_of({}))
 TOKEN, PEER = "0" * 32, "1" * 32
@@ -338,6 +340,39 @@ def test_a_peer_needs_the_certificate_and_the_token_of_the_push(relay):
         strange.process.stdin.close()
         strange.process.wait(20)
         strange.process.stdout.close()
+
+
+class LocalNode(LocalConnection):
+    """A node whose forwarded port is one of this machine."""
+
+    def forward(self, serve) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def accept() -> None:
+            with listener:
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+
+def test_what_a_node_received_is_known_whole_when_its_relay_ends():
+    blobs = {sha(BODY): blob_of(BODY)}
+    image, made = PackedImage(blobs, sha(BODY)), PushSecrets()
+    node = {"SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"}
+    feeds = [Feed(LocalNode(name, node), image, made, Limiter(None), 5.0) for name in ("one", "two")]
+    try:
+        for feed in feeds:
+            feed.start_relay({sha(BODY): ("application/x", len(BODY))}, None, feeds_others=True)
+        feeds[0].link([])
+        feeds[1].link(feeds[:1])
+        assert ask(feeds[1].ports[0], path_of(BODY, made.token))[1] == BODY
+        feeds[1].close()
+        assert (feeds[1].received_bytes, feeds[1].sent_bytes) == (len(BODY), 0)
+    finally:
+        for feed in feeds:
+            feed.close()
 
 
 def test_the_limit_holds_over_all_who_read():

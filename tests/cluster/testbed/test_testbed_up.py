@@ -20,7 +20,7 @@ from cluster.ssh.pool import connect
 from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec
-from cluster.testbed.status import read_status
+from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
 from engine.config.errors import ConfigError
 
@@ -101,6 +101,10 @@ def test_the_status_of_a_healthy_testbed_shows_every_node_up(testbed4):
         (node, "up", "none", ()) for node in testbed4.node_names
     ]
     assert status.complete
+
+
+def test_a_testbed_that_is_removed_while_all_are_looked_at_is_left_out(testbed4):
+    assert [status.name for status in read_all([next_name(), testbed4.name])] == [testbed4.name]
 
 
 def test_addresses_that_a_route_leads_to_are_not_taken(testbed4, tmp_path, monkeypatch):
