@@ -14,7 +14,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of
-from engine.planning.memory.cost import planned_flops, policy_cost
+from engine.planning.memory.cost import planned_flops
 from engine.planning.memory.fit import sequence_topology
 from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
@@ -164,13 +164,8 @@ def plan_one(
     preview = preview_attention(choice.config, group, machine)
     report = report_memory(choice, world, capacity, predict, machine) if memory.predicted else None
     name = preview.method.preset
-    step = None if machine is None else _step_time(choice.config, world, preview)
+    step = None if machine is None else predict_step(choice.config, world, machine)
     return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates, step=step)
-
-
-def _step_time(config: RunConfig, world: Topology, preview: AttentionPreview) -> StepTime:
-    cost = policy_cost(config, preview.method)
-    return predict_step(config, world, preview, cost, flops_of(config, preview.topology))
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:

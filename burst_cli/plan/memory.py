@@ -146,7 +146,7 @@ def _verdict(report: MemoryReport) -> Text:
 
 def candidates_table(choice: MemoryChoice) -> Table:
     """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
-    headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "extra time")
+    headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "step")
     table = Table("memory=auto, best first", "fits", *headings, header_style="bold", padding=(0, 1))
     for column in table.columns[2:]:
         column.justify = "right"
@@ -167,7 +167,7 @@ def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:
         binary_bytes(cost.moved_bytes) if cost.moved_bytes else "",
         count(cost.linear_flops) if cost.linear_flops else "",
         count(cost.attention_flops) if cost.attention_flops else "",
-        seconds(candidate.extra_s),
+        seconds(candidate.step_s) if candidate.step_s else "",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -198,9 +198,10 @@ def _footer(candidate: Candidate) -> list[Text]:
 
 def _step_line(step: StepTime) -> Text:
     """The whole step, its parts that take time, and what follows for throughput."""
-    parts = ", ".join(f"{name} {seconds(value)}" for name, value in step.parts.items() if value >= 0.001 * step.seconds)
+    shown = [(name, value) for name, value in asdict(step.parts).items() if value >= 0.001 * step.seconds]
+    parts = ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in shown)
     reached = f"{count(step.tokens_per_s_per_device)} tokens/s per device"
-    reached += "" if step.mfu is None else f", MFU {percent(step.mfu)}"
+    reached += f", MFU {percent(step.mfu(step.flops.model))}"
     return Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {parts}; {reached}")
 
 

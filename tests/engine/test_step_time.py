@@ -8,19 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from burst_cli.plan.candidates import MemoryRequest, plan_one
+from burst_cli.compose import compose
+from engine.planning.methods.degrees import place_ranks
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import StepTime
+from engine.planning.time.step_time import StepTime, predict_step
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
 
 
 def step_on(machine: Machine, *overrides: str) -> StepTime:
-    step = plan_one(overrides, [], machine, MemoryRequest(machine.name, predicted=False)).step
-    assert step is not None
-    return step
+    config = compose(overrides).config
+    cluster = config.cluster
+    _, world = place_ranks(config.parallel, cluster.world_size or 1, cluster.topology_groups)
+    return predict_step(config, world, machine)
 
 
 def only(**rates: float) -> Machine:
@@ -35,40 +37,84 @@ def only(**rates: float) -> Machine:
     [
         ({"matmul_flops_per_s": 1e12}, "matrices"),
         ({"elementwise_bytes_per_s": 1e9}, "elementwise"),
-        ({"forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}, "attention"),
+        ({"forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}, "attention_backward"),
         ({"inter_bytes_per_s": 1e6, "intra_bytes_per_s": 1e6}, "weights"),
     ],
 )
 def test_a_part_takes_time_where_its_resource_is_slow(rates: dict[str, float], part: str) -> None:
     one, half = step_on(only(**rates), *TINY), step_on(only(**{name: rate / 2 for name, rate in rates.items()}), *TINY)
-    assert one.parts[part] > 0
-    assert half.parts[part] == pytest.approx(2 * one.parts[part], rel=0.01)
+    assert getattr(one.parts, part) > 0
+    assert getattr(half.parts, part) == pytest.approx(2 * getattr(one.parts, part), rel=0.01)
+
+
+SHAPE = {"hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 2048, "num_layers": 2}
+HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+SMALL = [*TINY, *(f"model.{name}={value}" for name, value in (SHAPE | HEADS).items())]
+SMALL += ["model.tie_embeddings=false", "train.seq_len=1024", "train.micro_batch_size=1"]
+LAYER, HEAD, TOKENS = 4 * 64 * 64 + 3 * 64 * 128, 2048 * 64, 1024
+VECTORS = 2 * 2 * 64 + 64  # gains of norms
 
 
 def test_matrices_are_six_flops_per_parameter_and_token_and_two_more_where_computed_again() -> None:
-    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
-    sizes = [f"model.{name}={value}" for name, value in (shape | {"ffn_hidden_size": 128, "vocab_size": 2048}).items()]
-    argv = [*TINY, *sizes, "train.seq_len=1024", "train.micro_batch_size=1"]
-    layer, head, tokens = 4 * 64 * 64 + 3 * 64 * 128, 2048 * 64, 1024
     machine = only(matmul_flops_per_s=1e9)
-    plain = step_on(machine, *argv, "memory.activation_checkpoint=none").matrices_s
-    assert plain * 4 * 1e9 == pytest.approx(6 * (2 * layer + head) * tokens)
-    again = step_on(machine, *argv, "memory.activation_checkpoint=full").matrices_s - plain
-    assert again * 4 * 1e9 == pytest.approx(2 * 2 * (layer - 64 * 128) * tokens)  # all but the layer's last product
+    plain = step_on(machine, *SMALL, "memory.activation_checkpoint=none").parts
+    assert plain.matrices * 4 * 1e9 == pytest.approx(6 * 2 * LAYER * TOKENS)
+    assert plain.loss * 4 * 1e9 == pytest.approx(6 * HEAD * TOKENS)
+    again = step_on(machine, *SMALL, "memory.activation_checkpoint=full").parts.matrices - plain.matrices
+    assert again * 4 * 1e9 == pytest.approx(2 * 2 * (LAYER - 64 * 128) * TOKENS)  # all but the layer's last product
+
+
+def test_fsdp_gathers_all_weights_twice_and_reduces_their_gradients_in_fp32() -> None:
+    """Where nothing is computed nothing hides a byte."""
+    parts = step_on(only(intra_bytes_per_s=1e6), *SMALL, "train.compute_dtype=bfloat16").parts
+    elsewhere = (2 * LAYER + 2 * HEAD + VECTORS) * 3 / 4
+    assert parts.weights * 1e6 == pytest.approx(2 * 2 * elsewhere)
+    assert parts.gradients * 1e6 == pytest.approx(4 * elsewhere)
+
+
+def test_what_compute_hides_of_fsdp_is_all_but_the_embeddings_part_of_it() -> None:
+    machine = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6)
+    parts = step_on(machine, *SMALL, "train.compute_dtype=bfloat16").parts
+    assert parts.weights * 1e9 == pytest.approx(2 * HEAD * 3 / 4)
+    assert parts.gradients * 1e9 == pytest.approx(4 * HEAD * 3 / 4)
+
+
+def test_copies_of_the_model_sum_their_gradients_over_the_links_between_them() -> None:
+    two = ["parallel.dp_replicate_size=2", "cluster.topology_nodes=2", "train.compute_dtype=bfloat16"]
+    parts = step_on(only(inter_bytes_per_s=1e6), *SMALL, *two).parts
+    numbers = 2 * LAYER + 2 * HEAD + VECTORS
+    assert parts.gradients * 1e6 == pytest.approx(4 * numbers / 2)  # of half of the numbers, there and back, half each
+    assert parts.weights == 0  # inside a node
+
+
+def test_tensor_parallel_ranks_move_rows_four_times_in_every_pass_of_a_layer() -> None:
+    pair = ["parallel.tp_size=2", "train.compute_dtype=bfloat16", "memory.activation_checkpoint=none"]
+    parts = step_on(only(intra_bytes_per_s=1e6), *SMALL, *pair).parts
+    rows = TOKENS / 2  # four ranks, two share a row
+    assert parts.tensor_parallel * 1e6 == pytest.approx(2 * 2 * 4 * rows * 64 * 2 / 2)
+
+
+def test_throughput_and_mfu_follow_from_seconds() -> None:
+    step = step_on(A800, *SMALL)
+    assert step.tokens_per_s_per_device == pytest.approx(TOKENS / step.seconds / 4)
+    pairs = TOKENS * (TOKENS + 1) / 2
+    model = 6 * (2 * LAYER + HEAD) * TOKENS + 12 * 2 * 4 * 16 * pairs
+    assert step.mfu(step.flops.model) == pytest.approx(model / step.seconds / 4 / 19.5e12)  # fp32 as configured
+    assert step.to_dict()["mfu_full_attention"] > step.to_dict()["mfu"]
 
 
 def test_host_updates_share_the_memory_of_their_node() -> None:
     argv = [*TINY, "memory.optimizer_store=host"]
-    assert step_on(A800, *argv).optimizer_s > 8 * step_on(A800, *TINY).optimizer_s
+    assert step_on(A800, *argv).parts.optimizer > 8 * step_on(A800, *TINY).parts.optimizer
 
 
 def test_the_hosts_update_hides_behind_backward_but_for_the_embedding_that_comes_last() -> None:
     inside = ["memory.optimizer_store=host", "memory.optimizer_in_backward=true", "optimizer.max_grad_norm=null"]
-    whole_s = step_on(A800, *TINY, inside[0]).optimizer_s
+    whole_s = step_on(A800, *TINY, inside[0]).parts.optimizer
     fast, slow = (only(forward_flops_per_s=rate, backward_flops_per_s=rate) for rate in (math.inf, 1e6))
-    assert step_on(fast, *TINY, *inside).optimizer_s == pytest.approx(whole_s)  # there is nothing to hide behind
+    assert step_on(fast, *TINY, *inside).parts.optimizer == pytest.approx(whole_s)  # there is nothing to hide behind
     embedding, layer = 2048 * 256, 4 * 256 * 256 + 3 * 256 * 688
-    last = step_on(slow, *TINY, *inside).optimizer_s / whole_s
+    last = step_on(slow, *TINY, *inside).parts.optimizer / whole_s
     assert last == pytest.approx(embedding / (embedding + 4 * layer), rel=0.01)  # one matrix is embedding and head
 
 

@@ -1,13 +1,14 @@
 """memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
 
 Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; if none fits, with
-the optimizer on the host. What a policy adds to the step is known without running it: what it computes again at the
-machine's rates, and what of its copies compute cannot hide. So policies are predicted (`engine.memory.predict`) in the
-order of time until one fits. What one keeps is known as well, so that those that are hopeless need no prediction.
+the optimizer on the host. Their memory is predicted (`engine.memory.predict`) in the order of a step's seconds
+(`engine.planning.time.step_time`) until one fits. What one keeps is known without either, so that those that are
+hopeless, or slower for certain than one that is not, need neither.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, machine_of, settle_auto
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import extra_seconds, plain_step_seconds
+from engine.planning.time.step_time import predict_step
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01
@@ -36,14 +37,14 @@ LEAST_TILE_TOKENS = 1024
 class MemoryCandidate:
     """A policy with what it costs, and what it needs where that was predicted.
 
-    extra_s      seconds that it adds to a step in which nothing is computed again or moved
     least        (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs
+    step_s       seconds of a step; None: another one is faster for certain, and may fit
     """
 
     memory: MemoryConfig
     cost: PolicyCost
-    extra_s: float
     least: tuple[int, int]
+    step_s: float | None = None
     prediction: MemoryPrediction | None = None
     fit: Fit | None = None
 
@@ -87,7 +88,7 @@ class MemoryCandidate:
             "moved_bytes": self.cost.moved_bytes,
             "recompute_linear_flops": self.cost.linear_flops,
             "recompute_attention_flops": self.cost.attention_flops,
-            "extra_s": self.extra_s,
+            "step_s": self.step_s,
             "fits": self.fits,
             "fits_device": self.fit and self.fit.device,
             "fits_host": self.fit and self.fit.host,
@@ -149,8 +150,8 @@ def settle_memory(
     assert best.fit is not None
     if best.fit.fits:
         reason = (
-            f"auto: {best.name} adds {best.extra_s:.3g} s to a step, and no policy that fits saves more than "
-            f"{INDIFFERENCE:.0%} of a step; it leaves {best.fit.headroom_bytes / 1e9:.3g} GB free"
+            f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
+            f"{INDIFFERENCE:.0%} of that; it leaves {best.fit.headroom_bytes / 1e9:.3g} GB free"
         )
         return MemoryChoice(chosen, search.candidates(best), reason)
     missing = -best.fit.headroom_bytes / 1e9
@@ -175,7 +176,7 @@ def advice_for(
     if choice.fits and choice.prediction is not None:
         best = choice.candidates[0]
         needs = f"{choice.prediction.needed_bytes / 1e9:.3g} GB on the device"
-        return [f"memory=auto would fit with {needs}, {best.extra_s:.3g} s more per step: {best.settings}"]
+        return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
     return list(choice.advice)
 
 
@@ -220,8 +221,8 @@ class _Search:
         refuted = [one for one in self._known.values() if one.fit is not None and one.memory != best.memory]
         refuted.sort(key=lambda one: -one.fit.headroom_bytes if one.fit else 0)
         seen = {one.memory for one in (best, *refuted)}
-        others = [one for one in self._shown if one.memory not in seen]
-        others.sort(key=lambda one: (not self._may_fit(one), one.extra_s))
+        others = [self._known[one.memory] for one in self._shown if one.memory not in seen]
+        others.sort(key=lambda one: (not self._may_fit(one), one.step_s or math.inf))
         return best, *others, *refuted
 
     def _first_that_fits(self, memories: Sequence[MemoryConfig]) -> MemoryCandidate | None:
@@ -247,14 +248,23 @@ class _Search:
 
     def _fastest(self, hopeful: Sequence[MemoryCandidate]) -> MemoryCandidate:
         """The one that takes least time; of those alike the one that moves nothing and is whole."""
-        least_s = min(one.extra_s for one in hopeful)
-        alike_s = INDIFFERENCE * plain_step_seconds(self._config, self._world, self._machine)
+        timed = [self._timed(one) for one in hopeful if not any(_is_faster(other, one) for other in hopeful)]
+        least_s = min(step_s for step_s, _ in timed)
 
-        def order(one: MemoryCandidate) -> tuple[float, ...]:
+        def order(found: tuple[float, MemoryCandidate]) -> tuple[float, ...]:
+            step_s, one = found
             is_on_host, is_tiled = one.memory.activation_store == "host", one.memory.tile_tokens is not None
-            return (one.extra_s - least_s) // alike_s, is_on_host, is_tiled, one.extra_s, sum(one.least)
+            return (step_s - least_s) // (INDIFFERENCE * least_s), is_on_host, is_tiled, step_s, sum(one.least)
 
-        return min(hopeful, key=order)
+        return min(timed, key=order)[1]
+
+    def _timed(self, candidate: MemoryCandidate) -> tuple[float, MemoryCandidate]:
+        """(seconds of a step, the candidate with them)."""
+        if candidate.step_s is None:
+            step = predict_step(replace(self._config, memory=candidate.memory), self._world, self._machine)
+            candidate = self._known[candidate.memory] = replace(candidate, step_s=step.seconds)
+        assert candidate.step_s is not None
+        return candidate.step_s, candidate
 
     def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
         """One policy. Raises ConfigError where the configuration cannot run with it."""
@@ -262,8 +272,7 @@ class _Search:
             tried = replace(self._config, memory=memory)
             method = method_on(tried, self._world)
             cost = policy_cost(tried, method)
-            extra_s = extra_seconds(tried, self._world, cost, self._machine)
-            self._known[memory] = MemoryCandidate(memory, cost, extra_s, least_bytes(tried, method, cost))
+            self._known[memory] = MemoryCandidate(memory, cost, least_bytes(tried, method, cost))
         return self._known[memory]
 
     def _predicted(self, candidate: MemoryCandidate) -> MemoryCandidate:
@@ -312,6 +321,12 @@ class _Search:
 
     def _keeps_chunks_on_host(self) -> bool:
         return method_on(self._config, self._world).chunk_store == "host"
+
+
+def _is_faster(one: MemoryCandidate, other: MemoryCandidate) -> bool:
+    """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
+    costs = [(c.cost.linear_flops, c.cost.attention_flops, c.cost.moved_bytes) for c in (one, other)]
+    return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
 
 
 def _working_alike(memory: MemoryConfig, *, own: bool) -> tuple[Any, ...]:

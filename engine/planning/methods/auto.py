@@ -14,11 +14,12 @@ from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.methods.presets import PRESETS, AttentionMethod, legal_degrees, local_heads, resolve_attention
-from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
+from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine
 from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import attention_time, replayed_attention
 
 # Methods for larger groups than are planned whole are first compared in one of this size, with as many ranks per node
 # and as many tokens per rank; so many of them are then planned as they are, which takes a second each for 256 ranks.
@@ -114,7 +115,7 @@ def _predicted(
     problems: list[str] = []
     for planned, (attention, method) in methods:
         try:
-            preview = preview_attention(replace(config, attention=planned), topology, machine)
+            preview = replayed_attention(replace(config, attention=planned), topology, machine)
         except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
             problems += error.problems
             continue
@@ -208,7 +209,6 @@ def _fitted(
 
 
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:
-    time = preview.time_to_dict()
-    assert time is not None
+    time = attention_time(preview)
     buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.every_pass)
-    return Candidate(attention, method, time["seconds"], time["exposed_s"], buffers)
+    return Candidate(attention, method, time.seconds, time.exposed_s, buffers)

@@ -169,12 +169,12 @@ class _Replay:
 
     def _tiles(self, rank: int, tiles: Iterable[Tile], step: int) -> None:
         machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
-        rate = machine.forward_flops_per_s if direction == "forward" else machine.backward_flops_per_s
         for tile in tiles:
+            rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
             flops = tile_flops(tile, slots, self.token_bytes, direction, machine.kernel_block_rows)
-            seconds = flops / rate + machine.tile_overhead_s
+            seconds = flops / machine.tile_flops_per_s(direction, min(rows, keys)) + machine.tile_overhead_s
             seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
-            label = f"{tile.q.stop - tile.q.start} x {tile.kv.stop - tile.kv.start}"
+            label = f"{rows} x {keys}"
             self._busy(rank, _tile_kind(tile), seconds, label, step)
 
     def _wait(self, rank: int, step: Step) -> None:

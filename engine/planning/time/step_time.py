@@ -1,204 +1,316 @@
-"""Seconds of a whole training step, by part, on a machine that need not be here; what a policy adds. No torch.
+"""Seconds of a whole training step, by part, on a machine that need not be here: the one reckoning of time. No torch.
 
-    attention    its plans replayed (`engine.planning.methods.preview`): busiest rank, exposed messages, recomputation
-    matrices     FLOPs of projections, MLP and LM head, what a policy computes again too, over the matrix rate
-    elementwise  bytes that norms, RoPE, SwiGLU, residuals and the loss read and write, over the memory's bandwidth
-    weights      FSDP: two gathers in the compute dtype and a reduction in fp32 per micro-step, unless compute hides it
-    offload      copies of activations to the host and back that compute cannot hide
-    optimizer    AdamW over this rank's shards, on the device or on the host; inside backward the host's is hidden
-                 but for the gradient that comes last
-
-Each is a formula of the field (Rajbhandari et al. 2020 for weights); their sum was compared with published steps in
-docs/attention.md.
+`burst plan` shows it, memory=auto compares policies by it, attention=auto methods by its first part, and what
+`burst plan` recommends is what it finds to be faster. Every part is a formula of the field; their sum is compared with
+published steps by `benchmarks.bench_published`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from engine.config.settings import RunConfig
-from engine.planning.memory.cost import LayerCost, PolicyCost
-from engine.planning.methods.preview import AttentionPreview
+from engine.config.settings import MemoryConfig, RunConfig
+from engine.planning.memory.cost import PolicyCost, planned_flops, policy_cost
+from engine.planning.memory.fit import sequence_topology
+from engine.planning.methods.presets import BYTES_OF, resolve_attention
+from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
+from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import Flops, count_parameters, mfu, step_flops
+from engine.planning.time.flops import Flops, count_parameters, mfu
 from engine.planning.time.machine import Machine
 
+GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # that AdamW reads and writes per number
 HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step; `exposed_s` is the part of attention in which it waits for messages.
+class AttentionTime:
+    """Seconds of attention in all layers of one pass over a sequence: of the rank that computes most, and what messages
+    add to it that nothing hides.
+    """
 
-    tokens   of the step, over all ranks
-    mfu      model FLOPs, pairs counted by the mask, over the configured or published peak; None: nobody knows it
+    forward_s: float
+    again_s: float
+    backward_s: float
+    exposed_s: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward_s + self.again_s + self.backward_s + self.exposed_s
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Seconds of one optimizer step by what they are spent on; those that something hides are left out.
+
+    attention_*        plans replayed: kernels and sums of the busiest rank; what messages add is `attention_exposed`
+    matrices           projections and MLP, what a policy computes again too
+    elementwise        norms, RoPE, SwiGLU and residual sums, by the bytes that they read and write
+    loss               LM head and loss: the head's three products, and four passes over its logits
+    weights            FSDP's gathers, two per micro-step
+    gradients          their reduction, and between copies of the model (HSDP) one more
+    tensor_parallel    gathers and scatters of rows inside layers
+    offload            copies of activations and of weights on the host
+    optimizer          AdamW over a rank's shards; on the host inside backward, what backward does not hide
+    """
+
+    attention_forward: float
+    attention_again: float
+    attention_backward: float
+    attention_exposed: float
+    matrices: float
+    elementwise: float
+    loss: float
+    weights: float
+    gradients: float
+    tensor_parallel: float
+    offload: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Their sum."""
+        return math.fsum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step.
+
+    tokens              of the step, over all ranks
+    flops               of the step, over all ranks, pairs as the masks count them
+    peak_flops_per_s    of a device, configured or published; None: nobody knows it
     """
 
     machine: str
-    attention_s: float
-    exposed_s: float
-    matrices_s: float
-    elementwise_s: float
-    weights_s: float
-    offload_s: float
-    optimizer_s: float
+    parts: StepParts
     tokens: int
     world_size: int
-    mfu: float | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by part, which add up to `seconds`."""
-        names = ("attention", "matrices", "elementwise", "weights", "offload", "optimizer")
-        return {name: getattr(self, f"{name}_s") for name in names}
+    flops: Flops
+    peak_flops_per_s: float | None
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return sum(self.parts.values())
+        return self.parts.seconds
 
     @property
     def tokens_per_s_per_device(self) -> float:
         """Throughput as publications give it."""
         return self.tokens / self.seconds / self.world_size
 
+    @property
+    def device_s_per_token(self) -> float:
+        """What a token costs, however many devices work on it."""
+        return self.seconds * self.world_size / self.tokens
+
+    def mfu(self, flops: int) -> float | None:
+        """FLOPs of this step as a share of the peak; those given say which MFU it is."""
+        if self.peak_flops_per_s is None:
+            return None
+        return mfu(flops, step_time_s=self.seconds, devices=self.world_size, peak_flops_per_s=self.peak_flops_per_s)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values; each MFU by the convention of its name, as in `metrics.jsonl`."""
         return {
-            **asdict(self),
+            "machine": self.machine,
             "seconds": self.seconds,
+            "parts": asdict(self.parts),
+            "tokens": self.tokens,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu(self.flops.model),
+            "mfu_full_attention": self.mfu(self.flops.model_full_attention),
+            "hfu": self.mfu(self.flops.hardware),
         }
 
 
-def predict_step(
-    config: RunConfig, world: Topology, preview: AttentionPreview, cost: PolicyCost, flops: Flops
-) -> StepTime:
-    """The step of settled `config` on `world`; `preview` with a machine, `flops` of a step over all ranks."""
-    machine, attention = preview.machine, preview.time_to_dict()
-    assert machine is not None
-    assert attention is not None
-    micro_steps = config.train.grad_accum_steps
-    attention_s = micro_steps * attention["seconds"]
-    forward_s, backward_s = _matrix_seconds(config, world, cost, machine)
-    elementwise_s = _elementwise_bytes(config, world, cost) / machine.elementwise_bytes_per_s
-    compute_s = attention_s + forward_s + backward_s + elementwise_s
-    tokens = _sequences(config) * config.train.seq_len
-    time = StepTime(
-        machine=machine.name,
-        attention_s=attention_s,
-        exposed_s=micro_steps * attention["exposed_s"],
-        matrices_s=forward_s + backward_s,
-        elementwise_s=elementwise_s,
-        weights_s=max(0.0, _weight_seconds(config, world, machine) - compute_s),
-        offload_s=_exposed_copies(cost, machine, forward_s + attention_s / 4, compute_s * 3 / 4),
-        optimizer_s=_exposed_update(config, world, machine, compute_s * 3 / 4),
-        tokens=tokens,
-        world_size=world.size,
-    )
-    peak = config.train.peak_flops_per_device or machine.peak(config.train.compute_dtype).flops_per_s
-    if peak is None:
-        return time
-    return replace(time, mfu=mfu(flops.model, step_time_s=time.seconds, devices=world.size, peak_flops_per_s=peak))
+def predict_step(config: RunConfig, world: Topology, machine: Machine) -> StepTime:
+    """A step of `config`, whose method and policy are settled, on the ranks of `world`."""
+    return _Step(config, world, machine).predict()
 
 
-def plain_step_seconds(config: RunConfig, world: Topology, machine: Machine) -> float:
-    """A step in which nothing is computed again or waited for."""
-    return 3 * _forward_seconds(config, world, machine)
+def attention_time(preview: AttentionPreview) -> AttentionTime:
+    """Of a preview with a machine."""
+    computing = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
+    exposed_s = 0.0
+    for layer in preview.layers:
+        for one in layer.every_pass:
+            assert one.timeline is not None
+            computing[one.direction] += layer.count * one.timeline.busiest_s
+            exposed_s += layer.count * one.timeline.exposed_s
+    return AttentionTime(computing["forward"], computing["recompute"], computing["backward"], exposed_s)
 
 
-def extra_seconds(config: RunConfig, world: Topology, cost: PolicyCost, machine: Machine) -> float:
-    """What a policy adds, without plans: recomputation, copies that compute does not hide, updates on the host."""
-    again_s = cost.linear_flops / world.size / machine.matmul_flops_per_s
-    sequences = config.train.micro_batch_size * config.train.grad_accum_steps
-    busiest = sum(map(_busiest_flops, cost.layers)) * sequences / config.parallel.tp_size
-    again_s += busiest / machine.forward_flops_per_s
-    forward_s = _forward_seconds(config, world, machine)
-    backward_s = 2 * forward_s + again_s
-    on_host = config.memory.optimizer_store == "host"
-    update_s = _exposed_update(config, world, machine, backward_s) if on_host else 0.0
-    return again_s + _exposed_copies(cost, machine, forward_s, backward_s) + update_s
+def replayed_attention(config: RunConfig, group: Topology, machine: Machine) -> AttentionPreview:
+    """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
+    kept, plain = config.memory, MemoryConfig()
+    kind = "attn_out" if kept.activation_checkpoint == "attn_out_every" else kept.activation_checkpoint
+    fraction = kept.kept_fraction if kind == "seq_fraction" or kept.checkpoint_layers else plain.kept_fraction
+    # Of a policy only what is attended again matters here.
+    alike = replace(plain, activation_checkpoint=kind, checkpoint_layers=kept.checkpoint_layers, kept_fraction=fraction)
+    return _replayed(replace(config, memory=alike), group, machine)
 
 
-def _busiest_flops(layer: LayerCost) -> float:
-    return layer.attention_flops * layer.busiest_share
+@lru_cache(maxsize=16)
+def _replayed(config: RunConfig, group: Topology, machine: Machine) -> AttentionPreview:
+    return preview_attention(config, group, machine, timed_ranks(config, group))
 
 
-def _sequences(config: RunConfig) -> int:
-    """Sequences of a step, over all ranks."""
-    parallel, train = config.parallel, config.train
-    groups = parallel.dp_replicate_size * parallel.dp_shard_size
-    return groups * train.micro_batch_size * train.grad_accum_steps
+def timed_ranks(config: RunConfig, group: Topology) -> tuple[int, ...] | None:
+    """Of a large group the ranks that end last: those at an edge between nodes, and the last one. None: as previews do.
 
-
-def _forward_seconds(config: RunConfig, world: Topology, machine: Machine) -> float:
-    """Matrices, and attention with half of all pairs visible: what there is to hide copies behind."""
-    model, seq_len, sequences = config.model, config.train.seq_len, _sequences(config)
-    pairs = model.num_layers * sequences * (seq_len**2 // 2)
-    whole = step_flops(model, seq_len=seq_len, visible_pairs=pairs, sequences=sequences).model / 3
-    matrices = 2 * count_parameters(model).matmul * seq_len * sequences
-    attention = whole - matrices
-    return (matrices / machine.matmul_flops_per_s + attention / machine.forward_flops_per_s) / world.size
-
-
-def _matrix_seconds(config: RunConfig, world: Topology, cost: PolicyCost, machine: Machine) -> tuple[float, float]:
-    """(forward, backward with what is computed again) of one rank."""
-    forward = 2 * count_parameters(config.model).matmul * _sequences(config) * config.train.seq_len
-    rate = machine.matmul_flops_per_s * world.size
-    return forward / rate, (2 * forward + cost.linear_flops) / rate
-
-
-def _elementwise_bytes(config: RunConfig, world: Topology, cost: PolicyCost) -> float:
-    """Read and written by one rank in a step, kernels fused as the engine has them.
-
-    Per layer and token, forward: two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
-    Backward moves twice that, and a policy that computes the layer again once more. Logits: four passes over V.
+    Under other masks than causal and full they need not be the last; plans are short there.
     """
-    model, element = config.model, 2 if config.train.compute_dtype == "bfloat16" else 4
-    rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
-    layer = 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
-    again = sum(one.linear_flops > 0 for one in cost.layers)
-    numbers = (3 * model.num_layers + again) * layer + 4 * model.vocab_size
-    return element * numbers * _sequences(config) * config.train.seq_len / world.size
+    kinds = config.attention.mask_layers or (config.attention.mask,)
+    if group.size <= MOST_RANKS_PLANNED or not {"causal", "full"}.issuperset(kinds):
+        return None
+    edge = group.local_ranks if group.nodes > 1 else 1
+    return tuple(sorted({edge - 1, edge, group.size - 1}))
 
 
-def _weight_seconds(config: RunConfig, world: Topology, machine: Machine) -> float:
-    """FSDP's messages of one rank in a step: all links of a node carry its ranks' rings together."""
-    parallel, train = config.parallel, config.train
-    shards = world.size // parallel.dp_replicate_size // parallel.tp_size
-    if shards == 1:
-        return 0.0
-    element = 2 if train.compute_dtype == "bfloat16" else 4
-    numbers = count_parameters(config.model).total / parallel.tp_size * (shards - 1) / shards
-    rate = machine.intra_bytes_per_s
-    if shards > world.local_ranks // parallel.tp_size:
-        rate = min(rate, machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks))
-    return numbers * (2 * element + 4) * train.grad_accum_steps / rate
+class _Step:
+    """What one rank does in a step; `micro_steps` forward and backward passes, and an update."""
 
+    def __init__(self, config: RunConfig, world: Topology, machine: Machine) -> None:
+        self.config, self.world, self.machine = config, world, machine
+        self.group = sequence_topology(config, world)
+        self.method = resolve_attention(config, self.group)
+        self.cost: PolicyCost = policy_cost(config, self.method)
+        self.micro_steps = config.train.grad_accum_steps
+        self.element = BYTES_OF[config.train.compute_dtype]
+        self.tp_size = config.parallel.tp_size
+        self.tile_tokens = tile_tokens_of(config, self.method)
+        # Tokens of the step that a rank's share of the work is: under tensor parallelism a share of every token's.
+        self.rows = config.train.micro_batch_size * self.micro_steps * config.train.seq_len / self.group.size
+        self.parameters = count_parameters(config.model)
 
-def _exposed_copies(cost: PolicyCost, machine: Machine, forward_s: float, backward_s: float) -> float:
-    """Of the copies to the host during forward, and back during backward, what these do not hide."""
-    one_way_s = cost.moved_bytes / 2 / machine.host_bytes_per_s
-    return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
+    def predict(self) -> StepTime:
+        """Its time."""
+        config, world, machine = self.config, self.world, self.machine
+        attention = attention_time(replayed_attention(config, self.group, machine))
+        times = self.micro_steps
+        matrices_s, again_s = self._matrices()
+        elementwise_s, loss_s = self._elementwise_s(), self._loss_s()
+        # What copies and FSDP's messages hide behind: computing, of which outside attention a third is forward. Where
+        # attention waits for messages, the links are busy.
+        forward_s = times * attention.forward_s + (matrices_s + elementwise_s + loss_s) / 3
+        attention_s = times * (attention.seconds - attention.exposed_s)
+        backward_s = attention_s + matrices_s + again_s + elementwise_s + loss_s - forward_s
+        weights_s, gradients_s = self._fsdp(forward_s, backward_s)
+        parts = StepParts(
+            attention_forward=times * attention.forward_s,
+            attention_again=times * attention.again_s,
+            attention_backward=times * attention.backward_s,
+            attention_exposed=times * attention.exposed_s,
+            matrices=matrices_s + again_s,
+            elementwise=elementwise_s,
+            loss=loss_s,
+            weights=weights_s,
+            gradients=gradients_s,
+            tensor_parallel=self._tensor_parallel_s(),
+            offload=self._exposed_copies(forward_s, backward_s),
+            optimizer=self._update_s(backward_s),
+        )
+        groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+        tokens = groups * config.train.micro_batch_size * times * config.train.seq_len
+        peak = config.train.peak_flops_per_device or machine.peak(config.train.compute_dtype).flops_per_s
+        flops = planned_flops(config, self.method, groups)
+        return StepTime(machine.name, parts, tokens, world.size, flops, peak)
 
+    def _matrices(self) -> tuple[float, float]:
+        """(forward and backward, what is computed again) of the layers' products, each at the rate of its shape."""
+        model, tp_size = self.config.model, self.tp_size
+        query, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        shapes = ((hidden, query), (hidden, kv), (query, hidden), (hidden, 2 * ffn), (ffn, hidden))
+        once = model.num_layers * sum(self._trained_s(*shape) for shape in shapes)
+        trained = 6 * self.parameters.layer_matmuls * self.rows / tp_size
+        return once, once * self.cost.linear_flops / self.world.size / trained
 
-def _exposed_update(config: RunConfig, world: Topology, machine: Machine, backward_s: float) -> float:
-    """Of the update, what a backward pass of `backward_s` does not hide: inside it the host's is hidden, but for that
-    of the embedding, whose gradient is complete at its end.
-    """
-    update_s, memory = _update_seconds(config, world, machine), config.memory
-    if memory.optimizer_store != "host" or not memory.optimizer_in_backward:
-        return update_s
-    last = config.model.vocab_size * config.model.hidden_size / count_parameters(config.model).total
-    return max(last * update_s, update_s - backward_s)
+    def _trained_s(self, inputs: int, outputs: int) -> float:
+        """Three products with a matrix: forward, and the gradients of both its operands."""
+        tokens = self.tile_tokens or self.rows / self.micro_steps
+        side = min(tokens, inputs, outputs / self.tp_size)
+        return 6 * inputs * outputs * self.rows / self.tp_size / self.machine.product_flops_per_s(side)
 
+    def _elementwise_s(self) -> float:
+        """Kernels fused as the engine has them.
 
-def _update_seconds(config: RunConfig, world: Topology, machine: Machine) -> float:
-    """AdamW over the shards of one rank."""
-    numbers = count_parameters(config.model).total / (world.size // config.parallel.dp_replicate_size)
-    on_host = config.memory.optimizer_store == "host"
-    return (
-        numbers * UPDATE_BYTES / (HOST_BYTES_PER_S / world.local_ranks if on_host else machine.elementwise_bytes_per_s)
-    )
+        Per layer and token, forward: two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU
+        (3 f). Backward moves twice that, and a policy that computes the layer again once more.
+        """
+        model = self.config.model
+        rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
+        layer = 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
+        again = sum(one.linear_flops > 0 for one in self.cost.layers)
+        numbers = (3 * model.num_layers + again) * layer * self.rows / self.tp_size
+        return self.element * numbers / self.machine.elementwise_bytes_per_s
+
+    def _loss_s(self) -> float:
+        model = self.config.model
+        logits = model.vocab_size * self.rows / self.tp_size
+        passes_s = 4 * self.element * logits / self.machine.elementwise_bytes_per_s
+        return self._trained_s(model.hidden_size, model.vocab_size) + passes_s
+
+    def _fsdp(self, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """(gathers, reductions) that compute does not hide.
+
+        A layer's weights are gathered while the layer before it works, and its gradients reduced while the next one
+        does: nothing hides the first gather and the last reduction, which are the embedding's. Between copies of the
+        model gradients are summed once more, behind backward too.
+        """
+        config, times = self.config, self.micro_steps
+        shards = config.parallel.dp_shard_size * self.group.size
+        gather_s = self.element * self._ring_s(shards)
+        reduce_s = GRADIENT_BYTES * self._ring_s(shards)
+        reduce_s += 2 * GRADIENT_BYTES / shards * self._ring_s(config.parallel.dp_replicate_size, apart=shards)
+        embedding = self.config.model.vocab_size * self.config.model.hidden_size / self.parameters.total
+        # Reductions come first in backward's queue, for the optimizer waits for them.
+        hidden = max(0.0, backward_s - times * reduce_s)
+        weights_s = max(embedding * gather_s, times * gather_s - forward_s) + max(0.0, times * gather_s - hidden)
+        return weights_s, max(embedding * reduce_s, times * reduce_s - backward_s)
+
+    def _ring_s(self, ranks: int, apart: int = 1) -> float:
+        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`.
+
+        Rings that leave a node share its links to others; all links of a node carry one that all its ranks are in.
+        """
+        world, machine = self.world, self.machine
+        if ranks == 1:
+            return 0.0
+        rate = machine.intra_bytes_per_s
+        if ranks * apart * self.tp_size > world.local_ranks:
+            of_node = machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks)
+            rings = min(world.local_ranks, apart * self.tp_size)
+            rate = min(rate, of_node / rings)
+        return self.parameters.total / self.tp_size * (ranks - 1) / ranks / rate
+
+    def _tensor_parallel_s(self) -> float:
+        """Two gathers and two scatters of a layer's rows in every pass, which nothing hides."""
+        model, again = self.config.model, sum(one.linear_flops > 0 for one in self.cost.layers)
+        row = self.element * model.hidden_size * (self.tp_size - 1) / self.tp_size
+        return 4 * (2 * model.num_layers + again) * row * self.rows / self.machine.intra_bytes_per_s
+
+    def _exposed_copies(self, forward_s: float, backward_s: float) -> float:
+        """Of the copies to the host during forward, and back during backward, what these do not hide."""
+        one_way_s = self.cost.moved_bytes / 2 / self.machine.host_bytes_per_s
+        return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
+
+    def _update_s(self, backward_s: float) -> float:
+        """AdamW over the shards of one rank. On the host inside backward it is hidden, but for that of the embedding,
+        whose gradient is complete at its end.
+        """
+        config, memory = self.config, self.config.memory
+        numbers = self.parameters.total / (self.world.size // config.parallel.dp_replicate_size)
+        if memory.optimizer_store != "host":
+            return numbers * UPDATE_BYTES / self.machine.update_bytes_per_s
+        update_s = numbers * UPDATE_BYTES / (HOST_BYTES_PER_S / self.world.local_ranks)
+        if not memory.optimizer_in_backward:
+            return update_s
+        last = config.model.vocab_size * config.model.hidden_size / self.parameters.total
+        return max(last * update_s, update_s - backward_s)

@@ -20,6 +20,7 @@ from engine.planning.methods.auto import (
 from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_machine
+from engine.planning.time.step_time import timed_ranks
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),
@@ -78,7 +79,8 @@ def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_plann
     choice = settle_auto(config, topology, machine)
     assert len(choice.candidates) == FINALISTS
     for candidate in choice.candidates:
-        time = preview_attention(replace(config, attention=candidate.attention), topology, machine).time_to_dict()
+        planned = replace(config, attention=candidate.attention)
+        time = preview_attention(planned, topology, machine, timed_ranks(planned, topology)).time_to_dict()
         assert time is not None
         assert candidate.seconds == time["seconds"]
 

@@ -46,6 +46,7 @@ SLOW = Machine(
     kernel_block_rows=0,
     tile_overhead_s=0.0,
     elementwise_bytes_per_s=math.inf,
+    update_bytes_per_s=math.inf,
     intra_bytes_per_s=8.0,
     intra_latency_s=0.5,
     inter_bytes_per_s=2.0,
