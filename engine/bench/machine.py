@@ -36,8 +36,6 @@ from engine.model.parallelize import build_model
 from engine.model.rope import rope_table
 from engine.parallel.mesh import build_mesh
 from engine.planning.memory.capacity import find_hardware
-from engine.planning.memory.cost import planned_flops, policy_cost
-from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters
@@ -313,9 +311,7 @@ def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) ->
     tokens = np.zeros((1, config.train.seq_len), dtype=np.int64)
     batch = Batch(tokens, tokens, (np.zeros(1, dtype=np.int64),))
     world = Topology(config.cluster.topology_nodes or 1, step.mesh.topology.local_ranks)
-    preview = preview_attention(config, world, machine)
-    cost, flops = policy_cost(config, preview.method), planned_flops(config, preview.method, 1)
-    return watch.seconds(lambda: step(0, [batch])) - predict_step(config, world, preview, cost, flops).seconds
+    return watch.seconds(lambda: step(0, [batch])) - predict_step(config, world, machine).seconds
 
 
 def _update(watch: Stopwatch, cell: MachineCell) -> float:

@@ -19,6 +19,7 @@ from engine.planning.methods.presets import BYTES_OF, resolve_attention
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
+from engine.planning.time.costs import LOSS_PASSES, layer_numbers
 from engine.planning.time.flops import Flops, count_parameters, mfu
 from engine.planning.time.machine import Machine
 
@@ -57,6 +58,7 @@ class StepParts:
     tensor_parallel    gathers and scatters of rows inside layers
     offload            copies of activations and of weights on the host
     optimizer          AdamW over a rank's shards; on the host inside backward, what backward does not hide
+    overhead           of the host, per layer and step, beside starting kernels that a GPU is busy with
     """
 
     attention_forward: float
@@ -71,6 +73,7 @@ class StepParts:
     tensor_parallel: float
     offload: float
     optimizer: float
+    overhead: float
 
     @property
     def seconds(self) -> float:
@@ -215,6 +218,7 @@ class _Step:
             tensor_parallel=self._tensor_parallel_s(),
             offload=self._exposed_copies(forward_s, backward_s),
             optimizer=self._update_s(backward_s),
+            overhead=self._overhead_s(forward_s + backward_s),
         )
         groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
         tokens = groups * config.train.micro_batch_size * times * config.train.seq_len
@@ -239,23 +243,21 @@ class _Step:
         return 6 * inputs * outputs * self.rows / self.tp_size / self.machine.product_flops_per_s(side)
 
     def _elementwise_s(self) -> float:
-        """Kernels fused as the engine has them.
-
-        Per layer and token, forward: two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU
-        (3 f). Backward moves twice that, and a policy that computes the layer again once more.
-        """
+        """Forward, backward with twice the numbers, and once more where a policy computes the layer again."""
         model = self.config.model
-        rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
-        layer = 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
         again = sum(one.linear_flops > 0 for one in self.cost.layers)
-        numbers = (3 * model.num_layers + again) * layer * self.rows / self.tp_size
-        return self.element * numbers / self.machine.elementwise_bytes_per_s
+        return self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
 
     def _loss_s(self) -> float:
         model = self.config.model
-        logits = model.vocab_size * self.rows / self.tp_size
-        passes_s = 4 * self.element * logits / self.machine.elementwise_bytes_per_s
-        return self._trained_s(model.hidden_size, model.vocab_size) + passes_s
+        logits = LOSS_PASSES * model.vocab_size
+        return self._trained_s(model.hidden_size, model.vocab_size) + self._moved_s(logits, model.vocab_size)
+
+    def _moved_s(self, numbers: int, width: int) -> float:
+        """So many numbers of every row, in operands of `width` numbers a row."""
+        rows = self.rows / self.tp_size
+        operand_bytes = self.element * width * (self.tile_tokens or rows / self.micro_steps)
+        return self.element * numbers * rows / self.machine.moved_bytes_per_s(operand_bytes)
 
     def _fsdp(self, forward_s: float, backward_s: float) -> tuple[float, float]:
         """(gathers, reductions) that compute does not hide.
@@ -314,3 +316,8 @@ class _Step:
             return update_s
         last = config.model.vocab_size * config.model.hidden_size / self.parameters.total
         return max(last * update_s, update_s - backward_s)
+
+    def _overhead_s(self, compute_s: float) -> float:
+        machine, layers = self.machine, self.config.model.num_layers * self.micro_steps
+        overhead_s = machine.step_overhead_s + layers * machine.layer_overhead_s
+        return overhead_s if machine.is_cpu else max(0.0, overhead_s - compute_s)
