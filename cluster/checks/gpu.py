@@ -9,6 +9,7 @@ from typing import ClassVar
 from cluster.checks.check import Check
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.gpu_busy import AGAIN, check_busy
+from cluster.checks.gpu_dcgm import DCGM_DIAG, DCGM_HEALTH, check_dcgm_diag, check_dcgm_health, dcgm_traits
 from cluster.checks.gpu_kernel import check_sxid, check_xid
 from cluster.checks.gpu_links import (
     FABRIC_MANAGER,
@@ -358,7 +359,7 @@ class GpuGroup(CheckGroup):
     healthy, is it fast, is it free?"""
 
     name = "gpu"
-    questions = (LSPCI, SMI, NVLINK, FABRIC_MANAGER, AGAIN, KERNEL_LOG)
+    questions = (LSPCI, SMI, NVLINK, FABRIC_MANAGER, AGAIN, DCGM_HEALTH, DCGM_DIAG, KERNEL_LOG)
     checks: ClassVar[Mapping[str, Judge]] = {
         "gpu.nvidia_smi": check_nvidia_smi,
         "gpu.lost": check_lost,
@@ -379,6 +380,8 @@ class GpuGroup(CheckGroup):
         "gpu.power_limit": check_power_limit,
         "gpu.clocks": check_clocks,
         "gpu.mig": check_mig,
+        "gpu.dcgm_health": check_dcgm_health,
+        "gpu.dcgm_diag": check_dcgm_diag,
         "gpu.busy": check_busy,
         "gpu.cuda_smoke": check_cuda_smoke,
     }
@@ -404,12 +407,12 @@ class GpuGroup(CheckGroup):
         view = GpuView.of(probe, ClusterConfig())
         if view.has_no_gpus:
             return {"gpu.count": "0"} if config.expected.gpus is None else {}
-        if not isinstance(view.smi, SmiLog) or not view.gpus:
-            return {}
-        driver = view.smi.look("driver_version")
-        values = {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
-        values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": nvlink_trait(view)}
-        values["gpu.driver"] = driver if isinstance(driver, str) else None
+        values = dict(dcgm_traits(probe))
+        if isinstance(view.smi, SmiLog) and view.gpus:
+            driver = view.smi.look("driver_version")
+            values |= {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
+            values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": nvlink_trait(view)}
+            values["gpu.driver"] = driver if isinstance(driver, str) else None
         expected = config.expected
         said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model, "gpu.driver": expected.driver}
         return {name: told for name, told in sorted(values.items()) if told is not None and said.get(name) is None}

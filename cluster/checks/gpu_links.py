@@ -25,6 +25,8 @@ NVLINKS_OF_MODEL = {
     "NVIDIA B200": 18,
 }
 _RESEAT = "drain the node and power it off and on; if it comes back, reseat or replace the board"
+# What nvidia-smi says of a fabric in which nothing is wrong, whatever is asked.
+_SOUND_FABRIC = ("Healthy", "Full", "False", "None")
 _PCIE = "pci/pci_gpu_link_info"
 _TITLE = re.compile(r"GPU (\d{1,3}): .*")
 _LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)
@@ -172,10 +174,23 @@ def _judge_fabric(gpu: Gpu, check: Check) -> Finding | None:
     if isinstance(state, Gap):
         raise GapError(Gap.NOT_SUPPORTED)
     if state == "Completed" and status in ("Success", Gap.MISSING):
-        return None
+        return _judge_fabric_health(gpu, check)
     text = f"fabric state {state}" + ("" if isinstance(status, Gap) else f", {status}")
     remedy = "`systemctl restart nvidia-fabricmanager` while no program uses a GPU; see /var/log/fabricmanager.log"
     return check.expecting("Completed, Success").fail(text, remedy)
+
+
+def _judge_fabric_health(gpu: Gpu, check: Check) -> Finding | None:
+    """What newer drivers know of the GPU's links into the fabric."""
+    fields = ("summary", "bandwidth", "route_unhealthy", "route_recovery_in_progress", "incorrect_configuration")
+    told = {name: gpu.look(f"fabric/health/{name}") for name in fields}
+    if Gap.UNREADABLE in told.values():
+        raise GapError(Gap.UNREADABLE)
+    odd = {name: word for name, word in told.items() if isinstance(word, str) and word not in _SOUND_FABRIC}
+    if not odd:
+        return None
+    text = ", ".join(f"{name.replace('_', ' ')}: {word}" for name, word in odd.items())
+    return check.expecting("a sound fabric").fail(f"NVLink fabric: {text}", f"see gpu.nvlink and gpu.xid; {_RESEAT}")
 
 
 def _judge_manager(check: Check, view: GpuView, switches: tuple[NvidiaDevice, ...]) -> Finding:

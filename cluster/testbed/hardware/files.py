@@ -6,6 +6,7 @@ BURST_PROBE_ROOT goes before /sys, /proc, /etc and /dev in all that a probe read
 from __future__ import annotations
 
 import functools
+import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -89,6 +90,7 @@ def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] =
         _add_adapter(adapter, number, texts, links)
     return {
         "bin/nvidia-smi": FakeFile(_nvidia_smi(hardware), 0o755),
+        "bin/dcgmi": FakeFile(_dcgmi(hardware), 0o755),
         **{f"root/{path}": FakeFile(text) for path, text in texts.items()},
         **{f"root/{path}": FakeFile(link_to=_relative(target, path)) for path, target in links.items()},
     }
@@ -122,6 +124,38 @@ def _nvidia_smi(hardware: Hardware) -> str:
         lost=next((gpu for gpu in hardware.gpus if gpu.is_lost), None),
         flags=hardware.flags,
         throttle_reasons=_THROTTLE_REASONS,
+    )
+
+
+def _dcgmi(hardware: Hardware) -> str:
+    """Stands in for dcgmi: its health monitor and its diagnostic of level 1, in the form of DCGM 4."""
+    if "no_dcgm" in hardware.flags:
+        return "#!/bin/sh\n# A real tool further down in PATH must not answer for this one.\nexit 127\n"
+    sick = [index for index, gpu in enumerate(hardware.gpus) if gpu.is_sick or gpu.is_lost]
+    said = "Detected more than 8 PCIe replays per minute"
+    system = {"value": "Warning", "overflow": [said]}
+    gpus = {str(at): {"value": "Warning", "children": {"Errors": {"children": {"PCIe system": system}}}} for at in sick}
+    body = {
+        "Overall Health": {"value": "Warning" if sick else "Healthy"},
+        **({"GPU": {"children": gpus}} if sick else {}),
+    }
+    report = {"header": ["Health Monitor Report"], "body": body}
+    results = [
+        {"entity_group": "GPU", "entity_id": index, "status": "Fail", "warnings": [{"error_id": 1, "warning": said}]}
+        if index in sick
+        else {"entity_group": "GPU", "entity_id": index, "status": "Pass"}
+        for index in range(len(hardware.gpus))
+    ]
+    tests = [{"name": "software", "results": results, "test_summary": {"status": "Fail" if sick else "Pass"}}]
+    diag = {
+        "DCGM Diagnostic": {"test_categories": [{"category": "Deployment", "tests": tests}]},
+        "metadata": {"Driver Version Detected": hardware.driver, "version": "4.2.3"},
+    }
+    return (
+        "#!/bin/sh\n# Stands in for dcgmi on a rehearsal node.\ncase $* in\n"
+        f"    'health -c -j') cat <<'END' ;;\n{json.dumps(report, indent=1)}\n"
+        f"END\n    'diag -r 1 -j') cat <<'END' && exit {226 if sick else 0} ;;\n{json.dumps(diag, indent=1)}\nEND\n"
+        "esac\n"
     )
 
 

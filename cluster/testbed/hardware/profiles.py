@@ -75,7 +75,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and its state. width: PCIe lanes. inactive_link: an NVLink that is down. xid: of the kernel log."""
+    """One GPU and its state. width: PCIe lanes. inactive_link: an NVLink that is down. xid: of the kernel log.
+    is_sick: DCGM says so."""
 
     address: str
     path: tuple[str, ...]
@@ -91,6 +92,7 @@ class Gpu:
     is_lost: bool = False
     is_listed: bool = True
     xid: str | None = None
+    is_sick: bool = False
 
 
 @dataclass(frozen=True)

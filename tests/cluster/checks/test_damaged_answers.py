@@ -58,6 +58,8 @@ GPU = {
     "gpu.again": {"gpu.busy"},
     "kernel.log": {"gpu.xid", "gpu.sxid"},
     "gpu.fabric_manager": {"gpu.fabric_manager"},
+    "gpu.dcgm_health": {"gpu.dcgm_health"},
+    "gpu.dcgm_diag": {"gpu.dcgm_diag"},
 }
 # Where other traits of the node than its checks' are lost.
 TRAITS: Mapping[str, Set[str]] = {
@@ -155,9 +157,13 @@ def test_a_damaged_section_leaves_no_ok_behind_and_the_others_as_they_were(name:
     }
     left = healthy - one.rests_on[section]
     assert {damage: one.ok(probe) for damage, probe in probes.items()} == dict.fromkeys(DAMAGES, left)
-    lost = TRAITS.get(section, one.rests_on[section])
-    traits = {trait: value for trait, value in one.traits(one.probe).items() if trait not in lost}
-    assert {damage: one.traits(probe) for damage, probe in probes.items()} == dict.fromkeys(DAMAGES, traits)
+    lost, traits = TRAITS.get(section, one.rests_on[section]), one.traits(one.probe)
+    for damage, probe in probes.items():
+        told = one.traits(probe)
+        assert {trait for trait in lost & told.keys() if told[trait] == traits[trait]} == set(), damage
+        assert {trait: value for trait, value in told.items() if trait not in lost} == {
+            trait: value for trait, value in traits.items() if trait not in lost
+        }, damage
 
 
 @pytest.mark.parametrize(

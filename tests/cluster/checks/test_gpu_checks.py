@@ -319,6 +319,8 @@ def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() ->
     assert traits == {
         "gpu.clocks": "1980/2619 MHz",
         "gpu.count": "8",
+        "gpu.dcgm_diag": "4.2.3",
+        "gpu.dcgm_health": "watches are on",
         "gpu.driver": "550.127.05",
         "gpu.ecc_mode": "Enabled",
         "gpu.mig": "Disabled",

@@ -90,7 +90,7 @@ def test_another_driver_is_a_trait_and_fails_where_one_is_expected(tmp_path: Pat
 
 def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Path) -> None:
     findings = check(rehearse(tmp_path, "h100x8", "gpu_lost:3"))
-    assert bad(findings, FAIL) == {("gpu.lost", "GPU 3", FAIL), ("gpu.xid", "GPU 3", FAIL)}
+    assert bad(findings, FAIL) == {(f"gpu.{name}", "GPU 3", FAIL) for name in ("lost", "xid", "dcgm_diag")}
     assert {found.check for found in findings if found.severity is OK} == {"gpu.sxid"}
 
 
@@ -104,8 +104,9 @@ def test_a_nvidia_smi_that_does_not_answer_fails_and_leaves_all_else_unknown(
     findings = check(rehearse(tmp_path, "h100x8", fault, limit_s=1 if fault == "smi_hangs" else 30))
     assert bad(findings, FAIL) == {("gpu.nvidia_smi", None, FAIL)}
     assert only(findings, "gpu.nvidia_smi").observed == f"nvidia-smi: {words}"
-    assert {found.check for found in findings if found.severity is OK} == {"gpu.xid", "gpu.sxid"}
-    assert len(bad(findings, UNKNOWN)) == len({found.check for found in findings} - BLIND) + 1
+    others = {"gpu.xid", "gpu.sxid", *(("gpu.dcgm_health", "gpu.dcgm_diag") if fault != "smi_hangs" else ())}
+    assert {found.check for found in findings if found.severity is OK} == others
+    assert len(bad(findings, UNKNOWN)) == len({found.check for found in findings} - BLIND - others) + 1
 
 
 def test_a_hanging_nvidia_smi_is_asked_once_and_does_not_outlive_the_probe(tmp_path: Path) -> None:
@@ -285,8 +286,9 @@ def test_every_fault_of_gpus_is_tried() -> None:
     tried = {fault.partition(":")[0] for fault, *_ in ONE_FAULT}
     tried |= {"ghost", "driver", "gpu_lost", "smi_truncated", "smi_missing", "smi_hangs"}
     assert tried <= set(FAULTS)
-    # test_fabric_probe.py tries the others.
-    assert {name for name in set(FAULTS) - tried if FAULTS[name].about != "DEV"} == {"roce", "no_peermem"}
+    # test_fabric_probe.py and test_gpu_dcgm.py try the others.
+    others = {"roce", "no_peermem", "dcgm", "no_dcgm"}
+    assert {name for name in set(FAULTS) - tried if FAULTS[name].about != "DEV"} == others
 
 
 @pytest.mark.parametrize(

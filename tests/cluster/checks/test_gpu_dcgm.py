@@ -1,0 +1,197 @@
+"""What dcgmi says, in the forms of DCGM 3 and 4, and what becomes of it; damaged answers: test_damaged_answers.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_rehearsal import bad, check, healthy, only, rehearse, with_section, with_text
+
+from cluster.checks.finding import Finding, Verdict
+from cluster.checks.gpu import GROUP
+from cluster.checks.profile import merge_compared, profile_findings
+from cluster.survey.section import NodeProbe, SectionState
+from engine.config.cluster import ClusterConfig
+
+OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
+DIAG, HEALTH = "gpu.dcgm_diag", "gpu.dcgm_health"
+ALL = "0,1,2,3,4,5,6,7"
+UNREAD = "`dcgmi diag -r 1 -j` cannot be read: "
+NO_ENGINE = "Error: unable to establish a connection to the specified host: localhost"
+PERSISTENCE = 'Persistence mode for GPU 0 is disabled. Enable it by running "nvidia-smi -i <gpuId> -pm 1 " as root.'
+
+
+def dcgm3(*tests: dict[str, Any] | None) -> str:
+    """As DCGM 3 prints it: a warning before the document, empty entries between tests."""
+    categories = [{"category": "Deployment", "tests": [one for test in tests for one in (test, None)][:-1]}]
+    return (
+        f"WARNING: not the same build\n{json.dumps({'DCGM GPU Diagnostic': {'test_categories': categories}}, indent=1)}"
+    )
+
+
+def dcgm4(*results: dict[str, Any]) -> str:
+    tests = [{"name": "software", "results": list(results), "test_summary": {"status": "Fail"}}]
+    document = {
+        "DCGM Diagnostic": {"test_categories": [{"category": "Deployment", "tests": tests}]},
+        "entity_groups": [{"entity_group": "GPU", "entities": [{"entity_id": 0, "serial_num": "<<<NOT_SUPPORTED>>>"}]}],
+        "metadata": {"Driver Version Detected": "580.82.09", "version": "4.2.3"},
+    }
+    return json.dumps(document, indent="\t")
+
+
+def test3(name: str, status: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "results": [{"gpu_ids": ALL, "status": status, **more}]}
+
+
+test3.__test__ = False  # type: ignore[attr-defined]
+
+
+def entity(number: int, status: str, *warnings: str) -> dict[str, Any]:
+    told = [{"error_category": 8, "error_id": 29, "error_severity": 5, "warning": text} for text in warnings]
+    return {"entity_group": "GPU", "entity_id": number, "status": status, **({"warnings": told} if told else {})}
+
+
+def diagnosed(text: str, code: int = 0) -> list[Finding]:
+    probe = with_section(healthy(), DIAG, output=text, exit_code=code)
+    return [finding for finding in check(probe) if finding.check == DIAG]
+
+
+PASSED = (test3("Denylist", "PASS"), test3("NVML Library", "PASS"), test3("Inforom", "SKIP"))
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "expected"),
+    [
+        (dcgm3(*PASSED), 0, [(OK, None, "2 tests of DCGM of unknown version passed")]),
+        (dcgm4(entity(0, "Pass"), entity(1, "Pass")), 0, [(OK, None, "1 tests of DCGM 4.2.3 passed")]),
+        (
+            dcgm4(entity(0, "Pass"), entity(1, "Fail", "Row remap failed")),
+            226,
+            [(FAIL, "GPU 1", "software: Row remap failed")],
+        ),
+        (dcgm3(*PASSED, test3("PCIe", "Fail", warnings="slow")), 226, [(FAIL, f"GPU {ALL}", "PCIe: slow")]),
+        (dcgm3(*PASSED, {"name": "PCIe", "results": [{"status": "Fail"}]}), 226, [(FAIL, "all GPUs", "PCIe")]),
+        (dcgm3(*PASSED, test3("PCIe", "WARN")), 0, [(WARN, f"GPU {ALL}", "PCIe")]),
+        # Slow to start, which a rank does once.
+        (dcgm4(entity(0, "Fail", PERSISTENCE)), 226, [(WARN, "GPU 0", f"software: {PERSISTENCE}")]),
+        (dcgm4(entity(0, "Fail", PERSISTENCE, "SRAM")), 226, [(FAIL, "GPU 0", f"software: {PERSISTENCE}; SRAM")]),
+        (dcgm3(test3("Persistence Mode", "Fail")), 226, [(WARN, f"GPU {ALL}", "Persistence Mode")]),
+        # Not one of these is good news.
+        (dcgm3(*PASSED, test3("Inforom", "Not Run")), 0, [(UNKNOWN, f"GPU {ALL}", "Inforom: status 'Not Run'")]),
+        (dcgm3(*PASSED), 226, [(UNKNOWN, None, f"{UNREAD}2 tests passed, exit code 226")]),
+        (dcgm3(PASSED[2]), 0, [(UNKNOWN, None, f"{UNREAD}0 tests passed, exit code 0")]),
+        (dcgm3(*PASSED) * 2, 0, [(UNKNOWN, None, f"{UNREAD}more than one answer")]),
+        ('{"DCGM Diagnostic": {"Error": "no GPU"}}', 1, [(UNKNOWN, None, f"{UNREAD}KeyError: 'test_categories'")]),
+        (NO_ENGINE, 255, [(UNKNOWN, None, f"{UNREAD}gpu.dcgm_diag: exit code 255")]),
+        ("sh: dcgmi: not found", 127, [(SKIP, None, "dcgmi is not installed")]),
+    ],
+)
+def test_a_diagnostic_passes_fails_or_is_not_known(
+    text: str, code: int, expected: list[tuple[Verdict, str | None, str]]
+) -> None:
+    found = diagnosed(text, code)
+    assert [(finding.severity, finding.device, finding.observed) for finding in found] == expected
+    assert all(finding.remedy for finding in found if finding.severity not in (OK, SKIP))
+
+
+def report(overall: str, **body: Any) -> str:
+    return json.dumps({"body": {"Overall Health": {"value": overall}, **body}, "header": ["Health Monitor Report"]})
+
+
+REPLAYS = {"value": "Warning", "overflow": ["Detected 12 PCIe replays,", "more than 8 per minute"]}
+SICK = {"children": {"3": {"value": "Warning", "children": {"Errors": {"children": {"PCIe system": REPLAYS}}}}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "severity", "observed"),
+    [
+        (report("Healthy"), 0, OK, "Healthy, says DCGM"),
+        (
+            report("Warning", GPU=SICK),
+            0,
+            WARN,
+            "Warning, says DCGM: GPU 3 PCIe system Warning: Detected 12 PCIe replays,; "
+            "GPU 3 PCIe system Warning: more than 8 per minute",
+        ),
+        (report("Failure"), 0, FAIL, "Failure, says DCGM: "),
+        (report("Healthy", GPU=SICK), 0, UNKNOWN, "Healthy, says DCGM: GPU 3"),  # it says two things
+        (report("Internal error"), 0, UNKNOWN, "overall health 'Internal error'"),
+        (report("Healthy"), 1, UNKNOWN, "exit code 1"),
+        ("{}", 0, UNKNOWN, "no overall health"),
+        ("Error: Health watches not enabled. Please enable watches. ", 255, SKIP, "DCGM watches nothing here"),
+        ("Error: Unable to check health watches. Return: Host engine is not running", 255, UNKNOWN, "exit code 255"),
+        ("", 127, SKIP, "dcgmi is not installed"),
+    ],
+)
+def test_the_health_monitor_is_believed_as_far_as_it_is_read(
+    text: str, code: int, severity: Verdict, observed: str
+) -> None:
+    found = only(check(with_section(healthy(), HEALTH, output=text, exit_code=code)), HEALTH)
+    assert found.severity is severity
+    assert observed in found.observed
+
+
+def test_a_dcgmi_that_hangs_leaves_its_two_checks_unknown_and_no_other() -> None:
+    probe = healthy()
+    for name in (DIAG, HEALTH):
+        probe = with_section(probe, name, output="", exit_code=None, state=SectionState.TIMED_OUT)
+    assert bad(check(probe)) == {(DIAG, None, UNKNOWN), (HEALTH, None, UNKNOWN)}
+
+
+def compared(probes: dict[str, NodeProbe]) -> set[tuple[str, str, Verdict]]:
+    traits = {name: GROUP.traits(probe, ClusterConfig()) for name, probe in probes.items()}
+    told = profile_findings(traits)
+    merged = {
+        name: merge_compared(check(probe), [finding for finding in told if finding.node == name])
+        for name, probe in probes.items()
+    }
+    return {
+        (name, found.check, found.severity) for name, all_ in merged.items() for found in all_ if "dcgm" in found.check
+    }
+
+
+def test_the_node_without_dcgm_or_with_another_one_is_named_among_those_that_have_it() -> None:
+    old = healthy().section(DIAG).output.replace("4.2.3", "3.3.9")
+    found = compared(
+        {
+            **{name: healthy() for name in "abc"},
+            "none": with_section(with_section(healthy(), DIAG, output="", exit_code=127), HEALTH, exit_code=127),
+            "old": with_section(healthy(), DIAG, output=old),
+        }
+    )
+    fine = {(name, check, OK) for name in "abc" for check in (DIAG, HEALTH)}
+    none = {("none", check, severity) for check in (DIAG, HEALTH) for severity in (SKIP, WARN)}
+    assert found == {*fine, *none, ("old", DIAG, WARN), ("old", HEALTH, OK)}
+
+
+def test_nodes_none_of_which_has_it_are_not_blamed() -> None:
+    without = with_section(with_section(healthy(), DIAG, output="", exit_code=127), HEALTH, exit_code=127)
+    assert {severity for *_, severity in compared({"a": without, "b": without})} == {SKIP}
+
+
+def test_a_sick_gpu_of_a_rehearsal_node_is_told_by_both(tmp_path: Path) -> None:
+    assert bad(check(rehearse(tmp_path, "h200x8", "dcgm:6"))) == {(DIAG, "GPU 6", FAIL), (HEALTH, None, WARN)}
+
+
+def test_a_rehearsal_node_may_lack_it(tmp_path: Path) -> None:
+    found = check(rehearse(tmp_path, "h100x8", "no_dcgm"))
+    assert {one.check for one in found if one.severity is SKIP} >= {DIAG, HEALTH}
+
+
+@pytest.mark.parametrize(
+    ("health", "severity"),
+    [
+        ("<summary>Healthy</summary><bandwidth>Full</bandwidth><route_unhealthy>False</route_unhealthy>", OK),
+        ("<summary>N/A</summary><incorrect_configuration>None</incorrect_configuration>", OK),
+        ("<summary>Unhealthy</summary>", FAIL),
+        ("<summary>Healthy</summary><bandwidth>Degraded</bandwidth>", FAIL),
+        ("<route_unhealthy>True</route_unhealthy>", FAIL),
+        ("<route_recovery_in_progress>True</route_recovery_in_progress>", FAIL),
+        ("<summary>Unknown Error</summary>", UNKNOWN),
+    ],
+)
+def test_what_the_driver_knows_of_the_nvlink_fabric_counts(health: str, severity: Verdict) -> None:
+    probe = with_text(healthy(), "gpu.smi", "</fabric>", f"<health>{health}</health></fabric>")
+    assert [one.severity for one in check(probe) if one.check == "gpu.fabric_manager"] == [severity]
