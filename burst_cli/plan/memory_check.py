@@ -16,6 +16,7 @@ from engine.planning.memory.fit import predicted_fit, sequence_topology
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import machine_of, settle_auto
 from engine.planning.methods.topology import Topology
+from engine.planning.time.step_time import StepTime, predict_step
 from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
 
@@ -51,6 +52,14 @@ class MemoryPlanner:
         """Raises RunError when it cannot be made."""
         return (self.predictor or shared_predictor().predict)(config, world)
 
+    def predict_time(self, config: RunConfig) -> StepTime | None:
+        """A step on the configured or detected machine; None where it is not known, or the step cannot be planned."""
+        try:
+            machine = machine_of(config, self.capacity(config).device_name)
+            return predict_step(config, world_of(config), machine.shared_by(config.cluster.ranks_per_node or 1))
+        except ConfigError:
+            return None
+
     def advice(self, config: RunConfig, capacity: Capacity, place: Place) -> str:
         """Changes with which the run is known to fit, or else the settings that need less."""
         found = advice_for(config, world_of(config), capacity, self.predict)
@@ -61,7 +70,7 @@ class MemoryPlanner:
 class MemoryCheck:
     """A run's need beside what there is; None: not known. `problems` is empty when it fits.
 
-    need: of one rank. choice: under memory=auto.
+    need: of one rank. choice: under memory=auto. step: how long one takes.
     """
 
     config: RunConfig
@@ -70,6 +79,7 @@ class MemoryCheck:
     choice: MemoryChoice | None = None
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    step: StepTime | None = None
 
     @property
     def summary(self) -> str:
@@ -96,6 +106,7 @@ class MemoryCheck:
             "fits": None if capacity is None or need is None else not self.problems,
             "problems": list(self.problems),
             "warnings": list(self.warnings),
+            "step_time": self.step and self.step.to_dict(),
             "policy": self.config.memory.activation_checkpoint,
             "policy_reason": None if choice is None else choice.reason,
             "candidates": [] if choice is None else [candidate.to_dict() for candidate in choice.candidates],
@@ -114,7 +125,7 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
         check = replace(check, problems=tuple(_problems(check.config, check.need, check.capacity, planner)))
     if check.problems and not force:
         raise ConfigError([f"{problem} To start it all the same, add --force." for problem in check.problems])
-    return check
+    return replace(check, step=planner.predict_time(check.config))
 
 
 def world_of(config: RunConfig) -> Topology:

@@ -30,6 +30,7 @@ _TILES = {
     "causal": ("#2f6fa7", "tile, causal"),
     "band": ("#57a0a3", "tile, other band"),
     "op": ("#9a9a9a", "add, copy, init"),
+    "copy": ("#c9b27c", "messages that cores copy"),
     "wait": ("#f4b8b0", "waiting (exposed)"),
 }
 _CHANNELS = {
@@ -116,7 +117,7 @@ def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], ro
             groups.setdefault((i.rank, i.lane, i.kind), []).append((i.start_s * scale, i.seconds * scale))
     for (rank, lane, kind), spans in groups.items():
         color = _TILES[kind][0] if lane == COMPUTE_LANE else _CHANNELS[lane][0]
-        is_tile = lane == COMPUTE_LANE and kind not in ("op", "wait")
+        is_tile = lane == COMPUTE_LANE and kind not in ("op", "copy", "wait")
         # The edge keeps messages visible that are thousands of times shorter than a tile.
         edge = "white" if is_tile else color
         axis.broken_barh(spans, rows.span(rank, lane), facecolor=color, edgecolor=edge, linewidth=0.5, zorder=2)

@@ -64,6 +64,12 @@ def _step_time(record: Record) -> str:
     return seconds(middle) if middle is None or low is None or low == high else seconds_between(middle, low, high or 0)
 
 
+def _predicted_step(record: Record) -> str:
+    """With the machine whose rates it is of."""
+    figure, machine = seconds(number(record, "predicted_step_time_s")), text(record, "predicted_step_machine")
+    return figure if figure == DASH or not machine else f"{figure} on {machine}"
+
+
 def _share(name: str) -> Callable[[Record], str]:
     """A share of the device's peak, marked when it lies above it."""
 
@@ -133,6 +139,10 @@ COLUMNS = (
     Column(
         "step_time_s", "step time", "median of the slowest rank, with quartiles", seconds, _step_time, "always",
         better="lower", rank=12,
+    ),
+    Column(
+        "predicted_step_time_s", "predicted step", "what `burst plan` expected of the machine", seconds,
+        _predicted_step, kind="always",
     ),
     Column("step_time_s_n", "n", "steps behind the medians", _rounded, kind="always", rank=13),
     Column(

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
+from engine.config.errors import ConfigError
 from engine.config.schema import Problem
 from engine.config.settings import RunConfig
 from engine.planning.time.devices import find_device, unknown_device
@@ -37,7 +38,12 @@ def runs_elsewhere(cluster: ClusterConfig) -> bool:
 
 def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
     name = cluster.machine.name
-    if name != "auto" and find_device(name) is None:
+    try:
+        known = name == "auto" or find_device(name)
+    except ConfigError as error:  # a profile that cannot be read
+        yield from (Problem(("cluster.machine.name",), f"cluster.machine.name: {text}") for text in error.problems)
+        return
+    if not known:
         yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto')}")
 
 

@@ -86,17 +86,21 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
-    """{predicted_peak_bytes, predicted_peak_source} from the run's memory_plan.json; empty when it has none.
+    """What the run's memory_plan.json predicted, under the keys of summary.json; empty when it predicted nothing.
 
-    What one rank's device was predicted to hold at most, to be read beside peak_memory_bytes on CUDA and beside
-    peak_tensor_bytes on a CPU.
+    predicted_peak_bytes    that one rank's device holds at most: to be read beside peak_memory_bytes on CUDA and beside
+                            peak_tensor_bytes on a CPU
+    predicted_step_time_s   of a step, beside step_time_s; by the rates of predicted_step_machine
     """
-    if memory_plan is None or memory_plan.get("device_peak_bytes") is None:
-        return {}
-    return {
-        "predicted_peak_bytes": memory_plan["device_peak_bytes"],
-        "predicted_peak_source": memory_plan.get("source"),
-    }
+    plan, facts = memory_plan or {}, dict[str, Any]()
+    if plan.get("device_peak_bytes") is not None:
+        facts["predicted_peak_bytes"] = plan["device_peak_bytes"]
+        facts["predicted_peak_source"] = plan.get("source")
+    step = plan.get("step_time")
+    if isinstance(step, Mapping):
+        facts["predicted_step_time_s"] = step.get("seconds")
+        facts["predicted_step_machine"] = step.get("machine")
+    return facts
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ message starts when both ends have posted it, when their channel has finished it
 is a FIFO) and when the link is free. All channels of a rank that use one kind of link share it: messages are served in
 order of step, then channel, then distance, so that an exchange among all ranks meets no queue. A link carries both
 directions at once; a message occupies the sender's side and the receiver's side for bytes / rate and ends one latency
-later. Computing costs the link nothing and the link costs the kernels nothing.
+later. Computing costs the link nothing; what the link costs the kernels is `Machine.message_compute_share`.
 
 The order of service is the plan's and never the clock's, so times are sums and maxima of costs: a slower machine can
 never make a plan faster, as it can where queues are served by arrival.
@@ -42,8 +42,8 @@ class Interval(NamedTuple):
     """Something that one rank does from `start_s` to `stop_s`.
 
     lane   "compute" or the name of a channel
-    kind   on the compute lane: full, causal, band (tiles), op (local operation), wait; on channels: send, recv, load,
-           store
+    kind   on the compute lane: full, causal, band (tiles), op (local operation), copy (of messages), wait; on channels:
+           send, recv, load, store
     """
 
     rank: int
@@ -131,6 +131,7 @@ class _Replay:
                 self._ops(rank, step.pre, index)
             posted = [(rank, transfer) for rank, step in group for transfer in step.post]
             self.intervals += self.network.serve(self._messages(posted), self.clock, index)
+            self._copy(posted, index)
             for rank, step in group:
                 self._tiles(rank, step.tiles, index)
                 self._wait(rank, step)
@@ -155,6 +156,16 @@ class _Replay:
             size = self.bytes[rank].of(transfer.view)
             messages.append(_Message(order, number, transfer.channel, op, src, dst, size))
         return sorted(messages)
+
+    def _copy(self, posted: Iterable[tuple[int, Transfer]], step: int) -> None:
+        """What a rank's own computing loses to the messages that it sends and, as many, receives."""
+        machine = self.machine
+        for rank, transfer in posted if machine.message_compute_share else ():
+            if transfer.op == "send":
+                start, size = self.clock[rank], self.bytes[rank].of(transfer.view)
+                self.clock[rank] += machine.message_compute_share * size / machine.intra_bytes_per_s
+                interval = Interval(rank, COMPUTE_LANE, "copy", start, self.clock[rank], f"{size} B", step)
+                self.intervals.append(interval)
 
     def _busy(self, rank: int, kind: str, seconds: float, label: str, step: int) -> None:
         start = self.clock[rank]

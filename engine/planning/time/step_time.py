@@ -275,10 +275,13 @@ class _Step:
         # Reductions come first in backward's queue, for the optimizer waits for them.
         hidden = max(0.0, backward_s - times * reduce_s)
         weights_s = max(embedding * gather_s, times * gather_s - forward_s) + max(0.0, times * gather_s - hidden)
-        return weights_s, max(embedding * reduce_s, times * reduce_s - backward_s)
+        gradients_s = max(embedding * reduce_s, times * reduce_s - backward_s)
+        lost_s = times * self.machine.message_compute_share * self._ring_s(shards, within_nodes=True)
+        return max(weights_s, 2 * self.element * lost_s), max(gradients_s, GRADIENT_BYTES * lost_s)
 
-    def _ring_s(self, ranks: int, apart: int = 1) -> float:
-        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`.
+    def _ring_s(self, ranks: int, apart: int = 1, *, within_nodes: bool = False) -> float:
+        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`;
+        `within_nodes`: as if all lay on one.
 
         Rings that leave a node share its links to others; all links of a node carry one that all its ranks are in.
         """
@@ -286,7 +289,7 @@ class _Step:
         if ranks == 1:
             return 0.0
         rate = machine.intra_bytes_per_s
-        if ranks * apart * self.tp_size > world.local_ranks:
+        if not within_nodes and ranks * apart * self.tp_size > world.local_ranks:
             of_node = machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks)
             rings = min(world.local_ranks, apart * self.tp_size)
             rate = min(rate, of_node / rings)

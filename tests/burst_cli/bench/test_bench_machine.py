@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from burst_cli.app import main
 from engine.planning.time.devices import find_machine
@@ -64,6 +65,19 @@ def test_a_plan_is_of_the_measured_machine(path: Path) -> None:
     step = json.loads(out)["step_time"]
     assert step["machine"] == str(path)
     assert step["seconds"] > 0
+
+
+def test_a_launch_predicts_what_the_plan_does_and_gives_ranks_the_figures(path: Path) -> None:
+    code, planned, err = run("plan", "exp=tiny", "--memory-by", "none", "--json", "--device", str(path))
+    assert code == 0, err
+    code, launched, err = run("launch", "exp=tiny", f"cluster.machine.name={path}", "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(launched)
+    predicted = json.loads(plan["files"]["memory_plan.json"])["step_time"]
+    assert predicted == json.loads(planned)["step_time"]
+    given = yaml.safe_load(plan["files"]["config.yaml"])["cluster"]["machine"]
+    assert given["name"] == "cpu"  # the profile lies here, and ranks may not
+    assert given["intra_bytes_per_s"] == find_machine(str(path)).intra_bytes_per_s
 
 
 @pytest.mark.parametrize(

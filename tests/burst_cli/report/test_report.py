@@ -29,7 +29,8 @@ ON_H100 = {**PROVENANCE, "hardware": {"gpus": ["NVIDIA H100, 81559 MiB, 570"]}}
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
-    make_run(folder, "tiny/20260101-000000-aaaaaa")
+    predicted = {"predicted_step_time_s": 0.31, "predicted_step_machine": "h100"}
+    make_run(folder, "tiny/20260101-000000-aaaaaa", **predicted)
     make_run(folder, "tiny/20260102-000000-bbbbbb", final="failed")
     make_run(folder, "small/20260103-000000-cccccc", mfu=0.9)
     return folder
@@ -238,14 +239,14 @@ def test_markdown_of_two_runs(runs_dir: Path) -> None:
     found = build_report(Request(runs_dir, names=("tiny",)))
     header, _, first, second, *_ = report_markdown(found).splitlines()
     assert header == (
-        "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time | n "
-        "| MFU (causal-aware) | MFU (full attention) | HFU | peak memory | peak tensors | predicted peak "
-        "| sent intra / inter node | train loss | validation loss | bits/byte | peak FLOP/s per device | commit "
-        "| started (UTC) |"
+        "| run | status | attention | memory policy | seq_len | ranks | steps | tokens/s/device | step time "
+        "| predicted step | n | MFU (causal-aware) | MFU (full attention) | HFU | peak memory | peak tensors "
+        "| predicted peak | sent intra / inter node | train loss | validation loss | bits/byte "
+        "| peak FLOP/s per device | commit | started (UTC) |"
     )
     assert first == (
         "| tiny/20260101-000000-aaaaaa | completed | ring | full | 512 | 2 | 4 | 1.67K (1.46K…2.08K) "
-        "| 300 ms (250…350) | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
+        "| 300 ms (250…350) | 310 ms on h100 | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
         f"| 1 TFLOP/s, measured | abcabcabca + changes | {found.records[0]['started_at'][:16].replace('T', ' ')} |"
     )
     assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")

@@ -93,6 +93,22 @@ def test_ring_of_two_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("share", "lanes"),
+    [
+        # 2 s of message, of which computing loses so much: copies until 1, the tile until 2, waiting until 2.5.
+        (0.5, [("copy", 0.0, 1.0), ("full", 1.0, 2.0), ("wait", 2.0, 2.5), ("full", 2.5, 3.5)]),
+        (1.0, [("copy", 0.0, 2.0), ("full", 2.0, 3.0), ("full", 3.0, 4.0)]),
+    ],
+)
+def test_cores_that_copy_messages_do_not_compute_meanwhile(share: float, lanes: list[tuple[str, float, float]]) -> None:
+    plan = AttentionPlan("forward", 2, {rank: ring_of_two(rank) for rank in range(2)})
+    timeline = replay(plan, replace(SLOW, message_compute_share=share), ONE, Topology(1, 2))
+    computing = [(i.kind, i.start_s, i.stop_s) for i in timeline.intervals if (i.rank, i.lane) == (0, COMPUTE_LANE)]
+    assert computing == lanes
+    assert timeline.exposed_s == lanes[-1][2] - 2.0
+
+
 def test_ring_of_two_between_nodes_by_hand() -> None:
     plan = AttentionPlan("forward", 2, {rank: ring_of_two(rank) for rank in range(2)})
     assert replay(plan, SLOW, ONE, Topology(2, 1)).total_s == 8.0 + 1.0 + 1.0

@@ -82,6 +82,11 @@ def test_prediction_of_the_memory_plan_stands_in_the_summary() -> None:
     assert predicted_facts(plan) == {"predicted_peak_bytes": 5, "predicted_peak_source": "the prediction"}
 
 
-@pytest.mark.parametrize("plan", [None, {}, {"device_peak_bytes": None}])
+def test_prediction_of_time_stands_beside_that_of_memory() -> None:
+    plan = {"device_peak_bytes": None, "step_time": {"seconds": 1.5, "machine": "h100", "parts": {}}}
+    assert predicted_facts(plan) == {"predicted_step_time_s": 1.5, "predicted_step_machine": "h100"}
+
+
+@pytest.mark.parametrize("plan", [None, {}, {"device_peak_bytes": None, "step_time": None}])
 def test_run_without_a_prediction_says_nothing_of_one(plan: dict[str, object] | None) -> None:
     assert predicted_facts(plan) == {}
