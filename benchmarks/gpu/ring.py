@@ -18,7 +18,7 @@ from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.transport import Parcel, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.layout import Layout

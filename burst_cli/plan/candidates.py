@@ -19,7 +19,7 @@ from engine.planning.memory.fit import sequence_topology
 from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.degrees import known_cp_size
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.presets import legal_attention
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import Flops
@@ -115,7 +115,7 @@ class Candidate:
 def flops_of(config: RunConfig, group: Topology) -> Flops:
     """FLOPs of one optimizer step over all ranks; `group`: the ranks that share a sequence. Pairs by the masks."""
     groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    return planned_flops(config, resolve_attention(config, group), groups)
+    return planned_flops(config, legal_attention(config, group), groups)
 
 
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:

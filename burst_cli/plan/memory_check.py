@@ -14,7 +14,8 @@ from engine.planning.memory.auto import MemoryChoice, advice_for, settle_memory
 from engine.planning.memory.capacity import Capacity, Hardware, capacity_of
 from engine.planning.memory.fit import predicted_fit, sequence_topology
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
-from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.auto import resolve_auto
+from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.step_time import StepTime, predict_step
 from engine.runs.oom import less_memory_text
@@ -41,7 +42,7 @@ class MemoryPlanner:
         if config.attention.preset != "auto":
             return config
         machine = machine_of(config, self.capacity(config).device_name)
-        return settle_auto(config, sequence_topology(config, world_of(config)), machine).config
+        return resolve_auto(config, sequence_topology(config, world_of(config)), machine).config
 
     def capacity(self, config: RunConfig) -> Capacity:
         """The GPUs or the RAM of a machine, within memory.device_bytes and memory.host_bytes. Raises ConfigError."""

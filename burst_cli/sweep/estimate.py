@@ -24,7 +24,7 @@ from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.methods.auto import check_attention
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.presets import legal_attention
 from engine.planning.time.devices import published_peak
 
 # Of the dense peak; published long-context training reaches 35% to 55% with the mask counted.
@@ -190,6 +190,6 @@ def work_of(config: RunConfig) -> Work:
     """What a run of the settled `config` computes, by the counts of `engine.planning.time.flops`."""
     world_size, group = config.cluster.world_size, group_topology(config)
     assert world_size is not None
-    preset = resolve_attention(config, group).preset
+    preset = legal_attention(config, group).preset
     flops = flops_of(config, group).hardware
     return Work(config.model.name, preset, config.train.seq_len, world_size, config.train.steps, float(flops))

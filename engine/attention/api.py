@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
@@ -18,9 +19,10 @@ from engine.attention.transport import Parcel, Transport
 from engine.config.settings import RunConfig
 from engine.parallel.mesh import Mesh, step_timeout
 from engine.parallel.waits import WaitClock
-from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.methods import channels_of
-from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.resolve import machine_of, resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.sequence.layers import attention_layers
@@ -191,9 +193,16 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
 
 
 def settle_method(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
-    """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank."""
-    choice = settle_auto(config, topology, machine_of(config, _device_name(device)))
-    method = resolve_attention(choice.config, topology)
+    """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank.
+
+    Collective over all ranks of the world, where there is one.
+    """
+    names = [_device_name(device)]
+    if dist.is_initialized():  # ranks with different devices must choose alike
+        dist.broadcast_object_list(names, src=0, device=device)
+    machine = machine_of(config, names[0])
+    choice = resolve_auto(config, topology, machine)
+    method = resolve_attention(choice.config, topology, machine)
     return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
 
 

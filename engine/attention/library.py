@@ -30,7 +30,8 @@ from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.methods import channels_of
-from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention, warnings_of
+from engine.planning.methods.presets import PRESETS, AttentionMethod, warnings_of
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel
 from engine.planning.sequence.layers import LayerAttention, attention_layers, mask_options

@@ -17,7 +17,7 @@ from engine.config.machines import machine_problems
 from engine.config.schema import Problem, range_problems, walk_fields
 from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.methods.degrees import divisors, known_cp_size, place_ranks, tensor_parallel_problems
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.presets import legal_attention
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
 
@@ -238,7 +238,6 @@ _METHOD_SETTINGS = (
     "kv_transport",
     "backward_circulates",
     "backward_order",
-    "tail_steps",
     "chunk_tokens",
     "chunk_store",
     "prefetch_chunks",
@@ -246,7 +245,7 @@ _METHOD_SETTINGS = (
 
 
 def _attention(config: RunConfig) -> Iterator[Problem]:
-    """What `resolve_attention` refuses, as soon as the number of ranks that share a sequence is known."""
+    """What `legal_attention` refuses, as soon as the number of ranks that share a sequence is known."""
     cp_size = known_cp_size(config.parallel, config.cluster.world_size)
     attention = config.attention
     sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
@@ -255,7 +254,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     if attention.preset == "auto":  # takes a legal method, or says later why there is none
         return
     try:
-        tile_tokens_of(config, resolve_attention(config, _topology(config, cp_size)))
+        tile_tokens_of(config, legal_attention(config, _topology(config, cp_size)))
     except ConfigError as error:
         keys = tuple(f"attention.{name}" for name in ("preset", *_METHOD_SETTINGS))
         for text in error.problems:

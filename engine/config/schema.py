@@ -20,6 +20,10 @@ _T = TypeVar("_T")
 # use in place of others.
 _REMOVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention.circulates_layers": (([],), "attention.backward_circulates holds for all layers"),
+    "attention.tail_steps": (
+        (None,),
+        "burst and burst_ulysses choose by predicted time what waits for the last hop; attention=ring defers nothing",
+    ),
     "loss.kind": (
         ("fused",),
         "LM head and loss are always fused; loss.chunk_tokens says how many rows of logits are alive at once",

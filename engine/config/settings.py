@@ -129,9 +129,6 @@ class AttentionConfig:
     backward_order: BackwardOrder | None = setting(
         None, "reversed: the backward ring starts from the last block held (kv only)"
     )
-    tail_steps: int | None = setting(
-        None, "tiles of the own node kept for the end of the backward ring, to hide its last hop", at_least=0
-    )
     gradient_wire_dtype: Dtype | None = setting(None, "number format of partial gradients while they travel")
     chunk_tokens: int | None = setting(
         None, "run every layer in chunks of so many of a rank's tokens; null: whole", "tokens", at_least=1

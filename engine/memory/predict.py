@@ -52,9 +52,10 @@ from engine.planning.memory.policy import policy_kinds
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
 from engine.planning.memory.reserve import reserve_bytes
 from engine.planning.memory.worst_rank import worst_ranks
-from engine.planning.methods.auto import machine_of, settle_auto
+from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.degrees import Degrees, resolve_degrees
-from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.resolve import machine_of, resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
@@ -104,9 +105,10 @@ class _Scene:
         self._kind = kind
         self._degrees = resolve_degrees(config.parallel, topology.size)
         cp_topology = self._degrees.cp_topology(topology)
-        choice = settle_auto(config, cp_topology, machine_of(config, "cpu" if kind == "cpu" else None))
+        machine = machine_of(config, "cpu" if kind == "cpu" else None)
+        choice = resolve_auto(config, cp_topology, machine)
         self._config: RunConfig = choice.config
-        self._method: AttentionMethod = resolve_attention(choice.config, cp_topology)
+        self._method: AttentionMethod = resolve_attention(choice.config, cp_topology, machine)
         self._cp_topology = cp_topology
 
     def candidates(self) -> list[int]:

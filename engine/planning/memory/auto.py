@@ -20,7 +20,8 @@ from engine.planning.memory.cost import PolicyCost, policy_cost
 from engine.planning.memory.fit import Advisor, Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict
-from engine.planning.methods.auto import Choice, machine_of, settle_auto
+from engine.planning.methods.auto import Choice, resolve_auto
+from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import predict_step
@@ -125,7 +126,7 @@ def settle_run(
     config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> tuple[Choice, MemoryChoice]:
     """First attention=auto, then memory=auto, on the ranks of `world`; what names its method or policy is kept."""
-    attention = settle_auto(config, sequence_topology(config, world), machine)
+    attention = resolve_auto(config, sequence_topology(config, world), machine)
     return attention, settle_memory(attention.config, world, capacity, predict, machine)
 
 

@@ -11,7 +11,7 @@ from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import PolicyCost, layers_on_host, own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.degrees import tensor_parallel_problems
-from engine.planning.methods.presets import AttentionMethod, resolve_attention
+from engine.planning.methods.presets import AttentionMethod, legal_attention
 from engine.planning.methods.topology import Topology
 
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most
@@ -59,8 +59,8 @@ def sequence_topology(config: RunConfig, world: Topology) -> Topology:
 
 
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
-    """The attention method on these ranks; `attention=auto` must have been settled."""
-    return resolve_attention(config, sequence_topology(config, world))
+    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been settled."""
+    return legal_attention(config, sequence_topology(config, world))
 
 
 def least_bytes(config: RunConfig, method: AttentionMethod, cost: PolicyCost) -> tuple[int, int]:

@@ -5,25 +5,22 @@ The ranking is a pure function of configuration, topology and machine, so every 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.schema import to_plain
 from engine.config.settings import AttentionConfig, RunConfig
-from engine.planning.methods.presets import PRESETS, AttentionMethod, legal_degrees, local_heads, resolve_attention
+from engine.planning.methods.presets import PRESETS, AttentionMethod, legal_attention, legal_degrees, local_heads
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview
+from engine.planning.methods.resolve import fitted, machine_of, stand_in_group
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import attention_time, replayed_attention
 
-# Methods for larger groups than are planned whole are first compared in one of this size, with as many ranks per node
-# and as many tokens per rank; so many of them are then planned as they are, which takes a second each for 256 ranks.
-SHORTLIST_RANKS = 16
+# Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
+# planned as they are, which takes a second each for 256 ranks.
 FINALISTS = 2
 # Nearer than this, predictions say nothing, and the method with smaller buffers is taken.
 INDIFFERENCE = 0.01
@@ -76,7 +73,7 @@ class Choice:
         )
 
 
-def settle_auto(config: RunConfig, topology: Topology, machine: Machine | None = None) -> Choice:
+def resolve_auto(config: RunConfig, topology: Topology, machine: Machine | None = None) -> Choice:
     """The best method for the ranks of `topology`, which share one sequence; a config that names its method is kept.
 
     Raises ConfigError when no method is legal, with the rules that every one of them violates.
@@ -91,10 +88,10 @@ def settle_auto(config: RunConfig, topology: Topology, machine: Machine | None =
 def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[Candidate]:
     """Every legal method once, of a large group the FINALISTS, best first. Raises ConfigError as `legal_methods`."""
     legal = legal_methods(config, topology)
-    small, group = shortlist_group(config, topology)
+    small, group = stand_in_group(config, topology, MOST_RANKS_PLANNED)
     if group != topology:
-        fitted = [(_fitted(*one, topology, group), one) for one in legal]
-        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, fitted)[:FINALISTS]]
+        stand_ins = [(fitted(*one, topology, group), one) for one in legal]
+        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, stand_ins)[:FINALISTS]]
     ordered = _predicted(config, topology, machine, [(one[0], one) for one in legal])
     near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
     best = min(near, key=lambda candidate: candidate.buffer_bytes)
@@ -119,7 +116,7 @@ def _predicted(
         except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
             problems += error.problems
             continue
-        found.append(_candidate(attention, method, preview))
+        found.append(_candidate(attention, preview.method if planned is attention else method, preview))
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sorted(found, key=lambda candidate: candidate.seconds)
@@ -131,7 +128,7 @@ def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[Attention
     problems: list[str] = []
     for attention in _points(config, topology):
         try:
-            method = resolve_attention(replace(config, attention=attention), topology)
+            method = legal_attention(replace(config, attention=attention), topology)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -147,41 +144,16 @@ def check_attention(config: RunConfig, topology: Topology) -> None:
     if attention.preset == "auto":
         attention, method = legal_methods(config, topology)[0]
     else:
-        method = resolve_attention(config, topology)
+        method = legal_attention(config, topology)
     attention_layers(replace(config, attention=attention), method)
-
-
-def shortlist_group(config: RunConfig, topology: Topology) -> tuple[RunConfig, Topology]:
-    """The configuration and topology in which methods are first compared; those given, where all are planned."""
-    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
-    if topology.size <= MOST_RANKS_PLANNED or lists_blocks:
-        return config, topology
-    nodes = max(2, SHORTLIST_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
-    smaller = Topology(nodes, min(topology.local_ranks, SHORTLIST_RANKS // nodes))
-    seq_len = config.train.seq_len * smaller.size // topology.size
-    return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
-
-
-def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
-    """The configured machine; by the device's name, where the name of the machine is auto."""
-    settings = config.cluster.machine
-    name: str = settings.name
-    if name == "auto":
-        on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
-        name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
-    changes = {key: value for key, value in to_plain(settings).items() if key != "name" and value is not None}
-    return find_machine(name, changes)
 
 
 def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
     """Presets, what may circulate in them, and every 2D shape whose head groups and inner rings fill a node."""
     base = config.attention
-    for name, preset in PRESETS.items():
+    for name in PRESETS:
         if name not in NOT_COMPARED:
             yield replace(base, preset=name)
-            if preset.backward_circulates == "auto" and base.backward_circulates is None:
-                yield replace(base, preset=name, backward_circulates="kv")
-                yield replace(base, preset=name, backward_circulates="q")
     model = local_heads(config.model, config.parallel.tp_size)
     for degrees in legal_degrees(topology.size, model):
         if degrees.heads > 1 and degrees.heads * degrees.inner == topology.local_ranks and degrees.outer > 1:
@@ -194,18 +166,6 @@ def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
             )
             yield replace(shaped, backward_circulates="kv")
             yield replace(shaped, backward_circulates="q")
-
-
-def _fitted(
-    attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology
-) -> AttentionConfig:
-    """The method's settings for the smaller group that stands for the whole one."""
-    if small == topology:
-        return attention
-    heads = math.gcd(method.head_parallel_size, small.local_ranks)
-    inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
-    outer = small.size // heads // inner
-    return replace(attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
 
 
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from engine.config.settings import RunConfig
 from engine.planning.methods.grid import Blocks
-from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
 from engine.planning.schedule.allocate import PlanBuilder
 from engine.planning.schedule.blocks import plan_whole_blocks
 from engine.planning.schedule.chunks import plan_chunks
 from engine.planning.schedule.exchange import Exchange
-from engine.planning.schedule.plan import AttentionPlan, Channel, Direction
+from engine.planning.schedule.plan import AttentionPlan, Channel, Direction, TokenBytes
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
 
@@ -74,6 +75,25 @@ def plan_method(
         some = asking != blocks.ring.row_counts
         again = _plan(restricted, replace(whole, asking=asking), "forward", only) if some else forward
     return PlanPair(forward, backward, again)
+
+
+def plan_pass(
+    method: AttentionMethod, mask: Mask, blocks: Blocks, direction: Direction, only: Collection[int] | None = None
+) -> AttentionPlan:
+    """The plan of one pass, for some ranks or (None) for all."""
+    return _plan(Visibility(mask, blocks.ring), Exchange(method, blocks), direction, only)
+
+
+def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
+    """Bytes per token position; the sequences of a micro-batch are folded into the heads, as attention runs them."""
+    model, train = local_heads(config.model, config.parallel.tp_size), config.train
+    return TokenBytes(
+        num_heads=model.num_heads * train.micro_batch_size,
+        num_kv_heads=model.num_kv_heads * train.micro_batch_size,
+        head_dim=model.head_dim,
+        element_bytes=BYTES_OF[train.compute_dtype],
+        wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
+    )
 
 
 def _plan(

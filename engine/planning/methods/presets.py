@@ -29,6 +29,7 @@ BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 # Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.
 DEFAULT_CHUNK_TOKENS = 65536
 
+Circulated = Literal["kv", "q"]
 Shape = Literal["alone", "ring", "double_ring", "heads", "heads_and_ring", "heads_and_double_ring"]
 
 
@@ -50,7 +51,7 @@ class Preset:
     backward_circulates: Literal["kv", "q", "auto"] = "kv"
     backward_order: BackwardOrder = "same"
     kv_transport: KvTransport = "p2p"
-    tail_steps: int = 0
+    defers_local_tiles: bool = False  # local tiles may wait for the last gradients of other nodes
     chunked: bool = False
 
 
@@ -63,10 +64,14 @@ PRESETS: dict[PresetName, Preset] = {
         "double_ring",
         "BurstAttention: double ring along the nodes, Q/dQ/dO may circulate",
         "auto",
-        tail_steps=2,
+        defers_local_tiles=True,
     ),
     "burst_ulysses": Preset(
-        "zigzag", "heads_and_ring", "BurstAttention between nodes, heads divided inside them", "auto", tail_steps=2
+        "zigzag",
+        "heads_and_ring",
+        "BurstAttention between nodes, heads divided inside them",
+        "auto",
+        defers_local_tiles=True,
     ),
     "ulysses": Preset("contiguous", "heads", "DeepSpeed-Ulysses: an all-to-all turns rows into heads"),
     "loongtrain": Preset("zigzag", "heads_and_double_ring", "LoongTrain 2D-Attention: heads x double ring"),
@@ -110,7 +115,7 @@ class AttentionMethod:
     layout: LayoutName = "contiguous"
     ring_inner_size: int = 1
     ring_outer_size: int = 1
-    backward_circulates: Literal["kv", "q"] = "kv"
+    backward_circulates: Circulated = "kv"
     gradient_wire_dtype: Dtype = "float32"
     reason: str = ""  # why this operand circulates in backward
     head_parallel_size: int = 1
@@ -118,7 +123,7 @@ class AttentionMethod:
     kv_transport: KvTransport = "p2p"
     backward_order: BackwardOrder = "same"
     kv_replicated: bool = False  # more ranks divide the heads than there are kv heads
-    tail_steps: int = 0
+    deferred_local_tiles: int = 0  # of the backward ring, until the last gradients of other nodes come home
     chunk_tokens: int | None = None
     chunk_store: Store = "device"
     prefetch_chunks: int = 1
@@ -143,22 +148,28 @@ def hop_bytes_per_token(model: ModelConfig, *, wire_bytes: int, gradient_bytes: 
     }
 
 
-def choose_circulation(
-    requested: Literal["kv", "q", "auto"], model: ModelConfig, payload_dtype: Dtype, gradient_dtype: Dtype
-) -> tuple[Literal["kv", "q"], str]:
-    """What circulates in backward and why: the operand that costs fewer bytes per hop when `auto` is asked for."""
-    cost = hop_bytes_per_token(model, wire_bytes=BYTES_OF[payload_dtype], gradient_bytes=BYTES_OF[gradient_dtype])
-    figures = f"per token and hop: kv {cost['kv']} B, q {cost['q']} B"
-    if requested != "auto":
-        return requested, f"{requested} as configured ({figures})"
+def leaves_direction_free(attention: AttentionConfig) -> bool:
+    """Whether what circulates in backward is to be chosen by predicted time."""
+    return (attention.backward_circulates or PRESETS[attention.preset].backward_circulates) == "auto"
+
+
+def circulation_reason(config: RunConfig, circulates: Circulated, deferred: int = 0) -> str:
+    """What circulates in backward, in words, with the bytes that decide where links do."""
+    model, train = local_heads(config.model, config.parallel.tp_size), config.train
+    cost = hop_bytes_per_token(
+        model,
+        wire_bytes=BYTES_OF[train.compute_dtype],
+        gradient_bytes=BYTES_OF[config.attention.gradient_wire_dtype or "float32"],
+    )
     group = model.num_heads // model.num_kv_heads
     heads = "multi-head attention" if group == 1 else f"grouped-query attention with {group} query heads per kv head"
-    choice: Literal["kv", "q"] = "q" if cost["q"] < cost["kv"] else "kv"
-    return choice, f"auto: {choice} is cheaper for {heads} ({figures})"
+    tiles = f", {deferred} local tiles deferred" if deferred else ""
+    return f"{circulates} circulates{tiles}; {heads}, per token and hop: kv {cost['kv']} B, q {cost['q']} B"
 
 
-def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
-    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence.
+def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
+    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence;
+    what the preset leaves free is the plainest that there is (`resolve_attention` chooses).
 
     Raises ConfigError with every violated rule and the nearest legal degrees.
     """
@@ -175,11 +186,9 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         raise ConfigError(problems)
     gradient_dtype: Dtype = attention.gradient_wire_dtype or "float32"
     chunked = preset.chunked or attention.chunk_tokens is not None
-    requested = "kv" if chunked else attention.backward_circulates or preset.backward_circulates
+    requested = attention.backward_circulates or preset.backward_circulates
+    circulates: Circulated = "q" if requested == "q" else "kv"
     replicas = max(1, degrees.heads // model.num_kv_heads)
-    circulates, reason = choose_circulation(
-        requested, _with_replicas(model, replicas), train.compute_dtype, gradient_dtype
-    )
     split_at = _recompute_border(config, degrees)
     layout = attention.layout or _default_layout(config, preset, split_at)
     return AttentionMethod(
@@ -189,13 +198,12 @@ def resolve_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         ring_outer_size=degrees.outer,
         backward_circulates=circulates,
         gradient_wire_dtype=gradient_dtype,
-        reason=reason,
+        reason=f"as configured: {circulation_reason(config, circulates)}",
         head_parallel_size=degrees.heads,
         placement=attention.placement or "head_first",
         kv_transport=attention.kv_transport or preset.kv_transport,
         backward_order=attention.backward_order or preset.backward_order,
         kv_replicated=replicas > 1,
-        tail_steps=0 if chunked else _tail_steps(attention, preset, degrees),
         chunk_tokens=(attention.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // degrees.heads)) if chunked else None,
         chunk_store=attention.chunk_store or ("host" if chunked else "device"),
         prefetch_chunks=1 if attention.prefetch_chunks is None else attention.prefetch_chunks,
@@ -229,15 +237,6 @@ def _recompute_border(config: RunConfig, degrees: Degrees) -> int:
     return cut if cut < padded_length(config.train.seq_len, degrees.size, tp_size) else 0
 
 
-def _tail_steps(attention: AttentionConfig, preset: Preset, degrees: Degrees) -> int:
-    """Own-node tiles that wait for the end of the backward ring, to hide its last hop; one level needs only one."""
-    if degrees.inner * degrees.outer == 1:
-        return 0
-    if attention.tail_steps is not None:
-        return attention.tail_steps
-    return min(preset.tail_steps, 2 if min(degrees.inner, degrees.outer) > 1 else 1)
-
-
 def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
     """What is legal and probably not meant."""
     found = []
@@ -255,10 +254,6 @@ def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
     if tp_size <= 1 or model.num_heads % tp_size or model.num_kv_heads % tp_size:
         return model
     return replace(model, num_heads=model.num_heads // tp_size, num_kv_heads=model.num_kv_heads // tp_size)
-
-
-def _with_replicas(model: ModelConfig, replicas: int) -> ModelConfig:
-    return replace(model, num_kv_heads=model.num_kv_heads * replicas)
 
 
 def legal_degrees(size: int, model: ModelConfig) -> Iterator[Degrees]:
@@ -371,8 +366,6 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
         problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
     if order == "reversed" and transport == "all_gather":
         problems.append("attention.backward_order=reversed turns a ring around; kv_transport=all_gather has none")
-    if order == "reversed" and attention.tail_steps:
-        problems.append("attention.tail_steps hides a hop that backward_order=reversed does not have; leave it null")
     if order == "reversed" and circulates in ("q", "auto"):
         problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
     return problems
@@ -383,7 +376,6 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
     refused = {
         "kv_transport=all_gather": transport == "all_gather",
         "backward_order=reversed": order == "reversed",
-        "tail_steps": bool(attention.tail_steps),
         "backward_circulates=q": attention.backward_circulates == "q",
     }
     return [

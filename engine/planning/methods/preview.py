@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.settings import RunConfig
 from engine.planning.methods.grid import Blocks, divide_sequence
-from engine.planning.methods.methods import plan_method
-from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads, resolve_attention, warnings_of
+from engine.planning.methods.methods import plan_method, token_bytes_of
+from engine.planning.methods.presets import AttentionMethod, warnings_of
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
 from engine.planning.sequence.balance import member_pairs
@@ -278,7 +279,7 @@ def preview_attention(
     documents, which only the data know, are planned as one sequence. Raises ConfigError with every rule that the method
     violates.
     """
-    method = resolve_attention(config, topology)
+    method = resolve_attention(config, topology, machine)
     turn = attention_layers(config, method)
     padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
     blocks = divide_sequence(method, padded, [one.mask for one in turn])
@@ -290,18 +291,6 @@ def preview_attention(
         for attention, count in counts.items()
     ]
     return AttentionPreview(method, topology, machine, tuple(layers))
-
-
-def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
-    """Bytes per token position; the sequences of a micro-batch are folded into the heads, as attention runs them."""
-    model, train = local_heads(config.model, config.parallel.tp_size), config.train
-    return TokenBytes(
-        num_heads=model.num_heads * train.micro_batch_size,
-        num_kv_heads=model.num_kv_heads * train.micro_batch_size,
-        head_dim=model.head_dim,
-        element_bytes=BYTES_OF[train.compute_dtype],
-        wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
-    )
 
 
 def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ k + d*i), at step o * inner + i:
 
     inner=3, outer=2, block of rank (0,0), d=+1     step 0     1     2     3     4     5
     backward_order="same"                           (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
-    "same", tail_steps=2 (5': half of the own tile) (0,0) (0,1) (1,0) (1,1) (1,2) (0,2) 6: (0,0)'
+    "same", deferred_local_tiles=2 (5': half of the own tile) (0,0) (0,1) (1,0) (1,1) (1,2) (0,2) 6: (0,0)'
     "reversed" (d=-1 in backward)                   (1,2) (1,1) (1,0) (0,2) (0,1) (0,0)
 
 Payload (K,V, or Q,dO,lse,scale): inner hops one step before their reader, hidden behind a tile; the block with which a
@@ -17,11 +17,12 @@ rank of the same index (the relay), where sums gather before one last inner hop.
 travels. Hops per block: payload outer*(inner-1) + outer-1; gradients the same + 1 inner (2 levels), or inner-1 (one
 level).
 
-Tail: the last gradients' way home has no tile to hide behind, one outer and one inner hop long. `tail_steps` keeps work
-of the own node for it. Reversed: forward leaves the last block it held (kv_last), which backward starts from instead of
-the own one; blocks come home with their gradients: one inner hop fewer, nothing without a tile to hide behind. Forward
-then carries all rows that anybody needs to the end, and backward carries them home, where "same" sends on less and
-less. A forward pass that runs again for some queries carries what these need, and the last block comes in one message.
+Tail: the last gradients' way home has no tile to hide behind, one outer and one inner hop long. `deferred_local_tiles`
+keeps work of the own node for it. Reversed: forward leaves the last block it held (kv_last), which backward starts from
+instead of the own one; blocks come home with their gradients: one inner hop fewer, nothing without a tile to hide
+behind. Forward then carries all rows that anybody needs to the end, and backward carries them home, where "same" sends
+on less and less. A forward pass that runs again for some queries carries what these need, and the last block comes in
+one message.
 
 Gathered (kv_transport="all_gather"): the same visits with the hops taken out. Every rank sends its rows straight to
 each reader, `inner` steps before they are needed (so that where what was posted together is complete only together,
@@ -156,7 +157,7 @@ class _Circulation:
         self.reversed = keeps_last(method) and self.backward
         # Behind a window no step waits for the last hop, and a tail would add one.
         tails = self.backward and not self.reversed and not self.gathers and visibility.mask.window is None
-        self.tail = min(method.tail_steps, self.route.inner) if tails else 0
+        self.tail = min(method.deferred_local_tiles, self.route.inner) if tails else 0
         self.operands = operands
         self.payload = operands.kv if self.circulates == "kv" else operands.query
         self.gradient_kind = Kind.DKV if self.circulates == "kv" else Kind.DQ

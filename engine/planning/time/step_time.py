@@ -15,8 +15,9 @@ from typing import Any
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.planning.memory.cost import PolicyCost, planned_flops, policy_cost
 from engine.planning.memory.fit import sequence_topology
-from engine.planning.methods.presets import BYTES_OF, resolve_attention
+from engine.planning.methods.presets import BYTES_OF
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import LOSS_PASSES, layer_numbers
@@ -182,7 +183,7 @@ class _Step:
     def __init__(self, config: RunConfig, world: Topology, machine: Machine) -> None:
         self.config, self.world, self.machine = config, world, machine
         self.group = sequence_topology(config, world)
-        self.method = resolve_attention(config, self.group)
+        self.method = resolve_attention(config, self.group, machine)
         self.cost: PolicyCost = policy_cost(config, self.method)
         self.micro_steps = config.train.grad_accum_steps
         self.element = BYTES_OF[config.train.compute_dtype]

@@ -9,15 +9,9 @@ import pytest
 from engine.config.cluster import ClusterConfig, MachineConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.auto import (
-    FINALISTS,
-    SHORTLIST_RANKS,
-    machine_of,
-    rank_methods,
-    settle_auto,
-    shortlist_group,
-)
-from engine.planning.methods.preview import preview_attention
+from engine.planning.methods.auto import FINALISTS, rank_methods, resolve_auto
+from engine.planning.methods.preview import MOST_RANKS_PLANNED, preview_attention
+from engine.planning.methods.resolve import STAND_IN_RANKS, machine_of, stand_in_group
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_machine
 from engine.planning.time.step_time import timed_ranks
@@ -32,7 +26,7 @@ NODES = Topology(2, 4)
 
 
 def test_the_first_is_fastest_within_one_percent_and_a_named_preset_replaces_auto() -> None:
-    choice = settle_auto(AUTO, NODES, SLOW_RAILS)
+    choice = resolve_auto(AUTO, NODES, SLOW_RAILS)
     best, *others = choice.candidates
     assert all(best.seconds <= 1.01 * other.seconds for other in others)
     assert [c.seconds for c in others] == sorted(c.seconds for c in others)
@@ -60,23 +54,23 @@ def test_axes_that_are_configured_stay() -> None:
 
 def test_a_named_preset_is_left_alone() -> None:
     config = replace(AUTO, attention=AttentionConfig(preset="ring"))
-    choice = settle_auto(config, NODES, SLOW_RAILS)
+    choice = resolve_auto(config, NODES, SLOW_RAILS)
     assert (choice.config, choice.candidates) == (config, ())
 
 
 def test_when_nothing_is_legal_the_rules_are_listed() -> None:
     config = replace(AUTO, attention=replace(AUTO.attention, layout="chunk_cyclic"))
     with pytest.raises(ConfigError, match="chunk_cyclic orders tokens by chunks"):
-        settle_auto(config, NODES, SLOW_RAILS)
+        resolve_auto(config, NODES, SLOW_RAILS)
 
 
 def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_planned_as_they_are() -> None:
     topology, machine = Topology(8, 8), find_machine("h100")
     config = replace(AUTO, train=TrainConfig(seq_len=64 * 1024))
-    small, group = shortlist_group(config, topology)
-    assert (group.local_ranks, group.size) == (8, SHORTLIST_RANKS)
+    small, group = stand_in_group(config, topology, MOST_RANKS_PLANNED)
+    assert (group.local_ranks, group.size) == (8, STAND_IN_RANKS)
     assert small.train.seq_len / group.size == config.train.seq_len / topology.size
-    choice = settle_auto(config, topology, machine)
+    choice = resolve_auto(config, topology, machine)
     assert len(choice.candidates) == FINALISTS
     for candidate in choice.candidates:
         planned = replace(config, attention=candidate.attention)

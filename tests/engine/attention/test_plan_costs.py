@@ -15,7 +15,8 @@ from attention_oracle import ring_method
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.grid import divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
-from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention
+from engine.planning.methods.presets import PRESETS, AttentionMethod
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.planning.schedule.ring import halves
@@ -172,7 +173,7 @@ def test_a_tail_hides_the_way_home_and_costs_no_hop(inner: int, outer: int, circ
     plain = plans_of(ring).backward
     two_levels = inner > 1 and outer > 1
     for tail in range(inner + 1):
-        plan = plans_of(replace(ring, tail_steps=tail)).backward
+        plan = plans_of(replace(ring, deferred_local_tiles=tail)).backward
         for channel in Channel:
             assert hops(plan, channel) == hops(plain, channel)
         found = {tuple(exposed(rank_plan)) for rank_plan in plan.ranks.values()}

@@ -100,7 +100,10 @@ def ring_options(draw: st.DrawFn, inner: int) -> dict[str, Any]:
         return {"kv_transport": "all_gather"}
     if way == "reversed":
         return {"backward_order": "reversed"}
-    return {"tail_steps": draw(st.integers(0, inner)), "backward_circulates": draw(st.sampled_from(["kv", "q"]))}
+    return {
+        "deferred_local_tiles": draw(st.integers(0, inner)),
+        "backward_circulates": draw(st.sampled_from(["kv", "q"])),
+    }
 
 
 PLANNERS: dict[str, st.SearchStrategy[Case]] = {

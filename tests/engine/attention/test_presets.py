@@ -1,4 +1,4 @@
-"""Presets resolve to legal methods, choose what circulates by bytes and say why."""
+"""Presets resolve to legal methods, choose by predicted time what circulates and say why."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.planning.methods.presets import resolve_attention, warnings_of
+from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import AttentionMethod, warnings_of
+from engine.planning.methods.preview import preview_attention
+from engine.planning.methods.resolve import INDIFFERENCE, resolve_attention
 from engine.planning.methods.topology import Topology
+from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import Machine
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
 GQA = replace(MHA, num_kv_heads=8)
@@ -46,19 +50,58 @@ def test_presets_fit_two_nodes_of_four_ranks(preset: str) -> None:
     assert (method.chunk_tokens is not None) == (preset == "fpdt")
 
 
-def test_auto_circulates_q_for_mha_and_kv_for_gqa_and_says_why() -> None:
-    mha, gqa = resolve("burst"), resolve("burst", GQA)
+def predicted(preset: str, model: ModelConfig, topology: Topology, machine: Machine, seq_len: int, **fields: object):
+    """(seconds of forward and backward, tiles of both) of a layer."""
+    config = RunConfig(
+        model=replace(model, num_layers=1),
+        attention=AttentionConfig(preset=preset, **fields),  # type: ignore[arg-type]
+        memory=MemoryConfig(activation_checkpoint="none"),
+        train=TrainConfig(seq_len=seq_len),
+    )
+    preview = preview_attention(config, topology, machine)
+    return preview.layers[0].total_s, sum(one.tiles for one in preview.passes)
+
+
+SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
+
+
+def test_what_circulates_follows_heads_and_links_and_the_reason_says_so() -> None:
+    def chosen(model: ModelConfig, machine: Machine) -> AttentionMethod:
+        config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
+        return resolve_attention(config, Topology(2, 4), machine)
+
+    mha, gqa = chosen(MHA, SLOW_RAILS), chosen(GQA, SLOW_RAILS)
     assert (mha.backward_circulates, gqa.backward_circulates) == ("q", "kv")
     assert "multi-head" in mha.reason
     assert "4 query heads per kv head" in gqa.reason
+    free = replace(SLOW_RAILS, inter_bytes_per_s=1e15, intra_bytes_per_s=1e15, inter_latency_s=0, intra_latency_s=0)
+    assert (chosen(MHA, free).backward_circulates, chosen(MHA, free).deferred_local_tiles) == ("kv", 0)
 
 
+@pytest.mark.parametrize("model", [MHA, GQA], ids=["MHA", "GQA"])
 @pytest.mark.parametrize(
-    ("preset", "nodes", "tail"),
-    [("burst", 2, 2), ("burst", 1, 1), ("burst_ulysses", 2, 1), ("burst_ulysses", 1, 0), ("ring", 2, 0)],
+    "machine", [find_machine("cpu"), SLOW_RAILS, find_machine("h100")], ids=["cpu", "slow", "h100"]
 )
-def test_a_tile_waits_for_the_last_hop_of_every_level_of_the_ring(preset: str, nodes: int, tail: int) -> None:
-    assert resolve(preset, nodes=nodes).tail_steps == tail
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
+    model: ModelConfig, machine: Machine, nodes: int
+) -> None:
+    topology = Topology(nodes, 4)
+    for seq_len in (1 << 13, 1 << 16):
+        ring_s, ring_tiles = predicted("ring", model, topology, machine, seq_len)
+        burst_s, burst_tiles = predicted("burst", model, topology, machine, seq_len)
+        named = [
+            predicted("burst", model, topology, machine, seq_len, backward_circulates=way)[0] for way in ("kv", "q")
+        ]
+        assert burst_s <= min(ring_s, *named) * (1 + INDIFFERENCE)
+        if nodes == 1:
+            assert burst_tiles == ring_tiles
+
+
+@pytest.mark.parametrize(("preset", "nodes", "most"), [("burst", 1, 0), ("ring", 2, 0), ("burst", 2, 2)])
+def test_local_tiles_are_deferred_only_for_gradients_of_other_nodes(preset: str, nodes: int, most: int) -> None:
+    config = RunConfig(model=GQA, attention=AttentionConfig(preset=preset), train=TrainConfig(seq_len=1 << 13))  # type: ignore[arg-type]
+    assert resolve_attention(config, Topology(nodes, 4), SLOW_RAILS).deferred_local_tiles == most
 
 
 def test_every_field_can_be_overridden() -> None:

@@ -23,7 +23,8 @@ from engine.config.settings import (
 )
 from engine.planning.methods.grid import Blocks, divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
-from engine.planning.methods.presets import PRESETS, AttentionMethod, resolve_attention
+from engine.planning.methods.presets import PRESETS, AttentionMethod
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan
 from engine.planning.sequence.layers import attention_layers

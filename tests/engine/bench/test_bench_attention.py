@@ -14,7 +14,7 @@ from engine.bench.measure import turns
 from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
 from engine.planning.methods.grid import divide_sequence
 from engine.planning.methods.methods import plan_method
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.mask import Mask
 

@@ -21,7 +21,8 @@ from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model, layer_manners
 from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.mesh import Mesh
-from engine.planning.methods.presets import PRESETS, resolve_attention
+from engine.planning.methods.presets import PRESETS
+from engine.planning.methods.resolve import resolve_attention
 from engine.training.train_step import rank_batch, sequence_loss
 
 STARTS = (0, 1, 6, 7, 20)

@@ -44,7 +44,7 @@ def test_the_cut_of_the_other_policies() -> None:
     ]
 
 
-def test_ranks_do_not_settle_auto() -> None:
+def test_ranks_do_not_resolve_auto() -> None:
     with pytest.raises(ConfigError, match="burst launch"):
         layer_policies(MemoryConfig(activation_checkpoint="auto"), 2)
 

@@ -16,7 +16,7 @@ from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, Trai
 from engine.memory.predict import fake_ranks, predict_memory, shortened
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.memory.predictor import MemoryPrediction
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters
 

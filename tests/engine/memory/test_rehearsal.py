@@ -11,7 +11,7 @@ from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.methods.grid import divide_sequence
 from engine.planning.methods.methods import plan_method
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import RankPlan, Tile
 from engine.planning.sequence.mask import Mask

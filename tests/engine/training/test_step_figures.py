@@ -44,7 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
 from engine.data import Batch
 from engine.model.llama import LlamaModel
-from engine.planning.methods.presets import resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attended_pairs, attention_layers
 from engine.planning.time.flops import count_parameters, step_flops

@@ -1,0 +1,137 @@
+"""From configuration to one frozen method: legal, and where the preset leaves it free, the fastest by prediction.
+
+A backward pass may circulate keys and values or queries, and may keep local tiles until the last gradients come home
+between nodes. Both are choices of time, so the plans of all choices are replayed on the machine. What is plainest is
+taken unless another choice is predicted to save more than INDIFFERENCE: predictions say nothing below that, and plain
+plans have fewer and larger tiles.
+
+Pure functions of configuration, topology and machine, so every rank comes to the same method.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+
+from engine.config.errors import ConfigError
+from engine.config.schema import to_plain
+from engine.config.settings import AttentionConfig, RunConfig
+from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.methods import plan_pass, token_bytes_of
+from engine.planning.methods.presets import (
+    PRESETS,
+    AttentionMethod,
+    Circulated,
+    circulation_reason,
+    leaves_direction_free,
+    legal_attention,
+)
+from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine
+from engine.planning.time.machine import Machine
+from engine.planning.time.replay import replay
+
+INDIFFERENCE = 0.02
+# Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
+STAND_IN_RANKS = 16
+
+
+def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | None = None) -> AttentionMethod:
+    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence.
+
+    machine   on which choices that the preset leaves free are predicted; None: the configured one
+
+    Raises ConfigError with every violated rule and the nearest legal degrees.
+    """
+    method = legal_attention(config, topology)
+    choices = _choices(config.attention, method, topology)
+    if len(choices) == 1:
+        return method
+    return _fastest(config, topology, machine or machine_of(config), tuple(choices))
+
+
+def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
+    """The configured machine; by the device's name, where the name of the machine is auto."""
+    settings = config.cluster.machine
+    name: str = settings.name
+    if name == "auto":
+        on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
+        name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
+    changes = {key: value for key, value in to_plain(settings).items() if key != "name" and value is not None}
+    return find_machine(name, changes)
+
+
+def stand_in_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
+    """A smaller group with as many ranks per node and tokens per rank; those given, where they have `most_ranks`."""
+    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
+    if topology.size <= most_ranks or lists_blocks:
+        return config, topology
+    nodes = max(2, STAND_IN_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
+    smaller = Topology(nodes, min(topology.local_ranks, STAND_IN_RANKS // nodes))
+    seq_len = config.train.seq_len * smaller.size // topology.size
+    return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
+
+
+def fitted(attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology) -> AttentionConfig:
+    """The method's settings for the smaller group that stands for the whole one."""
+    if small == topology:
+        return attention
+    heads = math.gcd(method.head_parallel_size, small.local_ranks)
+    inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
+    outer = small.size // heads // inner
+    return replace(attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
+
+
+_Choice = tuple[Circulated, int]  # what circulates in backward, local tiles that are deferred
+
+
+def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[_Choice]:
+    """What the preset leaves free, the plainest first. Inside one node the last hop is too short to hide it."""
+    free = leaves_direction_free(attention) and method.chunk_tokens is None
+    ring_size = method.ring_inner_size * method.ring_outer_size
+    defers = PRESETS[attention.preset].defers_local_tiles and method.chunk_tokens is None
+    if ring_size == 1 or method.backward_order == "reversed":
+        free, defers = False, False
+    levels = (method.ring_inner_size > 1) + (method.ring_outer_size > 1)
+    deferred = range(levels + 1) if defers and topology.nodes > 1 else range(1)
+    directions: tuple[Circulated, ...] = ("kv", "q") if free else (method.backward_circulates,)
+    return [(direction, count) for count, direction in itertools.product(deferred, directions)]
+
+
+@functools.lru_cache(maxsize=64)
+def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]) -> AttentionMethod:
+    """The first choice that no other one beats by more than INDIFFERENCE."""
+    method = legal_attention(config, topology)
+    small, group = stand_in_group(config, topology, STAND_IN_RANKS)
+    try:
+        stand_in = legal_attention(replace(small, attention=fitted(config.attention, method, topology, group)), group)
+    except ConfigError:  # what only the whole group can be
+        small, group, stand_in = config, topology, method
+    seconds = {choice: _backward_s(small, _with(stand_in, choice), group, machine) for choice in choices}
+    least = min(seconds.values())
+    best = next(choice for choice in choices if seconds[choice] <= least * (1 + INDIFFERENCE))
+    told = ", ".join(f"{c}{f' with {n} deferred' if n else ''} {s:.3g} s" for (c, n), s in seconds.items())
+    return replace(_with(method, best), reason=f"auto: {circulation_reason(config, *best)} ({told})")
+
+
+def _with(method: AttentionMethod, choice: _Choice) -> AttentionMethod:
+    circulates, deferred = choice
+    return replace(method, backward_circulates=circulates, deferred_local_tiles=deferred)
+
+
+def _backward_s(config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine) -> float:
+    """Predicted seconds of the backward passes of all layers; documents, which only the data know, are one sequence."""
+    turn = attention_layers(config, method)
+    padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
+    blocks = divide_sequence(method, padded, [layer.mask for layer in turn])
+    counts = Counter(turn[index % len(turn)].mask for index in range(config.model.num_layers))
+    token_bytes = token_bytes_of(config, method)
+    return sum(
+        count * replay(plan_pass(method, mask, blocks, "backward"), machine, token_bytes, topology).total_s
+        for mask, count in counts.items()
+    )
