@@ -24,8 +24,7 @@ from cluster.testbed.folder import (
     standing_folders,
     state_root,
 )
-from cluster.testbed.hardware.files import hardware_files
-from cluster.testbed.hardware.lay import lay_hardware
+from cluster.testbed.hardware.files import hardware_files, lay_hardware
 from cluster.testbed.machine import check_machine, run_command
 from cluster.testbed.network import BLOCKS, Command, block_network
 from cluster.testbed.node import Node, make_key, sshd_options

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from cluster.testbed.build import Testbed
 from cluster.testbed.folder import Fault, TestbedError, locked
-from cluster.testbed.hardware.files import hardware_files
-from cluster.testbed.hardware.lay import lay_hardware
+from cluster.testbed.hardware.files import hardware_files, lay_hardware
 from cluster.testbed.machine import run_command, try_command
 from cluster.testbed.node import Node, make_key
 from cluster.testbed.spec import parse_rate
-from cluster.testbed.texts import SSH_USER, passwd_text, slow_shell_text
+from cluster.testbed.texts import SSH_USER, login_shell, passwd_text, slow_shell_text
 from engine.config.errors import ConfigError
 
 _DISK_SOURCE = "burst-fault"  # names our mounts in /proc/PID/mountinfo
@@ -102,9 +101,8 @@ def _shell(node: Node, faults: Sequence[Fault]) -> None:
     slow = next((fault.value for fault in faults if fault.kind == "slow_shell"), None)
     shell = node.folder.path / "slow_shell"
     if slow is not None:
-        plain = passwd_text(passwd, "/")
-        own = next(line.split(":")[6] for line in plain.splitlines() if line.startswith(f"{SSH_USER}:"))
-        shell.write_text(slow_shell_text(own, float(slow)))
+        own = next(line.split(":")[6] for line in passwd.splitlines() if line.startswith(f"{SSH_USER}:"))
+        shell.write_text(slow_shell_text(login_shell(own), float(slow)))
         shell.chmod(0o755)
     # Written in place: it is mounted over the node's /etc/passwd, and a new file would not be seen there.
     text = passwd_text(passwd, str(node.folder.home), str(shell) if slow is not None else None)

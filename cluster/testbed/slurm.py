@@ -21,7 +21,7 @@ from cluster.testbed.folder import TestbedError, TestbedFolder, TestbedState
 from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
 from cluster.testbed.node import Node
 from cluster.testbed.spec import MAX_NODES, TestbedSpec
-from cluster.testbed.texts import MARK_VARIABLE, session_environment
+from cluster.testbed.texts import MARK_VARIABLE, render, session_environment
 
 CONF_VARIABLE = "SLURM_CONF"
 _CONTROLLER_PORT = 6817
@@ -144,49 +144,16 @@ class SlurmRig:
 
 def slurm_conf_text(state: TestbedState, folder: TestbedFolder) -> str:
     """The configuration of controller, nodes and clients: quick to notice what died, never running a job again."""
-    path, spec, network = folder.slurm_conf.parent, state.spec, state.network
-    lines = [
-        f"ClusterName={spec.name}",
-        f"SlurmctldHost=head({network.head_address})",
-        f"SlurmctldPort={_CONTROLLER_PORT}",
-        "CommunicationParameters=NoCtldInAddrAny",  # on this machine it listens in the testbed's network only
-        "SlurmUser=root",
-        "SlurmdUser=root",
-        "AuthType=auth/munge",
-        f"AuthInfo=socket={path / 'munge' / 'socket'}",
-        "CredType=cred/munge",
-        f"StateSaveLocation={path / 'state'}",
-        f"SlurmdSpoolDir={path / 'spool' / '%n'}",
-        f"SlurmctldPidFile={path / 'slurmctld.pid'}",
-        f"SlurmdPidFile={path / 'slurmd.%n.pid'}",
-        f"SlurmctldLogFile={path / 'log' / 'slurmctld.log'}",
-        f"SlurmdLogFile={path / 'log' / 'slurmd.%n.log'}",
-        # Control groups hold what calls setsid, too; Slurm knows those of version 2 only below systemd.
-        f"ProctrackType=proctrack/{'cgroup' if _FREEZER.is_dir() else 'linuxproc'}",
-        "TaskPlugin=task/affinity",
-        "JobAcctGatherType=jobacct_gather/none",
-        "AccountingStorageType=accounting_storage/none",
-        "SchedulerType=sched/backfill",
-        "SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1",
-        "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core",
-        "SwitchType=switch/none",
-        "MpiDefault=none",
-        "GresTypes=gpu",
-        f"TaskProlog={path / 'prolog.sh'}",
-        "ReturnToService=2",
-        "SlurmdTimeout=10",
-        "MessageTimeout=5",
-        "TCPTimeout=2",
-        "KillWait=15",
-        "JobRequeue=0",
-        "MinJobAge=300",
-        "SlurmdParameters=config_overrides",
-    ]
-    cpus, gpus = max(_MIN_CPUS, os.cpu_count() or 1), gpus_per_node(spec)
-    hardware = f"CPUs={cpus} RealMemory=4000{f' Gres=gpu:{gpus}' if gpus else ''} State=UNKNOWN"
-    lines += [f"NodeName={node} NodeAddr={network.address(node)} {hardware}" for node in spec.node_names]
-    return "\n".join([*lines, f"PartitionName=main Nodes={spec.node_set} Default=YES MaxTime=INFINITE State=UP", ""])
+    return render(
+        "templates/slurm.conf",
+        spec=state.spec,
+        network=state.network,
+        path=folder.slurm_conf.parent,
+        port=_CONTROLLER_PORT,
+        has_freezer=_FREEZER.is_dir(),
+        cpus=max(_MIN_CPUS, os.cpu_count() or 1),
+        gpus=gpus_per_node(state.spec),
+    )
 
 
 def gpus_per_node(spec: TestbedSpec) -> int:

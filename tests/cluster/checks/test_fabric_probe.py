@@ -20,9 +20,8 @@ from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
 from cluster.survey.interfaces import explain_interface, read_interfaces
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState, UnreadableError
-from cluster.testbed.hardware.faults import FAULTS
+from cluster.testbed.hardware.devices import compute_adapters, faults
 from cluster.testbed.hardware.files import FakeFile, hardware_files
-from cluster.testbed.hardware.profiles import compute_adapters
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 SHELLS = ("dash", "busybox")
@@ -136,7 +135,7 @@ def test_a_fault_is_found_and_nothing_else(answers: dict[str, NodeProbe], fault:
 
 
 def test_every_fault_of_adapters_is_tested():
-    named = {name for name, fault in FAULTS.items() if fault.about == "DEV"}
+    named = {name for name, fault in faults().items() if fault.about == "DEV"}
     assert {fault.partition(":")[0] for fault in FAULT_FINDINGS} == named | {"roce", "no_peermem"}
 
 

@@ -6,7 +6,7 @@ import pytest
 from gpu_rehearsal import ended, healthy, with_section
 
 from cluster.survey.nvidia_smi import parse_gpu_addresses, read_pci_devices
-from cluster.testbed.hardware.profiles import MODELS
+from cluster.testbed.hardware.devices import models
 
 
 def test_pci_devices_hold_gpus_and_switches() -> None:
@@ -35,7 +35,7 @@ def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
 def test_gpu_addresses_lead_from_the_root_port_to_the_gpu(profile: str) -> None:
     addresses = parse_gpu_addresses(healthy(profile))
     assert [gpu.index for gpu in addresses] == list(range(8))
-    assert [gpu.pci_path for gpu in addresses] == [MODELS[profile].gpu_path(index) for index in range(8)]
+    assert [gpu.pci_path for gpu in addresses] == [models()[profile].gpu_path(index) for index in range(8)]
     assert [gpu.numa_node for gpu in addresses] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 

@@ -16,9 +16,8 @@ from cluster.checks.gpu_kernel import read_errors
 from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
-from cluster.testbed.hardware.faults import BUSY_PID, FAULTS
+from cluster.testbed.hardware.devices import faults, models
 from cluster.testbed.hardware.files import hardware_files, pci_folder
-from cluster.testbed.hardware.profiles import MODELS
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
@@ -26,7 +25,7 @@ FAIL, WARN, UNKNOWN, OK = Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.O
 BLIND = {"gpu.cuda_smoke", "gpu.nvidia_smi", "gpu.lost", "gpu.xid", "gpu.sxid"}
 
 
-@pytest.mark.parametrize("profile", MODELS)
+@pytest.mark.parametrize("profile", models())
 def test_a_healthy_node_passes_every_check(profile: str) -> None:
     findings = check(healthy(profile), gpus=8, gpu_model=profile[:4].upper())
     assert {found.check: found.severity for found in findings if found.severity is not OK} == {
@@ -71,8 +70,8 @@ def test_a_fault_gives_exactly_its_finding(
 
 def test_a_busy_gpu_names_program_process_owner_and_age(tmp_path: Path) -> None:
     found = [one for one in check(rehearse(tmp_path, "h100x8", "busy:0")) if one.check == "gpu.busy"]
-    owner = Path(tmp_path / f"root/proc/{BUSY_PID}").owner()
-    assert found[0].observed == f"71680 MiB in use: python3 (pid {BUSY_PID}) of {owner} since 9 days"
+    owner = (tmp_path / "root/proc/424242").owner()
+    assert found[0].observed == f"71680 MiB in use: python3 (pid 424242) of {owner} since 9 days"
 
 
 def test_memory_without_a_process_is_busy_and_says_how_to_find_its_owner(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_nodes_differ_in_uuids_and_in_nothing_else() -> None:
 
 def test_the_pci_tree_leads_to_each_gpu() -> None:
     files = hardware_files("a100x8", NODE, 1)
-    folder = pci_folder(MODELS["a100x8"].gpu_path(5))
+    folder = pci_folder(models()["a100x8"].gpu_path(5))
     assert files["root/sys/bus/pci/devices/0000:90:00.0"].link_to == f"../../../{folder.removeprefix('sys/')}"
     assert files[f"root/{folder}/vendor"].text == "0x10de\n"
 
@@ -285,10 +284,10 @@ def test_unknown_profiles_and_faults_without_hardware_are_refused() -> None:
 def test_every_fault_of_gpus_is_tried() -> None:
     tried = {fault.partition(":")[0] for fault, *_ in ONE_FAULT}
     tried |= {"ghost", "driver", "gpu_lost", "smi_truncated", "smi_missing", "smi_hangs"}
-    assert tried <= set(FAULTS)
+    assert tried <= set(faults())
     # test_fabric_probe.py and test_gpu_dcgm.py try the others.
     others = {"roce", "no_peermem", "dcgm", "no_dcgm"}
-    assert {name for name in set(FAULTS) - tried if FAULTS[name].about != "DEV"} == others
+    assert {name for name in set(faults()) - tried if faults()[name].about != "DEV"} == others
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import NodeFolder
-from cluster.testbed.hardware.files import FakeFile
-from cluster.testbed.hardware.lay import lay_hardware
+from cluster.testbed.hardware.files import FakeFile, lay_hardware
 from engine.config.errors import ConfigError
 
 
