@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError, read_launch_plan
@@ -28,7 +29,7 @@ def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:
         return None
     settings = plan.config.train.checkpoint
     is_seen = settings.folder is not None and list_checkpoints(checkpoints_folder(settings, run.path))
-    return None if not plan.has_own_folders or is_seen else plan
+    return None if not runner_of(plan).takes_nodes or is_seen else plan
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from burst_cli.checkpoint.view import checkpoint_of_step
 from burst_cli.compose import compose
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.choose import choose_run
-from cluster.launch.runner import runner_for
+from cluster.launch.runner import runner_for, runner_of
 from cluster.plan_record import PlanFileError, read_launch_plan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
@@ -107,4 +107,6 @@ def _folder_on_nodes(run: RunFolder) -> str | None:
     settings, root = plan.config.train.checkpoint, plan.config.cluster.node_folder or "~/.burst"
     if settings.folder is not None:
         return f"{settings.folder.rstrip('/')}/{run.run_id}"
+    if not runner_of(plan).takes_nodes:  # all see the same folder
+        return f"{plan.nodes[0].folder}/checkpoints"
     return f"{root.rstrip('/')}/runs/{run.run_id}/checkpoints"

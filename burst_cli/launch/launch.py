@@ -9,6 +9,7 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.options import (
+    AsOption,
     ConfigDirOption,
     DetachOption,
     DryRunOption,
@@ -34,6 +35,7 @@ def launch(
     run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
     detach: DetachOption = False,
     dry_run: DryRunOption = False,
+    form: AsOption = None,
     force: ForceOption = False,
     skip_checks: SkipChecksOption = False,
     plain: PlainOption = False,
@@ -44,7 +46,7 @@ def launch(
     Without nodes the ranks run on this machine. Nodes come from --hosts, --hostfile
     or cluster=NAME and are reached by SSH: all are asked first whether they can
     carry the run, then they get the code, and one supervisor each starts the ranks.
-    With cluster.launcher=slurm, Slurm chooses the nodes.
+    With cluster.launcher=slurm or kubernetes, the scheduler chooses the nodes.
 
     \b
     burst launch exp=tiny train.steps=20
@@ -74,5 +76,5 @@ def launch(
         skip_checks=skip_checks,
         dry_run=dry_run,
     )
-    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach)
+    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach, form=form)
     raise typer.Exit(launch_request(request, manner))

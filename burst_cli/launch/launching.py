@@ -19,7 +19,7 @@ from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percen
 from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.launch.next_attempt import lead_attempts
 from burst_cli.launch.request import LaunchRequest, prepare_launch
-from burst_cli.plan.launch_view import launch_notes, show_plan
+from burst_cli.plan.launch_view import launch_notes, show_job, show_plan
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
@@ -44,13 +44,15 @@ from engine.runs.records import json_text
 class LaunchManner:
     """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
 
-    detach: return once the nodes run, and leave the run to a process in the background.
+    detach: return once the nodes run, and leave the run to a process in the background. form: of a rehearsal: only the
+    job as another program takes it.
     """
 
     plain_lines: bool = False
     as_json: bool = False
     timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
     detach: bool = False
+    form: str | None = None
 
 
 def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
@@ -58,7 +60,12 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
+    if manner.form is not None and not request.dry_run:
+        raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
+    if manner.form is not None:
+        show_job(prepared.plan, manner.form)
+        return 0
     if request.dry_run:
         show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
         return 0

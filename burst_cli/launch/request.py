@@ -73,7 +73,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         plan = with_exclusive(plan, exclusive=False)
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
     notes = () if runner.is_queued else time_notes(request, memory.config, survey.hardware)
-    return PreparedLaunch(plan, memory, composed.overrides, survey, warnings, composed.notes + notes)
+    return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, warnings, composed.notes + notes)
 
 
 def settle_memory(request: LaunchRequest, config: RunConfig, hardware: Hardware | None = None) -> MemoryCheck:

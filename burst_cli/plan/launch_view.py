@@ -10,9 +10,12 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.plan.memory import candidates_table
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck
+from cluster.launch.manifest import FORMS, JOB_FILE
+from cluster.launch.runner import runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan
+from engine.config.errors import ConfigError
 
-_ORDER = ("plan.sh", "job.sbatch", "env/", "config.yaml")
+_ORDER = ("plan.sh", "job.sbatch", "job.yaml", "env/", "config.yaml")
 _MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
 
 
@@ -49,6 +52,13 @@ def show_plan(
         console.print(Text(f"\n{left_out} more files like {plan.nodes[0].env_file}: see --json", style="dim"))
 
 
+def show_job(plan: LaunchPlan, form: str) -> None:
+    """Print the job of `plan` as YAML. Raises ConfigError for a plan that has none."""
+    if JOB_FILE not in dict(plan.files):
+        raise ConfigError(f"--as {form} needs cluster.launcher=kubernetes, as in cluster=k8s")
+    print(FORMS[form](plan), end="")
+
+
 def _ranks(plan: LaunchPlan) -> str:
     """How many ranks there are where, nodes folded."""
     if len(plan.nodes) == 1:
@@ -63,7 +73,7 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
     files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
     files.sort(key=lambda file: _rank(file[0]))
-    if plan.has_own_folders:  # where no file is a script that shows it
+    if runner_of(plan).takes_nodes:  # where no file is a script that shows it
         first = plan.nodes[0]
         files.insert(0, (f"command on {first.name}", shlex.join(first.argv)))
     environments = [file for file in files if file[0].startswith("env/")]

@@ -34,6 +34,7 @@ RUNNERS = {
     "local": "cluster.launch.local",
     "ssh": "cluster.launch.ssh",
     "slurm": "cluster.launch.slurm",
+    "kubernetes": "cluster.launch.kubernetes",
 }
 
 
@@ -69,6 +70,9 @@ class Survey(Protocol):
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
         """What would be started for `config`, with all that follows from the machines. Raises ConfigError."""
+
+    def complete(self, plan: LaunchPlan) -> LaunchPlan:
+        """`plan`, which nothing is added to any more, with the files that follow from all of it."""
 
     def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
         """Warnings. Raises UnfitNodesError for machines that cannot be trusted with a run."""
@@ -127,6 +131,9 @@ class PlainSurvey:
 
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
+
+    def complete(self, plan: LaunchPlan) -> LaunchPlan:
+        return plan
 
     def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
         return ()

@@ -61,6 +61,9 @@ class SshSurvey:
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
         return build_ssh_plan(config, self.fleet, run_path, module=self.asked.module)
 
+    def complete(self, plan: LaunchPlan) -> LaunchPlan:
+        return plan
+
     def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
         with self.asked.busy(f"checking {len(self.hosts)} nodes"):
             return check_health(self.hosts, cluster, force=self.asked.force)

@@ -71,6 +71,23 @@ class SlurmConfig:
 
 
 @dataclass(frozen=True)
+class KubernetesConfig:
+    """What is asked of Kubernetes when it starts the pods, one per node; null: its default."""
+
+    kind: Literal["JobSet", "TrainJob"] = setting("JobSet", "what is created: a JobSet, or Kubeflow Trainer's TrainJob")
+    claim: str | None = setting(None, "PersistentVolumeClaim for runs and data, which all pods write")
+    context: str | None = setting(None, "context of kubectl")
+    namespace: str | None = setting(None, "namespace")
+    gpus_per_pod: int = setting(0, "GPUs per pod; 0: ranks compute on the CPU", "devices", at_least=0)
+    gpu_resource: str = setting("nvidia.com/gpu", "name of the resource that is counted")
+    cpus_per_pod: int | None = setting(None, "CPUs per pod", at_least=1)
+    memory_per_pod: str | None = setting(None, "memory per pod, such as 200Gi")
+    node_selector: tuple[str, ...] = setting((), "labels that nodes must have, KEY=VALUE")
+    queue: str | None = setting(None, "queue of Kueue in which the job waits")
+    runtime: str = setting("torch-distributed", "with TrainJob: the ClusterTrainingRuntime")
+
+
+@dataclass(frozen=True)
 class ExpectedHardware:
     """What every node must have; null: what most nodes have."""
 
@@ -87,11 +104,13 @@ class ClusterConfig:
 
     name: str = setting("local", "name of these machines, for tables; the option of the group cluster")
     nodes: str | None = setting(None, "names in NodeSet grammar, node[1-4,7]; null: this machine only")
-    launcher: Literal["auto", "local", "ssh", "slurm"] = setting(
+    launcher: Literal["auto", "local", "ssh", "slurm", "kubernetes"] = setting(
         "auto", "who starts the ranks; auto: ssh where `nodes` names machines, else local"
     )
     num_nodes: int | None = setting(
-        None, "machines; null: as many as `nodes` names, else 1; with slurm: how many to ask for", at_least=1
+        None,
+        "machines; null: as many as `nodes` names, else 1; with a scheduler: how many to ask for",
+        at_least=1,
     )
     ranks_per_node: int | None = setting(
         None, "processes per machine; null: one per GPU, or 1 without GPUs", "ranks", at_least=1
@@ -141,6 +160,7 @@ class ClusterConfig:
     ssh: SshConfig = SshConfig()
     container: ContainerConfig = ContainerConfig()
     slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     expected: ExpectedHardware = ExpectedHardware()
     machine: MachineConfig = MachineConfig()
 

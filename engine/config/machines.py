@@ -20,20 +20,24 @@ _TORCHRUN = frozenset(
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\x00\r\n]*)", re.DOTALL)
 _LOGIN = re.compile(r"[^\s-]\S*")
 _TIME_LIMIT = re.compile(r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){0,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}")
+_DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_LABEL_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+_QUANTITY = re.compile(r"\d{1,15}(\.\d{1,6})?([kMGTPE]i?)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def machine_problems(config: RunConfig) -> Iterator[Problem]:
     """One problem per broken rule."""
     cluster = config.cluster
-    for rule in (_launcher, _machine, _paths, _ssh, _environment, _slurm):
+    for rule in (_launcher, _machine, _paths, _ssh, _environment, _slurm, _kubernetes):
         yield from rule(cluster)
     yield from _container(cluster.container)
 
 
 def runs_elsewhere(cluster: ClusterConfig) -> bool:
     """Whether ranks run on machines whose disks are not ours, so that files of this one say nothing of theirs."""
-    return cluster.resolved_launcher == "ssh"
+    return cluster.resolved_launcher in ("ssh", "kubernetes")
 
 
 def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
@@ -122,6 +126,41 @@ def _slurm(cluster: ClusterConfig) -> Iterator[Problem]:
         if not option.startswith("--") or _CONTROL.search(option):
             key = f"cluster.slurm.options[{index}]"
             yield Problem((key,), f"{key}: got {option!r}, expected --NAME=VALUE, one option per item")
+
+
+def _kubernetes(cluster: ClusterConfig) -> Iterator[Problem]:
+    settings = cluster.kubernetes
+    for name, pattern, expected in (
+        ("claim", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
+        ("namespace", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
+        ("queue", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
+        ("runtime", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
+        ("context", _LOGIN, "a name without dash in front"),
+        ("gpu_resource", _LABEL_KEY, "DOMAIN/NAME, such as nvidia.com/gpu"),
+        ("memory_per_pod", _QUANTITY, "a quantity such as 200Gi"),
+    ):
+        value = getattr(settings, name)
+        if value is not None and pattern.fullmatch(value) is None:
+            key = f"cluster.kubernetes.{name}"
+            yield Problem((key,), f"{key}: got {value!r}, expected {expected}")
+    for index, label in enumerate(settings.node_selector):
+        key, equals, value = label.partition("=")
+        if not equals or _LABEL_KEY.fullmatch(key) is None or _LABEL_VALUE.fullmatch(value) is None:
+            where = f"cluster.kubernetes.node_selector[{index}]"
+            yield Problem((where,), f"{where}: got {label!r}, expected KEY=VALUE, a label of nodes")
+    if cluster.resolved_launcher == "kubernetes":
+        for name, given in (("kubernetes.claim", settings.claim), ("container.image", cluster.container.image)):
+            if given is None:
+                yield Problem(
+                    ("cluster.launcher", f"cluster.{name}"),
+                    f"cluster.launcher=kubernetes needs cluster.{name}: {_NEEDED[name]}",
+                )
+
+
+_NEEDED = {
+    "kubernetes.claim": "the PersistentVolumeClaim (ReadWriteMany) that all pods mount, for runs and data",
+    "container.image": "the image of the pods, in a registry that the nodes can pull from",
+}
 
 
 def _container(container: ContainerConfig) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """A stand-in for torchrun that starts at once and is called like it.
 
-FAKE_POLL_S is how often it looks after its ranks (torchrun: 0.1 s). Like torchrun it gives every rank a session of its
-own, stops the others when one fails, says which one failed first, passes SIGTERM on, and leaves its ranks behind when
-it is killed.
+FAKE_POLL_S is how often it looks after its ranks (torchrun: 0.1 s). Like torchrun it reads PET_* where arguments say
+nothing, gives every rank a session of its own, stops the others when one fails, says which one failed first, passes
+SIGTERM on, and leaves its ranks behind when it is killed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import time
 def main() -> int:
     words = sys.argv[1 : sys.argv.index("-m")]
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    count = int(options["--nproc-per-node"])
-    first = int(options.get("--node-rank", "0")) * count
+    count, node = (
+        int(options.get(f"--{name}") or os.environ.get(f"PET_{name.replace('-', '_').upper()}", "0"))
+        for name in ("nproc-per-node", "node-rank")
+    )
+    first = node * count
     ranks = [start(first + number, number, sys.argv[len(words) + 1 :]) for number in range(count)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stop(ranks)))
     while True:

@@ -1,0 +1,254 @@
+"""The pods of a run as kubectl shows them: asked about by one thread, followed by what they print, ended in order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cluster.control.link import NodeSpec, NodeStatus, Phase
+from cluster.errors import ClusterError
+from cluster.failure import Failure
+from cluster.launch.kubectl import Answer, Kubectl, KubectlError, Pod
+from cluster.launch.manifest import CONTAINER, JOB_FILE, RUN_LABEL, job_name, resource_of
+from cluster.launch.pod import pod_node
+from cluster.launch.pod_files import PodFiles, split_logs
+from cluster.launch.queue import Granted
+from cluster.plan import LaunchPlan, NodePlan
+from engine.runs.folder import RunFolder
+
+POLL_S = 2.0
+STUCK_S = 60.0  # an image that cannot be pulled, and the like
+_OVERLAP_S = 30  # of two looks at the logs
+_STOP_MARGIN_S = 10.0
+_AT_ONCE = 16
+
+
+class KubernetesJob:
+    """One attempt of a run as the cluster knows it, asked by a thread; all links share it."""
+
+    def __init__(self, plan: LaunchPlan, run: RunFolder, poll_s: float = POLL_S, stuck_s: float = STUCK_S) -> None:
+        self.plan, self.run, self.name = plan, run, job_name(plan.run_id)
+        self._kubectl = Kubectl(plan.config.cluster.kubernetes)
+        self._poll_s, self._stuck_s = poll_s, stuck_s
+        self._files = {node.node_rank: PodFiles(run, node) for node in plan.nodes}
+        self._answer: Answer | None = None
+        self._problem: str | None = None
+        self._pods: dict[int, Pod] = {}  # as last seen, also after they are gone
+        self._synced: set[str] = set()  # pods all of whose lines are here
+        self._noted: dict[int, NodeStatus] = {}
+        self._logged_at: float | None = None
+        self._stuck_at: float | None = None
+        self._stop_cause: str | None = None
+        self._term_due = self._at_once = False
+        self._delete_at: float | None = None
+        self._wake, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self) -> None:
+        """Create the job, in the place of that of an earlier attempt. Raises KubectlError."""
+        self._kubectl.delete(self.plan.run_id, wait=True)
+        self._kubectl.run("create", "--output=name", f"--filename={self.run.path / JOB_FILE}")
+
+    def watch(self) -> KubernetesJob:
+        """Begin to ask the cluster, if that has not begun."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
+
+    # --- while it waits: see `QueuedJob` --------------------------------------------------------------------------
+
+    def granted(self) -> Granted | None:
+        """Once every pod has begun; with a pod that has ended already, the controller sees to the rest."""
+        phases = [pod.phase for pod in self._pods.values()]
+        if "ended" not in phases and phases.count("running") < len(self.plan.nodes):
+            return None
+        return self.plan, [PodLink(self, node) for node in self.plan.nodes]
+
+    def refusal(self) -> Failure | None:
+        stuck = next((pod for pod in self._pods.values() if pod.is_stuck), None)
+        self._stuck_at = None if stuck is None else self._stuck_at or time.monotonic()
+        if stuck is not None and time.monotonic() > (self._stuck_at or 0.0) + self._stuck_s:
+            with contextlib.suppress(KubectlError):
+                self._kubectl.delete(self.plan.run_id, at_once=True)
+            node = pod_node(stuck.index)
+            return Failure("start", stuck.trouble.partition(":")[0], f"pod {stuck.name}: {stuck.trouble}", host=node)
+        if self._answer is not None and self._answer.conditions is None:
+            return Failure("start", "KubernetesError", f"{self.name} is gone: somebody deleted it")
+        if self._answer is not None and self._answer.conditions is not None and "Failed" in self._answer.conditions:
+            return Failure("start", "KubernetesError", f"{self.name} failed: {self._answer.conditions['Failed']}")
+        return None
+
+    def waits_for(self) -> str:
+        if self._problem is not None:
+            return self._problem
+        if self._answer is not None and "Suspended" in (self._answer.conditions or {}):
+            return f"{self.name} is suspended: it waits in its queue"
+        told = [f"{pod.name}: {pod.trouble}" for pod in self._pods.values() if pod.trouble]
+        return told[0] if told else f"{self.name} waits for its pods"
+
+    def cancel(self) -> None:
+        self.stop("cancel", 0.0)
+
+    def has_ended(self) -> bool:
+        return self._answer is not None and self._answer.conditions is None and not self._answer.pods
+
+    def leftover(self) -> str:
+        what = f"{resource_of(self._kubectl.settings)} {self.name}"
+        return f"{self.name} has not ended ({self._problem or 'no answer'}); `kubectl delete {what}`"
+
+    # --- while it runs --------------------------------------------------------------------------------------------
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        """Have the ranks end in order, and what is left after `grace_s` deleted; or all of it at once."""
+        with self._lock:
+            self._term_due = self._term_due or (self._stop_cause is None and grace_s > 0)
+            self._stop_cause = self._stop_cause or cause
+            self._at_once = self._at_once or grace_s <= 0
+            at = time.monotonic() + (grace_s + _STOP_MARGIN_S if grace_s > 0 else 0.0)
+            self._delete_at = at if self._delete_at is None else min(self._delete_at, at)
+        self._wake.set()
+        self.watch()
+
+    def status(self, node: NodePlan) -> NodeStatus:
+        """What is known of a node. kubectl that does not answer is a problem, but no loss: the pods go on."""
+        pod, answer = self._pods.get(node.node_rank), self._answer
+        if answer is None or (pod is None and answer.conditions is not None):
+            return NodeStatus(node.name, "starting", problem=self._problem)
+        if pod is not None and pod.phase == "ended":
+            is_synced = pod.name in self._synced or pod.index not in answer.pods
+            outcome = _outcome("exit" if self._stop_cause is None else "stop", self._stop_cause, pod.exit_code)
+            failure = pod.failure if self._stop_cause is None else None
+            return NodeStatus(node.name, "ended", outcome, is_synced=is_synced, failure=failure)
+        if pod is not None and node.node_rank in answer.pods:
+            running: Phase = "running" if self._stop_cause is None else "stopping"
+            return NodeStatus(node.name, running if pod.phase == "running" else "starting", problem=self._problem)
+        # Its pod is gone: deleted by us or by others, or by the job controller, because another one has failed.
+        others = [other for other in self._pods.values() if other.phase == "ended" and other.exit_code != 0]
+        by_job = "failure" if others or "Failed" in (answer.conditions or {}) else None
+        cause = self._stop_cause or by_job or ("kubectl delete" if answer.conditions is None else None)
+        if cause is None:
+            return NodeStatus(node.name, "lost", problem=f"its pod {pod.name if pod else ''} is gone")
+        return NodeStatus(node.name, "ended", _outcome("stop", cause, None), is_synced=True)
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            self.look()
+            self._wake.wait(self._poll_s)
+            self._wake.clear()
+
+    def look(self) -> None:
+        """Do what is due, and ask; the thread calls it again and again."""
+        try:
+            self._heed_stop()
+            answer = self._kubectl.query(self.plan.run_id)
+            self._pods |= answer.pods
+            self._fetch(answer)
+            self._answer, self._problem = answer, None
+        except KubectlError as error:
+            self._problem = str(error)
+        except OSError as error:
+            self._problem = f"{error.filename or self.run.path}: {error.strerror or error}"
+        with contextlib.suppress(OSError):
+            self._note()
+
+    def _heed_stop(self) -> None:
+        if self._term_due:
+            self._term_due = False
+            running = [pod for pod in self._pods.values() if pod.phase == "running"]
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                list(threads.map(self._terminate, running))
+        if self._delete_at is not None and time.monotonic() >= self._delete_at:
+            self._delete_at = time.monotonic() + _STOP_MARGIN_S  # once more, should the cluster have missed it
+            self._kubectl.delete(self.plan.run_id, at_once=self._at_once)
+
+    def _terminate(self, pod: Pod) -> None:
+        """SIGTERM to the pod's command: unlike a deleted pod, one that ends of it keeps what it said."""
+        try:
+            self._kubectl.run("exec", pod.name, f"--container={CONTAINER}", "--", "sh", "-c", "kill -TERM 1")
+        except KubectlError:
+            self._delete_at = time.monotonic()
+
+    def _fetch(self, answer: Answer) -> None:
+        """What the pods have said since the last look; a little twice, for clocks differ: `PodFiles` knows."""
+        begun = {pod.name: pod for pod in answer.pods.values() if pod.phase != "waiting"}
+        if begun.keys() <= self._synced:
+            return
+        at = time.monotonic()
+        since = () if self._logged_at is None else (f"--since={math.ceil(at - self._logged_at) + _OVERLAP_S}s",)
+        words = (f"--selector={RUN_LABEL}={self.plan.run_id}", f"--container={CONTAINER}", "--prefix", "--timestamps")
+        said = self._kubectl.run("logs", *words, "--tail=-1", "--ignore-errors", *since)
+        for name, lines in split_logs(said).items():
+            if name in begun:
+                self._files[begun[name].index].take(name, lines)
+        self._logged_at = at
+        self._synced |= {name for name, pod in begun.items() if pod.phase == "ended"}
+
+    def _note(self) -> None:
+        """What whoever looks at the run folder sees of the nodes."""
+        for node in self.plan.nodes:
+            status = self.status(node)
+            if self._noted.get(node.node_rank) != status:
+                self._noted[node.node_rank] = status
+                pod = self._pods.get(node.node_rank)
+                place: dict[str, object] = {"phase": status.phase, "pod": pod and pod.name, "host": pod and pod.host}
+                self._files[node.node_rank].note("supervisor.json", place)
+                if status.outcome is not None:
+                    self._files[node.node_rank].note("outcome.json", dict(status.outcome))
+
+
+def _outcome(cause: str, stop_cause: str | None, exit_code: int | None) -> Mapping[str, Any]:
+    return {"cause": cause, "stop_cause": stop_cause, "exit_code": exit_code, "deaths": [], "leftover_pids": []}
+
+
+class PodLink:
+    """`NodeLink` for one pod."""
+
+    def __init__(self, job: KubernetesJob, node: NodePlan) -> None:
+        self._job, self._node = job, node
+
+    @property
+    def node(self) -> str:
+        return self._node.name
+
+    def start(self, spec: NodeSpec) -> None:
+        """Nothing: the pods began with the job."""
+
+    def follow(self) -> None:
+        self._job.watch()
+
+    def poll(self) -> NodeStatus:
+        return self._job.status(self._node)
+
+    def beat(self) -> None:
+        """Nothing: a job does not end with its launcher."""
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        self._job.stop(cause, grace_s)
+
+    def request_stacks(self, nonce: str) -> None:
+        """Nothing: the pods take no questions."""
+
+    def sweep(self, timeout_s: float) -> tuple[int, ...]:
+        """Have the whole job deleted. Raises ClusterError where that cannot be seen."""
+        self._job.cancel()
+        deadline = time.monotonic() + timeout_s
+        while not self._job.has_ended():
+            if time.monotonic() > deadline:
+                raise ClusterError(self._job.leftover())
+            time.sleep(0.1)
+        return ()
+
+    def close(self) -> None:
+        self._job.close()

@@ -1,0 +1,134 @@
+"""What tests of Kubernetes share: a stand-in for kubectl on PATH, whose cluster is a folder, and runs on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testkit import FAKE_PYTHON_PATH, KIT
+from testkit.fake_run import Observer
+from testkit.waiting import wait_for
+
+from cluster.control.controller import Manner, control
+from cluster.control.outcome import LaunchOutcome
+from cluster.control.stopping import StopRequests
+from cluster.control.timing import LaunchTiming
+from cluster.launch.kubernetes import KubernetesSurvey
+from cluster.launch.runner import open_links
+from cluster.plan import LaunchPlan
+from engine.config.cluster import ClusterConfig, ContainerConfig, KubernetesConfig
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run, new_run_path
+
+
+@dataclass(frozen=True)
+class FakeCluster:
+    """The cluster behind the stand-in, as `testkit/fakes/kubectl` describes it."""
+
+    folder: Path
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """The words of every call of kubectl."""
+        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+    def said(self) -> list[str]:
+        """What the pods printed, for a test that waits in vain."""
+        return [path.read_text()[-2000:] for path in self.folder.glob("*/*/log")]
+
+    def refuse(self, **said: str) -> None:
+        """Let these verbs of kubectl fail, with these words."""
+        (self.folder / "refuse.json").write_text(json.dumps(said))
+
+    def answer(self, *items: Mapping[str, Any]) -> None:
+        """Let kubectl find these objects, and no others."""
+        (self.folder / "answer.json").write_text(json.dumps({"items": items}))
+
+
+def fake_cluster(folder: Path, path: str) -> tuple[FakeCluster, dict[str, str]]:
+    """A cluster in `folder`, and the variables with which kubectl finds it."""
+    (folder / "bin").mkdir(parents=True)
+    program = (KIT / "fakes" / "kubectl").read_text().split("\n", 1)[1]
+    (folder / "bin" / "kubectl").write_text(f"#!{sys.executable}\n{program}")
+    (folder / "bin" / "kubectl").chmod(0o755)
+    return FakeCluster(folder), {"FAKE_CLUSTER": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{path}"}
+
+
+def kubernetes_config(shared: str = "/shared", mode: str = "ok", **settings: Any) -> RunConfig:
+    """Fake ranks, one in each of two pods."""
+    cluster = ClusterConfig(
+        launcher="kubernetes",
+        num_nodes=2,
+        ranks_per_node=1,
+        shared_folder=shared,
+        python=sys.executable,
+        container=ContainerConfig(image="registry.example/burst:1"),
+        environment=(f"FAKE_MODE={mode}", f"PYTHONPATH={FAKE_PYTHON_PATH}"),
+        kubernetes=KubernetesConfig(claim="runs", **settings),
+    )
+    train = TrainConfig(steps=5, seq_len=64, checkpoint=CheckpointConfig(at_end=False))
+    return RunConfig(exp="tiny", train=train, cluster=cluster)
+
+
+def kubernetes_plan(runs: Path, config: RunConfig, module: str = "fake_rank") -> LaunchPlan:
+    """The plan of a launch, with its job."""
+    survey = KubernetesSurvey(config, module)
+    return survey.complete(survey.plan(config, new_run_path(runs, config.exp)))
+
+
+def pod(index: int, **status: Any) -> dict[str, Any]:
+    """A pod as kubectl shows it."""
+    labels = {"batch.kubernetes.io/job-completion-index": str(index)}
+    metadata = {"name": f"burst-run-node-0-{index}-abcde", "labels": labels}
+    return {"kind": "Pod", "metadata": metadata, "spec": {"nodeName": "gpu-7"}, "status": status}
+
+
+def with_container(index: int, phase: str, **state: Any) -> dict[str, Any]:
+    """A pod whose container is in this state."""
+    return pod(index, phase=phase, containerStatuses=[{"name": "node", "state": state}])
+
+
+JOB = {"kind": "JobSet", "metadata": {"name": "burst-run"}, "status": {}}
+
+
+@dataclass
+class Led:
+    """A run that is led in a thread."""
+
+    plan: LaunchPlan
+    run: RunFolder
+    observer: Observer = field(default_factory=Observer)
+    stop: StopRequests = field(default_factory=StopRequests)
+    outcome: LaunchOutcome | None = None
+
+    def begin(self, *, start: bool = True) -> Led:
+        def work() -> None:
+            manner = Manner(start=start, timing=LaunchTiming(stop_grace_s=3.0))
+            self.outcome = control(
+                self.plan, self.run, open_links(self.plan, self.run), self.observer, self.stop, manner
+            )
+
+        self.thread = threading.Thread(target=work, daemon=True)
+        self.thread.start()
+        return self
+
+    def wait(self) -> LaunchOutcome:
+        """Its outcome."""
+        self.thread.join(200.0)
+        assert self.outcome is not None
+        return self.outcome
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: len(self.run.read_metrics()) >= step)
+
+
+def lead(plan: LaunchPlan) -> Led:
+    """Begin to lead a new run of `plan`."""
+    run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+    return Led(plan, run).begin()

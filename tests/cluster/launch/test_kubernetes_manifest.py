@@ -1,0 +1,140 @@
+"""The job of a run on Kubernetes: what the published schemas accept, and what its pods are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from kubernetes_rig import kubernetes_config, kubernetes_plan
+
+from cluster.launch.manifest import build_job, skypilot_text
+from engine.config.errors import ConfigError
+from engine.config.rules import check_config
+from engine.config.settings import config_from_dict
+
+SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text())
+EVERYTHING = {
+    "namespace": "ml",
+    "gpus_per_pod": 1,
+    "cpus_per_pod": 8,
+    "memory_per_pod": "64Gi",
+    "node_selector": ("cloud.example/pool=h100",),
+    "queue": "research",
+}
+KINDS = pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
+# Keys of these are free: labels, names of resources, environment.
+_FREE = {"labels", "nodeSelector", "limits", "requests"}
+
+
+def job_of(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    return build_job(kubernetes_plan(tmp_path, kubernetes_config(**settings)))
+
+
+def is_valid(job: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(SCHEMAS[job["kind"]]).is_valid(job)
+
+
+@KINDS
+@pytest.mark.parametrize("settings", [{}, EVERYTHING])
+def test_the_published_schema_accepts_the_job(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    job = job_of(tmp_path, kind=kind, **settings)
+    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
+    text = dict(kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **settings)).files)["job.yaml"]
+    assert is_valid(yaml.safe_load(text))
+
+
+@KINDS
+def test_the_schema_knows_every_key_of_the_job(tmp_path: Path, kind: str) -> None:
+    job = job_of(tmp_path, kind=kind, **EVERYTHING)
+    for path in keys_of(job["spec"], ("spec",)):
+        damaged = deepcopy(job)
+        place: Any = damaged
+        for step in path[:-1]:
+            place = place[step]
+        place[f"{path[-1]}x"] = place.pop(path[-1])
+        assert not is_valid(damaged), path
+
+
+def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every key that a schema names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            if key not in _FREE:
+                yield from keys_of(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from keys_of(inner, (*path, index))
+
+
+def container_of(job: dict[str, Any]) -> dict[str, Any]:
+    """What says command, image and environment of a pod."""
+    if job["kind"] == "TrainJob":
+        return dict(job["spec"]["trainer"])
+    (replicated,) = job["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+@KINDS
+def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Path, kind: str) -> None:
+    config = kubernetes_config(kind=kind, mode="$(HOME)")
+    plan = kubernetes_plan(tmp_path, config)
+    container = container_of(build_job(plan))
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert values["FAKE_MODE"] == "$$(HOME)"
+    assert values["BURST_CONFIG"].replace("$$", "$") == dict(plan.files)["config.yaml"]
+    assert values["BURST_RUN_ID"] == plan.run_id
+    assert not {"BURST_NODE", "BURST_RANK_LOGS"} & values.keys()  # of each pod its own
+    assert container["command"][-len(plan.nodes[0].argv) :] == list(plan.nodes[0].argv)
+    # Trainer refuses variables that it sets itself.
+    assert ("PET_NODE_RANK" in values) == (kind == "JobSet")
+
+
+def test_a_jobset_names_the_first_pod_as_its_dns_does(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    values = {each["name"]: each.get("value") for each in container_of(job)["env"]}
+    name = job["metadata"]["name"]
+    assert values["PET_MASTER_ADDR"] == f"{name}-node-0-0.{name}"
+    assert (values["PET_NNODES"], values["PET_NPROC_PER_NODE"]) == ("2", "1")
+    assert len(f"{name}-node-0-0-abcde") <= 63
+
+
+def test_gpus_make_a_rank_each_and_nccl(tmp_path: Path) -> None:
+    config = kubernetes_config(gpus_per_pod=1)
+    plan = kubernetes_plan(tmp_path, config)
+    assert (plan.backend.name, plan.world_size) == ("nccl", 2)
+    assert container_of(build_job(plan))["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_a_task_of_skypilot_runs_the_same_command(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config(gpus_per_pod=1))
+    task = yaml.safe_load(skypilot_text(plan))
+    assert task["num_nodes"] == 2
+    assert task["volumes"] == {"/shared": "runs"}
+    assert task["resources"]["image_id"] == "docker:registry.example/burst:1"
+    assert "PET_NODE_RANK=$SKYPILOT_NODE_RANK" in task["run"]
+    assert task["run"].endswith(" ".join(plan.nodes[0].argv) + "\n")
+    assert task["envs"]["BURST_CONFIG"] == dict(plan.files)["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({"launcher": "kubernetes"}, "needs cluster.kubernetes.claim"),
+        ({"launcher": "kubernetes", "kubernetes": {"claim": "runs"}}, "needs cluster.container.image"),
+        ({"kubernetes": {"namespace": "-o"}}, "cluster.kubernetes.namespace: got '-o'"),
+        ({"kubernetes": {"context": "--kubeconfig=x"}}, "cluster.kubernetes.context"),
+        ({"kubernetes": {"memory_per_pod": "many"}}, "a quantity such as 200Gi"),
+        ({"kubernetes": {"node_selector": ["a b"]}}, "expected KEY=VALUE"),
+    ],
+)
+def test_settings_that_kubernetes_cannot_be_given_are_refused(cluster: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_config(config_from_dict({"cluster": cluster}))

@@ -1,0 +1,125 @@
+"""Runs on Kubernetes, led by kubectl alone: a stand-in starts the commands of the pods as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes_rig import (
+    JOB,
+    FakeCluster,
+    Led,
+    fake_cluster,
+    kubernetes_config,
+    kubernetes_plan,
+    lead,
+    pod,
+    with_container,
+)
+from testkit import ROOT
+from testkit.waiting import wait_for
+
+from cluster.control.attempt import begin_attempt
+from cluster.control.settle import request_cancel
+from cluster.launch.pods import KubernetesJob
+from engine.runs.folder import RunFolder, create_run, list_runs
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    made, variables = fake_cluster(tmp_path / "cluster", os.environ["PATH"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    subprocess.run(["kubectl", "delete", "--grace-period=0"], check=True, timeout=100)
+
+
+def started(tmp_path: Path, mode: str) -> Led:
+    return lead(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), mode)))
+
+
+def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: Path, cluster: FakeCluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(1500)))
+    words = [
+        *("exp=tiny", "cluster=k8s", "cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/b:1"),
+        *("cluster.num_nodes=2", f"cluster.shared_folder={tmp_path / 'shared'}", f"cluster.python={sys.executable}"),
+        *(f"cluster.master_port={port}", "train.steps=3", "train.seq_len=64", "data=text", "data.tokenizer=bytes"),
+        *(
+            f"data.paths=[{tmp_path / 'text.txt'}]",
+            "model.num_layers=1",
+            "optimizer.warmup_steps=0",
+            "model.vocab_size=512",
+        ),
+        *(
+            "train.warmup_metric_steps=1",
+            f"cluster.environment=['PYTHONPATH={ROOT}','BURST_CACHE_DIR={tmp_path}/cache']",
+        ),
+    ]
+    command = [sys.executable, "-m", "burst_cli", "launch", "--json", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BURST_RUNS_DIR": str(tmp_path / "runs")}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["status"], record["world_size"], record["steps"]) == ("completed", 2, 3)
+    (run,) = list_runs(tmp_path / "runs")
+    on_claim = RunFolder(tmp_path / "shared" / "runs" / "tiny" / run.run_id)
+    assert run.read_metrics() == on_claim.read_metrics()
+    assert run.read_summary() == on_claim.read_summary()
+    assert (on_claim.path / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_rank_that_fails_is_blamed_with_its_error_and_what_it_said(tmp_path: Path, cluster: FakeCluster) -> None:
+    led = started(tmp_path, "raise")
+    outcome = led.wait()
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.host) == (1, "pod-1")
+    log = led.run.log_path("pod-1", 1).read_text()
+    assert log.count("rank 1 in mode raise") == 1
+    assert [row["step"] for row in led.run.read_metrics()] == list(range(1, len(led.run.read_metrics()) + 1))
+
+
+def test_a_run_is_taken_over_without_a_line_twice_and_cancelled_in_order(tmp_path: Path, cluster: FakeCluster) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), "saves"))
+    run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+    begin_attempt(plan, run, None)
+    killed = KubernetesJob(plan, run)  # of a launcher that does not live to see the end
+    killed.submit()
+    killed.watch()
+    wait_for(lambda: len(run.read_metrics()) == 5, lambda: str(cluster.said()), 60.0)
+    killed.close()
+    assert request_cancel(run).state == "cancelled"
+    assert [event["step"] for event in run.read_events() if event["kind"] == "checkpoint"] == [5]
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert run.log_path("pod-1", 1).read_text().count("in mode saves") == 1
+
+
+def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is_told(
+    tmp_path: Path, cluster: FakeCluster
+) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    run = create_run(Path(plan.run_path), dict(plan.files))
+    unmet = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3: Insufficient gpu"}
+    cluster.answer(JOB, pod(0, phase="Pending", conditions=[unmet]))
+    job = KubernetesJob(plan, run, stuck_s=0.0)
+    job.look()
+    assert "Unschedulable: 0/3: Insufficient gpu" in job.waits_for()
+    assert job.refusal() is None
+    reason = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "registry.example/burst:1"'}
+    cluster.answer(JOB, with_container(1, "Pending", waiting=reason))
+    job.look()
+    refusal = job.refusal()
+    assert refusal is not None
+    assert (refusal.kind, refusal.type, refusal.host) == ("start", "ImagePullBackOff", "pod-1")
+    assert "Back-off pulling image" in refusal.message
+    assert any(words[:2] == ["delete", "jobsets.jobset.x-k8s.io"] for words in cluster.calls)
