@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,14 @@ from kubernetes_rig import (
     with_container,
 )
 from testkit import ROOT
+from testkit.tiny_training import TINY_MODEL
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.settle import request_cancel
 from cluster.launch.pods import KubernetesJob
-from engine.runs.folder import RunFolder, create_run, list_runs
+from engine.config.settings import DataConfig, LossConfig, TrainConfig
+from engine.runs.folder import RunFolder, create_run
 
 
 @pytest.fixture
@@ -48,33 +49,23 @@ def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(1500)))
-    words = [
-        *("exp=tiny", "cluster=k8s", "cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/b:1"),
-        *("cluster.num_nodes=2", f"cluster.shared_folder={tmp_path / 'shared'}", f"cluster.python={sys.executable}"),
-        *(f"cluster.master_port={port}", "train.steps=3", "train.seq_len=64", "data=text", "data.tokenizer=bytes"),
-        *(
-            f"data.paths=[{tmp_path / 'text.txt'}]",
-            "model.num_layers=1",
-            "optimizer.warmup_steps=0",
-            "model.vocab_size=512",
-        ),
-        *(
-            "train.warmup_metric_steps=1",
-            f"cluster.environment=['PYTHONPATH={ROOT}','BURST_CACHE_DIR={tmp_path}/cache']",
-        ),
-    ]
-    command = [sys.executable, "-m", "burst_cli", "launch", "--json", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BURST_RUNS_DIR": str(tmp_path / "runs")}
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=200, check=False
+    config = kubernetes_config(str(tmp_path / "shared"))
+    environment = (f"PYTHONPATH={ROOT}", f"BURST_CACHE_DIR={tmp_path / 'cache'}")
+    config = replace(
+        config,
+        model=replace(TINY_MODEL, vocab_size=512),
+        data=DataConfig(format="text", paths=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2),
+        loss=LossConfig(chunk_tokens=64),
+        train=TrainConfig(steps=3, seq_len=64, eval_samples=1, warmup_metric_steps=1, compute_dtype="float32"),
+        cluster=replace(config.cluster, master_port=port, environment=environment),
     )
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
-    assert (record["status"], record["world_size"], record["steps"]) == ("completed", 2, 3)
-    (run,) = list_runs(tmp_path / "runs")
-    on_claim = RunFolder(tmp_path / "shared" / "runs" / "tiny" / run.run_id)
-    assert run.read_metrics() == on_claim.read_metrics()
-    assert run.read_summary() == on_claim.read_summary()
+    led = lead(kubernetes_plan(tmp_path / "runs", config, "engine.train"))
+    outcome = led.wait()
+    assert outcome.status == "completed", (outcome.failure, cluster.said())
+    assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3]
+    on_claim = RunFolder(tmp_path / "shared" / "runs" / "tiny" / led.run.run_id)
+    assert led.run.read_metrics() == on_claim.read_metrics()
+    assert led.run.read_summary() == on_claim.read_summary()
     assert (on_claim.path / "checkpoints" / "step-00000003").is_dir()
 
 
