@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.options import JsonOption, RunsDirOption
-
-if TYPE_CHECKING:
-    from burst_cli.report.build import Report
 
 app = new_verb()
 
@@ -176,18 +172,17 @@ def report(
     burst report llama7b --by git_sha --compare 2182b04 139fdee
     burst report tiny --latest --fail-below mfu=40%  exit code 1 for CI
     """
+    from burst_cli import render
+    from burst_cli.report import write
+    from burst_cli.report.build import Request, build_report
     from burst_cli.report.columns import column_help
+    from engine.runs.folder import default_runs_dir
 
     if columns and "help" in columns:
         sys.stdout.write(column_help())
         return
     chosen, output = _where(format, as_json, output)
-    _check_files(output, png, force=force)
-    from burst_cli import render
-    from burst_cli.report.build import Request, build_report
-    from burst_cli.report.write import report_picture, write_file
-    from engine.runs.folder import default_runs_dir
-
+    write.check_targets(output, png, force=force)
     request = Request(
         runs_dir=runs_dir or default_runs_dir(),
         names=tuple(names or ()),
@@ -209,11 +204,22 @@ def report(
         is_page=chosen is Format.html,
     )
     found = build_report(request)
-    _warn(found)
-    _deliver(found, chosen, output, as_json=as_json)
+    console = render.stderr()
+    write.print_warnings(found, console)
+    if output is not None:
+        text, words = write.written(found, chosen)
+        write.write_file("--output", output, text.encode("utf-8", "replace"))
+        if as_json:
+            render.emit_json({**found.to_dict(), "output": str(output)})
+        else:
+            render.stdout().print(f"wrote {output} ({words})", markup=False, soft_wrap=True)
+    elif chosen is Format.table:
+        render.stdout().print(write.report_view(found, render.stdout().width))
+    else:
+        sys.stdout.write(write.written(found, chosen)[0].encode("utf-8", "replace").decode("utf-8"))
     if png is not None:
-        write_file("--png", png, report_picture(found))
-        render.stderr().print(f"wrote {png}", markup=False, soft_wrap=True)
+        write.write_file("--png", png, write.report_picture(found))
+        console.print(f"wrote {png}", markup=False, soft_wrap=True)
     if found.failed_gates:
         raise typer.Exit(1)
 
@@ -234,86 +240,3 @@ def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[F
             )
     format = format or (Format.json if as_json else Format.table)
     return format, DEFAULT_PAGE if format is Format.html and output is None else output
-
-
-def _check_files(output: Path | None, png: Path | None, *, force: bool) -> None:
-    """Raise before runs are read when a file cannot be written."""
-    from burst_cli.report.draw import check_matplotlib
-    from burst_cli.report.write import check_target
-    from engine.config.errors import ConfigError
-
-    if output is not None:
-        check_target("--output", output, force=force)
-    if png is not None:
-        if png.suffix.lower() != ".png":
-            raise ConfigError(f"--png: got {png.name!r}; the name must end in .png")
-        check_matplotlib("--png")
-        check_target("--png", png, force=force)
-
-
-def _deliver(found: Report, format: Format, output: Path | None, *, as_json: bool) -> None:
-    """Into a file, or onto standard output."""
-    from burst_cli import render
-    from burst_cli.report.write import write_file
-
-    if output is None:
-        _print(found, format)
-        return
-    text, words = _written(found, format)
-    write_file("--output", output, text.encode("utf-8", "replace"))
-    if as_json:
-        render.emit_json({**found.to_dict(), "output": str(output)})
-    else:
-        render.stdout().print(f"wrote {output} ({words})", markup=False, soft_wrap=True)
-
-
-def _print(found: Report, format: Format) -> None:
-    from burst_cli import render
-    from burst_cli.report.write import report_view
-    from engine.runs.folder import list_runs
-
-    console = render.stdout()
-    if format is not Format.table:
-        sys.stdout.write(_written(found, format)[0].encode("utf-8", "replace").decode("utf-8"))
-    elif found.records or found.comparison or found.published or found.sweep:
-        console.print(report_view(found, console.width))
-    else:
-        where = found.runs_dir.absolute()
-        text = f"No run in {where} passes these filters."
-        if not list_runs(found.runs_dir):
-            text = f"No runs in {where}. Start one with `burst launch exp=tiny`."
-        console.print(text, markup=False, soft_wrap=True)
-
-
-def _written(found: Report, format: Format) -> tuple[str, str]:
-    """(the content of a file, what is in it)."""
-    from burst_cli.figures import count_of
-    from burst_cli.render import json_document
-    from burst_cli.report import write
-
-    runs = count_of("run", len(found.runs))
-    if format is Format.html:
-        page, plots = write.report_page(found)
-        return page, f"{runs}, {count_of('plot', plots)}"
-    writers: dict[Format, Callable[[Report], str]] = {
-        Format.md: write.report_markdown,
-        Format.csv: lambda found: write.report_csv(found.runs),
-        Format.latex: write.report_latex,
-        Format.json: lambda found: json_document(found.to_dict()),
-        Format.table: write.report_text,
-    }
-    return writers[format](found), runs
-
-
-def _warn(found: Report) -> None:
-    """Name what is damaged, lost or failed on stderr."""
-    from rich.text import Text
-
-    from burst_cli import render
-    from burst_cli.report.records import first_of
-
-    console = render.stderr()
-    for warning in first_of(found.warnings):
-        console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
-    for line in first_of([verdict.line for verdict in found.failed_gates]):
-        console.print(Text.assemble(("failed: ", "bold red"), line), soft_wrap=True)

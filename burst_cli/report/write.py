@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -20,11 +20,11 @@ from rich.text import Text
 from burst_cli import __version__
 from burst_cli.eval.view import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.figures import count_of
-from burst_cli.render import PIPE_WIDTH
+from burst_cli.render import PIPE_WIDTH, json_document
 from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
-from burst_cli.report.draw import has_matplotlib, panel_svg, report_png
+from burst_cli.report.draw import check_matplotlib, has_matplotlib, panel_svg, report_png
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,
@@ -38,7 +38,7 @@ from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import replace_file
-from engine.runs.folder import STATES
+from engine.runs.folder import STATES, list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4
@@ -75,7 +75,36 @@ _TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts
 
 def report_view(report: Report, width: int) -> RenderableType:
     """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
-    return Lines(*_parts(report, width))
+    if report.records or report.comparison or report.published or report.sweep:
+        return Lines(*_parts(report, width))
+    where = report.runs_dir.absolute()
+    if list_runs(report.runs_dir):
+        return Text(f"No run in {where} passes these filters.", no_wrap=True, overflow="ignore")
+    return Text(f"No runs in {where}. Start one with `burst launch exp=tiny`.", no_wrap=True, overflow="ignore")
+
+
+def print_warnings(report: Report, console: Console) -> None:
+    """Name what is damaged, lost or failed."""
+    for warning in first_of(report.warnings):
+        console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
+    for line in first_of([verdict.line for verdict in report.failed_gates]):
+        console.print(Text.assemble(("failed: ", "bold red"), line), soft_wrap=True)
+
+
+def written(report: Report, form: str) -> tuple[str, str]:
+    """(the report as a file of this format, what is in it)."""
+    runs = count_of("run", len(report.runs))
+    if form == "html":
+        page, plots = report_page(report)
+        return page, f"{runs}, {count_of('plot', plots)}"
+    writers: dict[str, Callable[[Report], str]] = {
+        "md": report_markdown,
+        "csv": lambda report: report_csv(report.runs),
+        "latex": report_latex,
+        "json": lambda report: json_document(report.to_dict()),
+        "table": report_text,
+    }
+    return writers[form](report), runs
 
 
 def report_text(report: Report) -> str:
@@ -250,31 +279,28 @@ class _Plots:
     """Draws the panels of a page, as many as a page may have, each with ids of its own."""
 
     def __init__(self) -> None:
-        self.drawn = 0
-        self.left_out = 0
-        self._can_draw = has_matplotlib()
+        self.drawn = self.left_out = 0
+        self._most = MOST_PANELS if has_matplotlib() else 0
 
     @property
     def is_full(self) -> bool:
         """Whether no further picture will be drawn, so that nothing need be read for one."""
-        return not self._can_draw or self.drawn >= MOST_PANELS
+        return self.drawn >= self._most
 
     @property
     def note(self) -> str | None:
         """What a reader must know about pictures that are not there."""
-        if not self._can_draw:
-            return _NO_PLOTS
-        words = f"plots beyond the first {MOST_PANELS} are left out; name fewer runs to see them"
-        return f"{self.left_out} {words}" if self.left_out else None
+        words = f"{self.left_out} plots beyond the first {MOST_PANELS} are left out; name fewer runs to see them"
+        return _NO_PLOTS if not self._most else words if self.left_out else None
 
     def figures(self, panels: Iterable[Panel]) -> Iterator[tuple[Panel, str]]:
         """Each panel with its <svg>."""
         for panel in panels:
             if self.is_full:
                 self.left_out += 1
-                continue
-            self.drawn += 1
-            yield panel, panel_svg(panel, f"p{self.drawn}-")
+            else:
+                self.drawn += 1
+                yield panel, panel_svg(panel, f"p{self.drawn}-")
 
 
 def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
@@ -348,8 +374,18 @@ def _picture_rows(report: Report) -> Iterator[tuple[str, list[Panel]]]:
 # --- files: nothing that is no report of ours is overwritten unasked, and a reader never sees half of one -------------
 
 
-def check_target(option: str, path: Path, *, force: bool) -> None:
-    """Raise ConfigError, before anything is computed, when `path` cannot or must not be written."""
+def check_targets(output: Path | None, png: Path | None, *, force: bool) -> None:
+    """Raise ConfigError, before runs are read, when a file cannot or must not be written."""
+    if output is not None:
+        _check_target("--output", output, force=force)
+    if png is not None:
+        if png.suffix.lower() != ".png":
+            raise ConfigError(f"--png: got {png.name!r}; the name must end in .png")
+        check_matplotlib("--png")
+        _check_target("--png", png, force=force)
+
+
+def _check_target(option: str, path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
     if not path.absolute().parent.is_dir():
