@@ -15,20 +15,15 @@ OverridesArgument = Annotated[
         metavar="[OVERRIDES]...",
         help="Settings in Hydra's grammar: exp=tiny train.steps=50 attention=burst",
         autocompletion=complete_override,
-        show_default=False,
     ),
 ]
 
 _RUN = "Run id (or how it begins, or its last six digits), EXP, EXP/ID or folder; none:"
 NewestRunArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[RUN]", help=f"{_RUN} the newest run.", autocompletion=complete_run, show_default=False),
+    str | None, typer.Argument(metavar="[RUN]", help=f"{_RUN} the newest run.", autocompletion=complete_run)
 ]
 LivingRunArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RUN]", help=f"{_RUN} the run that lives.", autocompletion=complete_run, show_default=False
-    ),
+    str | None, typer.Argument(metavar="[RUN]", help=f"{_RUN} the run that lives.", autocompletion=complete_run)
 ]
 
 ConfigDirOption = Annotated[
@@ -36,17 +31,13 @@ ConfigDirOption = Annotated[
     typer.Option(
         "--config-dir",
         help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated.",
-        show_default=False,
     ),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
 RunsDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs-dir", envvar="BURST_RUNS_DIR", help="Folder of all runs; default: ./runs.", show_default=False
-    ),
+    Path | None, typer.Option("--runs-dir", envvar="BURST_RUNS_DIR", help="Folder of all runs; default: ./runs.")
 ]
 
 DetachOption = Annotated[

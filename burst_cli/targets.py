@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 HostsOption = Annotated[
     str | None,
-    typer.Option(
-        "--hosts", "-w", metavar="NODES", help="Nodes, such as node[1-4,7]; default: cluster.nodes.", show_default=False
-    ),
+    typer.Option("--hosts", "-w", metavar="NODES", help="Nodes, such as node[1-4,7]; default: cluster.nodes."),
 ]
 
 HostfileOption = Annotated[
-    Path | None,
-    typer.Option("--hostfile", metavar="FILE", help="File with one node per line, instead of --hosts."),
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="File with one node per line, instead of --hosts.")
 ]
 
 

@@ -39,7 +39,6 @@ PresetsOption = Annotated[
         metavar="NAME[:FIELD=VALUE]...,...",
         help="Presets with fields of the group attention that differ, e.g. ring,burst:backward_circulates=q; "
         "default: every preset that is legal here.",
-        show_default=False,
     ),
 ]
 MasksOption = Annotated[
@@ -54,9 +53,7 @@ SeqLensOption = Annotated[str, typer.Option("--seq-lens", metavar="N,...", help=
 RanksOption = Annotated[int, typer.Option("--ranks", help="Processes that share the sequence.")]
 NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes that the ranks are taken to lie on.")]
 HeadsOption = Annotated[int, typer.Option("--heads", help="Query heads.")]
-KvHeadsOption = Annotated[
-    int | None, typer.Option("--kv-heads", help="Key and value heads; default: as --heads.", show_default=False)
-]
+KvHeadsOption = Annotated[int | None, typer.Option("--kv-heads", help="Key and value heads; default: as --heads.")]
 HeadDimOption = Annotated[int, typer.Option("--head-dim", help="Width of a head.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the inputs.")]
 BackendOption = Annotated[Backend, typer.Option("--backend", help="Transport; auto: nccl with GPUs, else gloo.")]
@@ -71,12 +68,9 @@ RankCommandOption = Annotated[
         help="What starts each rank; {rank}, {node} and {local_rank} are replaced: 'ip netns exec bench{rank}'.",
     ),
 ]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE.json", help="Write the results here.", show_default=False)
-]
+OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE.json", help="Write the results here.")]
 PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE.svg|png", help="Draw the results (needs matplotlib).", show_default=False),
+    Path | None, typer.Option("--plot", metavar="FILE.svg|png", help="Draw the results (needs matplotlib).")
 ]
 
 
@@ -153,9 +147,7 @@ def loss(
     dtype: DtypeOption = "bfloat16",
     repeats: RepeatsOption = 5,
     warmup: WarmupOption = 1,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="CPU threads; default: as torch chooses.", show_default=False)
-    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: as torch chooses.")] = None,
     output: OutputOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,

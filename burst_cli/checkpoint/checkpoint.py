@@ -20,7 +20,6 @@ RunArgument = Annotated[
         metavar="[RUN]",
         help="A run id (or how it begins, or its last six digits), EXP, EXP/ID or a folder; none: the newest run.",
         autocompletion=complete_run,
-        show_default=False,
     ),
 ]
 
@@ -87,10 +86,7 @@ def prune(
     run: RunArgument = None,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Newest ones that stay.")] = 2,
     keep_every: Annotated[
-        int | None,
-        typer.Option(
-            "--keep-every", min=1, help="Those of multiples of this many steps stay, too.", show_default=False
-        ),
+        int | None, typer.Option("--keep-every", min=1, help="Those of multiples of this many steps stay, too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     runs_dir: RunsDirOption = None,

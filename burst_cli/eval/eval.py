@@ -31,7 +31,6 @@ def evaluate(
             metavar="[RUN] [OVERRIDES]...",
             help="A run id (or how it begins, or its last six digits), EXP, EXP/ID or a folder; then settings.",
             autocompletion=complete_run_or_override,
-            show_default=False,
         ),
     ] = None,
     step: Annotated[

@@ -27,8 +27,7 @@ def build(
     tag: Annotated[str, typer.Option("--tag", "-t", help="NAME:TAG of the image.")] = DEFAULT_TAG,
     device: Annotated[Device, typer.Option("--device", help="cuda: NVIDIA GPUs; cpu: much smaller.")] = Device.cuda,
     context: Annotated[
-        Path | None,
-        typer.Option("--context", help="A checkout of burst; default: the one that runs.", show_default=False),
+        Path | None, typer.Option("--context", help="A checkout of burst; default: the one that runs.")
     ] = None,
     base: Annotated[
         str | None,
@@ -39,13 +38,12 @@ def build(
         typer.Option(
             "--wheels",
             help="Folder of wheels: install from there alone, without network. No package of Debian is added then.",
-            show_default=False,
             exists=True,
             file_okay=False,
         ),
     ] = None,
     apt_packages: Annotated[
-        str | None, typer.Option("--apt-packages", help="Packages of Debian to add; '' for none.", show_default=False)
+        str | None, typer.Option("--apt-packages", help="Packages of Debian to add; '' for none.")
     ] = None,
     network: Annotated[
         str | None, typer.Option("--network", help="Network of the build steps, such as host or none.")

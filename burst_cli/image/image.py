@@ -24,8 +24,7 @@ T = TypeVar("T")
 app = new_verb(help="Build the container image, bring it to every node over plain SSH, see which node holds which.")
 
 ImageOption = Annotated[
-    str | None,
-    typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.", show_default=False),
+    str | None, typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.")
 ]
 
 
@@ -60,7 +59,7 @@ def push(
         ),
     ] = RouteChoice.auto,
     limit: Annotated[
-        str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.", show_default=False)
+        str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
     as_json: JsonOption = False,

@@ -25,20 +25,15 @@ DEFAULT_TAIL = 50
 def logs(
     run: LivingRunArgument = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    ranks: Annotated[str | None, typer.Option("--ranks", help="Only these, such as 0,3-5.", show_default=False)] = None,
-    nodes: Annotated[
-        str | None, typer.Option("--nodes", help="Only those of these nodes, such as tb[1-2].", show_default=False)
-    ] = None,
-    grep: Annotated[
-        str | None, typer.Option("--grep", help="Only lines with this regular expression.", show_default=False)
-    ] = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", help="Only these, such as 0,3-5.")] = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", help="Only those of these nodes, such as tb[1-2].")] = None,
+    grep: Annotated[str | None, typer.Option("--grep", help="Only lines with this regular expression.")] = None,
     tail: Annotated[
         str | None,
         typer.Option(
             "--tail",
             metavar="N|all",
             help=f"The last N lines of each log; default: {DEFAULT_TAIL}, with --grep or --raw all.",
-            show_default=False,
         ),
     ] = None,
     since: Annotated[
@@ -47,7 +42,6 @@ def logs(
             "--since",
             metavar="DURATION",
             help="Nothing older than 90s, 15m, 2h, 1d: logs by their last line, lines by the time they begin with.",
-            show_default=False,
         ),
     ] = None,
     launcher: Annotated[

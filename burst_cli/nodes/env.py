@@ -16,18 +16,12 @@ app = new_verb(help="Show, write or check the NCCL environment of every node, wi
 
 
 NodeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--node", metavar="NODES", help="Only these of the nodes, such as node3 or node[1-2].", show_default=False
-    ),
+    str | None, typer.Option("--node", metavar="NODES", help="Only these of the nodes, such as node3 or node[1-2].")
 ]
 RunOption = Annotated[
     Path | None,
     typer.Option(
-        "--run",
-        metavar="DIR",
-        help="A run folder: NCCL's log and the flight recorder go to its logs/ on every node.",
-        show_default=False,
+        "--run", metavar="DIR", help="A run folder: NCCL's log and the flight recorder go to its logs/ on every node."
     ),
 ]
 
@@ -45,10 +39,7 @@ def show(
     node: NodeOption = None,
     run: RunOption = None,
     form: Annotated[
-        Format | None,
-        typer.Option(
-            "--format", help="Print the environment of one node as text, without a table.", show_default=False
-        ),
+        Format | None, typer.Option("--format", help="Print the environment of one node as text, without a table.")
     ] = None,
     config_dir: ConfigDirOption = None,
     as_json: JsonOption = False,
@@ -138,10 +129,7 @@ def check(
     nccl_log: Annotated[
         Path | None,
         typer.Option(
-            "--nccl-log",
-            metavar="FILE",
-            help="Compare NCCL's own log (NCCL_DEBUG=INFO) with the plan instead.",
-            show_default=False,
+            "--nccl-log", metavar="FILE", help="Compare NCCL's own log (NCCL_DEBUG=INFO) with the plan instead."
         ),
     ] = None,
     config_dir: ConfigDirOption = None,

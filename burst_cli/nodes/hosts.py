@@ -25,7 +25,6 @@ FingerprintOption = Annotated[
         "--fingerprint",
         metavar="SHA256:...",
         help="Trust keys with this fingerprint only, without asking. May be repeated.",
-        show_default=False,
     ),
 ]
 

@@ -88,7 +88,7 @@ def up(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Option("--name", help="Which testbed; default: all.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Which testbed; default: all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show testbeds: nodes, addresses, which daemons answer, faults in force.
@@ -118,9 +118,7 @@ def status(
 
 @app.command()
 def down(
-    name: Annotated[
-        str | None, typer.Option("--name", help="Which testbed; default: testbed.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Which testbed; default: testbed.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine, whoever built it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,12 +158,8 @@ def down(
 @app.command()
 def fault(
     nodes: Annotated[str, typer.Argument(metavar="NODES", help="Nodes in NodeSet grammar: tb2, tb[1-3].")],
-    kind: Annotated[
-        str | None, typer.Argument(metavar="KIND", help="One of the list above.", show_default=False)
-    ] = None,
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="What the kind asks for.", show_default=False)
-    ] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="One of the list above.")] = None,
+    value: Annotated[str | None, typer.Argument(metavar="VALUE", help="What the kind asks for.")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take back: this fault, this kind, or all.")] = False,
     name: NameOption = "testbed",
     as_json: JsonOption = False,

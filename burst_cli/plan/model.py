@@ -19,10 +19,7 @@ def model(
     write: Annotated[
         Path | None,
         typer.Option(
-            "--write",
-            metavar="FILE",
-            help="Write it to this new file, as ~/.config/burst/conf/model/NAME.yaml.",
-            show_default=False,
+            "--write", metavar="FILE", help="Write it to this new file, as ~/.config/burst/conf/model/NAME.yaml."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,101 +28,10 @@ class Format(enum.StrEnum):
     latex = "latex"
 
 
-_WHICH, _HOW, _AGAINST = "Which runs", "How it is written", "Compared with what"
+_which, _how, _against = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Which runs", "How it is written", "Compared with what")
+)
 
-NamesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RUN|EXP]...",
-        help="Experiments, run ids (or how they begin, or their last six digits) or run folders; none: every run.",
-        autocompletion=complete_run,
-        show_default=False,
-    ),
-]
-LatestOption = Annotated[
-    bool, typer.Option("--latest", help="Only the newest run of each experiment.", rich_help_panel=_WHICH)
-]
-ExpOption = Annotated[
-    list[str] | None,
-    typer.Option("--exp", help="Experiments by glob: 'llama*'. May be repeated.", rich_help_panel=_WHICH),
-]
-StatusOption = Annotated[
-    list[str] | None,
-    typer.Option("--status", help="Only these: completed,oom,failed,...", rich_help_panel=_WHICH),
-]
-SinceOption = Annotated[
-    str | None,
-    typer.Option("--since", help="Made since 2026-01-31, 2026-01-31T12:00 (UTC), or 12h, 7d.", rich_help_panel=_WHICH),
-]
-LimitOption = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Only the newest N of what is left.", rich_help_panel=_WHICH)
-]
-SweepOption = Annotated[
-    str | None,
-    typer.Option("--sweep", metavar="ID", help="All cells of a sweep, missing ones too.", rich_help_panel=_WHICH),
-]
-FormatOption = Annotated[
-    Format | None,
-    typer.Option("--format", help="Default: table, or what --output ends in.", rich_help_panel=_HOW),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Write there; html without it: report.html.", rich_help_panel=_HOW
-    ),
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace a file that is no report of ours too.", rich_help_panel=_HOW)
-]
-PngOption = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="Also the plots, as one picture.", rich_help_panel=_HOW)
-]
-ColumnsOption = Annotated[
-    list[str] | None,
-    typer.Option("--columns", metavar="A,B,...", help="Only these; `--columns help` lists all.", rich_help_panel=_HOW),
-]
-SortOption = Annotated[
-    str | None,
-    typer.Option("--sort", metavar="COLUMN", help="Upwards; -COLUMN downwards.", rich_help_panel=_HOW),
-]
-EffectiveOption = Annotated[
-    bool,
-    typer.Option("--effective", help="Where the wall clock went: steps, start-up, restarts.", rich_help_panel=_HOW),
-]
-BaselineOption = Annotated[
-    str | None,
-    typer.Option("--baseline", metavar="METHOD|RUN", help="Speed and memory against it.", rich_help_panel=_AGAINST),
-]
-CompareOption = Annotated[
-    tuple[str, str] | None,
-    typer.Option(
-        "--compare",
-        metavar="A B",
-        help="Two runs or experiments: is the difference chance?",
-        rich_help_panel=_AGAINST,
-    ),
-]
-ByOption = Annotated[
-    str | None,
-    typer.Option("--by", metavar="KEY", help="A and B are values of this: git_sha, policy.", rich_help_panel=_AGAINST),
-]
-BelowOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fail-below",
-        metavar="METRIC=VALUE",
-        help="Exit 1 when a run lies below: mfu=40%, mfu=90%ofring. May be repeated.",
-        rich_help_panel=_AGAINST,
-    ),
-]
-AboveOption = Annotated[
-    list[str] | None,
-    typer.Option("--fail-above", metavar="METRIC=VALUE", help="The same upwards.", rich_help_panel=_AGAINST),
-]
-PublishedOption = Annotated[
-    str | None,
-    typer.Option("--published", metavar="all|SYSTEM", help="Figures of others with caveats.", rich_help_panel=_AGAINST),
-]
 
 DEFAULT_PAGE = Path("report.html")
 _FORMATS = {
@@ -137,28 +47,63 @@ _FORMATS = {
 
 @app.command()
 def report(
-    names: NamesArgument = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|EXP]...",
+            help="Experiments, run ids (or how they begin, or their last six digits) or run folders; none: every run.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     runs_dir: RunsDirOption = None,
-    latest: LatestOption = False,
-    exp: ExpOption = None,
-    status: StatusOption = None,
-    since: SinceOption = None,
-    limit: LimitOption = None,
-    sweep: SweepOption = None,
-    format: FormatOption = None,
+    latest: Annotated[bool, _which("--latest", help="Only the newest run of each experiment.")] = False,
+    exp: Annotated[list[str] | None, _which("--exp", help="Experiments by glob: 'llama*'. May be repeated.")] = None,
+    status: Annotated[list[str] | None, _which("--status", help="Only these: completed,oom,failed,...")] = None,
+    since: Annotated[
+        str | None, _which("--since", help="Made since 2026-01-31, 2026-01-31T12:00 (UTC), or 12h, 7d.")
+    ] = None,
+    limit: Annotated[int | None, _which("--limit", min=1, help="Only the newest N of what is left.")] = None,
+    sweep: Annotated[
+        str | None, _which("--sweep", metavar="ID", help="All cells of a sweep, missing ones too.")
+    ] = None,
+    format: Annotated[Format | None, _how("--format", help="Default: table, or what --output ends in.")] = None,
     as_json: JsonOption = False,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    png: PngOption = None,
-    columns: ColumnsOption = None,
-    sort: SortOption = None,
-    effective: EffectiveOption = False,
-    baseline: BaselineOption = None,
-    compare: CompareOption = None,
-    by: ByOption = None,
-    fail_below: BelowOption = None,
-    fail_above: AboveOption = None,
-    published: PublishedOption = None,
+    output: Annotated[
+        Path | None, _how("--output", "-o", metavar="FILE", help="Write there; html without it: report.html.")
+    ] = None,
+    force: Annotated[bool, _how("--force", help="Replace a file that is no report of ours too.")] = False,
+    png: Annotated[Path | None, _how("--png", metavar="FILE", help="Also the plots, as one picture.")] = None,
+    columns: Annotated[
+        list[str] | None, _how("--columns", metavar="A,B,...", help="Only these; `--columns help` lists all.")
+    ] = None,
+    sort: Annotated[str | None, _how("--sort", metavar="COLUMN", help="Upwards; -COLUMN downwards.")] = None,
+    effective: Annotated[
+        bool, _how("--effective", help="Where the wall clock went: steps, start-up, restarts.")
+    ] = False,
+    baseline: Annotated[
+        str | None, _against("--baseline", metavar="METHOD|RUN", help="Speed and memory against it.")
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        _against("--compare", metavar="A B", help="Two runs or experiments: is the difference chance?"),
+    ] = None,
+    by: Annotated[
+        str | None, _against("--by", metavar="KEY", help="A and B are values of this: git_sha, policy.")
+    ] = None,
+    fail_below: Annotated[
+        list[str] | None,
+        _against(
+            "--fail-below",
+            metavar="METRIC=VALUE",
+            help="Exit 1 when a run lies below: mfu=40%, mfu=90%ofring. May be repeated.",
+        ),
+    ] = None,
+    fail_above: Annotated[
+        list[str] | None, _against("--fail-above", metavar="METRIC=VALUE", help="The same upwards.")
+    ] = None,
+    published: Annotated[
+        str | None, _against("--published", metavar="all|SYSTEM", help="Figures of others with caveats.")
+    ] = None,
 ) -> None:
     """Show runs side by side, oldest first: speed, MFU, memory, traffic, losses, and where each run comes from.
 

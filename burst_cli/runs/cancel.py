@@ -39,7 +39,6 @@ def cancel(
             metavar="[RUN]...",
             help="Run ids (or how they begin, or their last six digits), EXP, EXP/ID, folders; none: the living one.",
             autocompletion=complete_run,
-            show_default=False,
         ),
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Kill at once instead of waiting for the end of a step.")] = False,

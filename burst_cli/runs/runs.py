@@ -60,20 +60,14 @@ def runs(
     state: Annotated[
         list[State] | None,
         typer.Option(
-            "--state",
-            help="Only runs in this state; lost: not ended, but nobody controls it. May be repeated.",
-            show_default=False,
+            "--state", help="Only runs in this state; lost: not ended, but nobody controls it. May be repeated."
         ),
     ] = None,
     exp: Annotated[
-        list[str] | None,
-        typer.Option("--exp", help="Only runs of this experiment. May be repeated.", show_default=False),
+        list[str] | None, typer.Option("--exp", help="Only runs of this experiment. May be repeated.")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit", min=1, help=f"The newest N only; default: {TABLE_RUNS}, with --json all.", show_default=False
-        ),
+        int | None, typer.Option("--limit", min=1, help=f"The newest N only; default: {TABLE_RUNS}, with --json all.")
     ] = None,
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
