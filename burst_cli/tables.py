@@ -1,8 +1,8 @@
-"""Tables for terminals of any width: a row per entry, the columns that have room, and a note cut to what is left."""
+"""Tables: plain listings, and those for terminals of any width, with the columns that have room and a note per row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -19,6 +19,17 @@ class Column:
     title: str
     rank: int = 0
     is_number: bool = True
+
+
+def listing(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], numbers: Collection[str] = ()) -> Table:
+    """All cells of `rows` whole and as they are, never as markup; `numbers`: headings whose columns stand right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        is_number = heading in numbers
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]:

@@ -10,18 +10,9 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
 
 app = new_verb(help="List, verify, fetch, export and prune the checkpoints of a run.")
-
-RunArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="A run id (or how it begins, or its last six digits), EXP, EXP/ID or a folder; none: the newest run.",
-        autocompletion=complete_run,
-    ),
-]
 
 
 @app.callback()
@@ -34,7 +25,7 @@ def _checkpoint() -> None:
 
 
 @app.command("list")
-def list_all(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+def list_all(run: NewestRunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
     """Show the checkpoints of a run, newest first; nothing is read but their manifests.
 
     The nodes of a run over SSH are asked for theirs.
@@ -45,7 +36,7 @@ def list_all(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: J
 
 
 @app.command()
-def verify(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+def verify(run: NewestRunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
     """Read every checkpoint of a run whole, where it lies, and compare it with what was written. Changes nothing.
 
     Exit codes: 0 all are as they were written, 1 one is damaged.
@@ -55,7 +46,7 @@ def verify(run: RunArgument = None, runs_dir: RunsDirOption = None, as_json: Jso
 
 @app.command()
 def fetch(
-    run: RunArgument = None,
+    run: NewestRunArgument = None,
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest whole one.")
     ] = None,
@@ -83,7 +74,7 @@ def fetch(
 
 @app.command()
 def prune(
-    run: RunArgument = None,
+    run: NewestRunArgument = None,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Newest ones that stay.")] = 2,
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", min=1, help="Those of multiples of this many steps stay, too.")
@@ -106,7 +97,7 @@ def prune(
     with on_nodes(chosen, console) as away:
         result = prune_run(chosen, away, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=console)
     if as_json:
-        render.emit_json(result.to_dict())
+        render.emit_json(dataclasses.asdict(result))
     else:
         render.stdout().print(pruned_text(result), soft_wrap=True)
 
@@ -159,9 +150,9 @@ def _show(run: str | None, runs_dir: RunsDirOption, *, as_json: bool, verify: bo
     chosen = choose_run(run, runs_dir)
     entries = examine(chosen, verify=verify, console=render.stderr())
     if as_json:
-        render.emit_json({"run_id": chosen.run_id, "checkpoints": [entry.to_dict() for entry in entries]})
+        render.emit_json({"run_id": chosen.run_id, "checkpoints": entries})
     elif not entries:
         render.stdout().print(f"{chosen.exp}/{chosen.run_id} has no checkpoints.")
     else:
         render.stdout().print(checkpoints_table(entries))
-    raise typer.Exit(1 if any(entry.problem for entry in entries) else 0)
+    raise typer.Exit(1 if any(entry["problem"] for entry in entries) else 0)

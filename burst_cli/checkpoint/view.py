@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,40 +13,12 @@ from rich.text import Text
 
 from burst_cli.checkpoint.nodes import on_nodes, progress_bar
 from burst_cli.figures import DASH, binary_bytes, count
+from burst_cli.tables import listing
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
 from cluster.ssh.nodes import fold_nodes
-from engine.runs.commit import (
-    checkpoints_of,
-    list_checkpoints,
-    open_checkpoint,
-    remove,
-    superfluous,
-    verify_files,
-)
+from engine.runs.commit import checkpoints_of, list_checkpoints, open_checkpoint, remove, superfluous, verify_files
 from engine.runs.folder import FINAL_STATES, RunFolder
 from engine.runs.manifest import CheckpointError, Manifest
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint. verified: whether its files were compared with its manifest; problem: what is wrong with it.
-
-    path: of its folder on this machine, or in that of the run on `nodes`; nodes: who holds its parts, None: here.
-    """
-
-    step: int
-    path: str
-    nodes: str | None = None
-    saved_at: str | None = None
-    bytes: int | None = None
-    tokens: int | None = None
-    ranks: int | None = None
-    verified: bool = False
-    problem: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -58,10 +30,6 @@ class Pruned:
     kept: tuple[int, ...]
     freed_bytes: int
     dry_run: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -139,52 +107,50 @@ def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
     return None
 
 
-def examine(run: RunFolder, *, verify: bool, console: Console) -> list[Entry]:
-    """The run's checkpoints, newest first, those here before those on its nodes; `verify`: with every file read where
-    it lies.
+def examine(run: RunFolder, *, verify: bool, console: Console) -> list[dict[str, Any]]:
+    """The run's checkpoints as JSON values, newest first, those here before those on its nodes.
+
+    verify: with every file read where it lies. verified: whether that was done and nothing differs; problem: what does.
+    path: of its folder on this machine, or in that of the run on `nodes`; nodes: who holds its parts, None: here.
     """
     with on_nodes(run, console) as answer:
         found: list[Held] = [*checkpoints_here(run), *answer.found]
         return [_entry(one, verify, console) for one in sorted(found, key=lambda one: -one.step)]
 
 
-def _entry(one: Held, verify: bool, console: Console) -> Entry:
-    path = one.path if isinstance(one, HereCheckpoint) else Path(f"checkpoints/step-{one.step:08d}")
-    nodes = None if isinstance(one, HereCheckpoint) else one.nodes or "nodes"
+def _entry(one: Held, verify: bool, console: Console) -> dict[str, Any]:
+    is_here, known = isinstance(one, HereCheckpoint), one.manifest
     problem = compared(one, console) if verify else one.problem
-    entry = Entry(one.step, str(path), nodes, verified=verify and problem is None, problem=problem)
-    if one.manifest is None:
-        return entry
-    tokens = one.manifest.state.get("tokens")
-    return replace(
-        entry,
-        saved_at=one.manifest.saved_at,
-        bytes=one.manifest.bytes,
-        tokens=tokens if isinstance(tokens, int) else None,
-        ranks=len(one.manifest.files),
-    )
+    tokens = known.state.get("tokens") if known else None
+    return {
+        "step": one.step,
+        "path": str(one.path) if isinstance(one, HereCheckpoint) else f"checkpoints/step-{one.step:08d}",
+        "nodes": None if is_here else one.nodes or "nodes",
+        "saved_at": known.saved_at if known else None,
+        "bytes": known.bytes if known else None,
+        "tokens": tokens if isinstance(tokens, int) else None,
+        "ranks": len(known.files) if known else None,
+        "verified": verify and problem is None,
+        "problem": problem,
+    }
 
 
-def checkpoints_table(entries: Sequence[Entry]) -> Table:
+def checkpoints_table(entries: Sequence[dict[str, Any]]) -> Table:
     """One row per checkpoint."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("step", "tokens", "size", "ranks"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("saved", no_wrap=True)
-    table.add_column("where", no_wrap=True)
-    table.add_column("")
-    for entry in entries:
-        state = Text("as it was written", "green") if entry.verified else Text("")
-        table.add_row(
-            str(entry.step),
-            DASH if entry.tokens is None else count(entry.tokens),
-            binary_bytes(entry.bytes),
-            DASH if entry.ranks is None else str(entry.ranks),
-            entry.saved_at or DASH,
-            entry.nodes or "here",
-            state if entry.problem is None else Text(entry.problem, "red"),
+    rows = [
+        (
+            str(one["step"]),
+            count(one["tokens"]),
+            binary_bytes(one["bytes"]),
+            DASH if one["ranks"] is None else str(one["ranks"]),
+            one["saved_at"] or DASH,
+            one["nodes"] or "here",
+            Text(one["problem"], "red") if one["problem"] else Text("as it was written" * one["verified"], "green"),
         )
-    return table
+        for one in entries
+    ]
+    numbers = ("step", "tokens", "size", "ranks")
+    return listing((*numbers, "saved", "where", ""), rows, numbers)
 
 
 def prune_run(

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.config.conf_dirs import Option, builtin_conf_dir, list_options, search_path, user_conf_dir
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.tables import listing
 from engine.config.errors import ConfigError
 from engine.config.schema import FieldSpec, to_plain, walk_fields, walk_sections
 from engine.config.settings import RunConfig, config_fingerprint, config_to_dict
@@ -111,14 +111,13 @@ def _yaml_value(value: Any) -> str:
 
 def _show_groups(groups: Mapping[str, Mapping[str, Option]], as_json: bool) -> dict[str, Any]:
     if not as_json:
-        table = _table("group", "option", "what it is", "file")
-        for group, options in groups.items():
-            for index, option in enumerate(options.values()):
-                last = index == len(options) - 1
-                cells = (group if index == 0 else "", option.name, option.description, _origin(option.path))
-                table.add_row(*map(Text, cells), end_section=last)
-        render.stdout().print(table)
-    listed = {group: [to_plain(_as_dict(option)) for option in options.values()] for group, options in groups.items()}
+        rows = [
+            ("" if index else group, option.name, option.description, _origin(option.path))
+            for group, options in groups.items()
+            for index, option in enumerate(options.values())
+        ]
+        render.stdout().print(listing(("group", "option", "what it is", "file"), rows))
+    listed = {group: [_as_dict(option) for option in options.values()] for group, options in groups.items()}
     return {"groups": listed}
 
 
@@ -133,15 +132,15 @@ def _origin(path: Path) -> str:
 def _show_fields(as_json: bool) -> dict[str, Any]:
     specs = list(walk_fields(RunConfig))
     if not as_json:
-        sections = {"": "the run", **dict(walk_sections(RunConfig))}
-        table = _table("setting", "default", "legal", "meaning")
-        for section, doc in sections.items():
-            table.add_row(Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic"))
-            inside = [spec for spec in specs if spec.key.rpartition(".")[0] == section]
-            for spec in inside:
-                row = (f"  {spec.key}", _yaml_value(to_plain(spec.default)), legal_text(spec), spec.note.doc)
-                table.add_row(*map(Text, row), end_section=spec is inside[-1])
-        render.stdout().print(table)
+        rows: list[tuple[str | Text, ...]] = []
+        for section, doc in {"": "the run", **dict(walk_sections(RunConfig))}.items():
+            rows.append((Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic")))
+            rows += [
+                (f"  {spec.key}", _yaml_value(to_plain(spec.default)), legal_text(spec), spec.note.doc)
+                for spec in specs
+                if spec.key.rpartition(".")[0] == section
+            ]
+        render.stdout().print(listing(("setting", "default", "legal", "meaning"), rows))
     return {"fields": [_field_document(spec) for spec in specs]}
 
 
@@ -173,15 +172,9 @@ def _show_folders(folders: Sequence[Path], as_json: bool) -> dict[str, Any]:
     listed = list(folders) if own in folders else [*folders[:-1], own, builtin]
     rows = [(folder, origin.get(folder, "--config-dir"), folder.is_dir()) for folder in listed]
     if not as_json:
-        table = _table("searched", "folder", "what it is")
-        for index, (folder, what, exists) in enumerate(rows, start=1):
-            table.add_row(str(index), Text(str(folder)), what if exists else f"{what} (does not exist yet)")
-        render.stdout().print(table)
+        cells = [
+            (str(index), str(folder), what if exists else f"{what} (does not exist yet)")
+            for index, (folder, what, exists) in enumerate(rows, start=1)
+        ]
+        render.stdout().print(listing(("searched", "folder", "what it is"), cells))
     return {"search_path": [{"path": str(folder), "origin": what, "exists": exists} for folder, what, exists in rows]}
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
@@ -15,6 +14,7 @@ from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
 from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.tables import listing
 from engine.config.settings import RunConfig
 from engine.data import LengthClass, LengthRule, PreparedData, TokenShards, length_classes, prepare
 
@@ -49,7 +49,7 @@ def prepare_data(
         facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
         render.emit_json(describe(prepared) | facts)
     else:
-        _print_table(prepared, elapsed_s)
+        _print_table(describe(prepared), elapsed_s)
         if classes:
             _print_classes(classes, config.train.seq_len)
     for one in classes:
@@ -87,44 +87,37 @@ def _describe_split(shards: TokenShards) -> dict[str, Any]:
     }
 
 
-def _print_table(prepared: PreparedData, elapsed_s: float) -> None:
-    document = describe(prepared)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("split")
-    for heading in ("documents", "text", "tokens", "bytes per token", "shards"):
-        table.add_column(heading, justify="right")
-    for name, split in document["splits"].items():
-        documents = split["documents"]
-        table.add_row(
+def _print_table(document: dict[str, Any], elapsed_s: float) -> None:
+    rows = [
+        (
             name,
-            DASH if documents is None else f"{documents:,}",
+            DASH if split["documents"] is None else f"{split['documents']:,}",
             binary_bytes(split["text_bytes"]),
             f"{split['tokens']:,}",
             plain(split["bytes_per_token"], 2),
             str(split["shards"]),
         )
-    console = render.stdout()
-    console.print(table)
+        for name, split in document["splits"].items()
+    ]
+    headings = ("split", "documents", "text", "tokens", "bytes per token", "shards")
     facts = [
         f"source     {document['source'] or 'not recorded'}",
-        f"tokenizer  {document['tokenizer'] or 'not recorded'}, vocabulary of {prepared.vocab_size:,}",
-        f"folder     {prepared.path}",
+        f"tokenizer  {document['tokenizer'] or 'not recorded'}, vocabulary of {document['vocab_size']:,}",
+        f"folder     {document['path']}",
         f"ready in   {seconds(elapsed_s)}",
     ]
-    for line in facts:
-        console.print(Text(line), soft_wrap=True)
+    console = render.stdout()
+    console.print(listing(headings, rows, headings[1:]))
+    console.print(Text("\n".join(facts)), soft_wrap=True)
 
 
 def _print_classes(classes: Sequence[LengthClass], seq_len: int) -> None:
     """How many samples each length of document has, and how much more often they are seen than without weights."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tokens of a document")
-    for heading in ("samples", "tokens", "share", "weight", "seen"):
-        table.add_column(heading, justify="right")
+    headings = ("tokens of a document", "samples", "tokens", "share", "weight", "seen")
+    rows = []
     for one in classes:
         seen = f"x {one.weight / one.share:.3g}" if one.samples else DASH
-        figures = (f"{one.samples:,}", f"{one.tokens:,}", percent(one.share), percent(one.weight), seen)
-        table.add_row(one.name, *figures)
+        rows.append((one.name, f"{one.samples:,}", f"{one.tokens:,}", percent(one.share), percent(one.weight), seen))
     console = render.stdout()
     console.print(Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"))
-    console.print(table)
+    console.print(listing(headings, rows, headings[1:]))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, clean, percent, plain
+from burst_cli.tables import listing
 from burst_cli.values import number, rows
 
 
@@ -22,12 +22,7 @@ def evaluation_view(record: Mapping[str, Any]) -> RenderableType:
     """Whose weights, validation loss and bits per byte, and a table for each of the others that was measured."""
     parts: list[RenderableType] = [Text(line) for line in evaluation_lines(record)]
     for headings, *lines in evaluation_tables(record):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for line in lines:
-            table.add_row(*line)
-        parts += [Text(), table]
+        parts += [Text(), listing(headings, lines, headings)]
     return Group(*parts)
 
 
