@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.figures import fold_names, fold_numbers
+from burst_cli.logs.files import LogFile, Selection, find_logs, parse_ranks
+from burst_cli.logs.follow import PIPE_BYTES, SCREEN_BYTES, LogFollow, LogRequest, copy_raw, json_lines, show_present
+from burst_cli.logs.show import LogPrinter
 from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
-
-if TYPE_CHECKING:
-    from burst_cli.logs.files import LogFile, Selection
-    from burst_cli.logs.follow import LogRequest
-    from engine.runs.folder import RunFolder
+from burst_cli.runs.choose import choose_run
+from burst_cli.runs.state import UNKNOWN, RunWatch, look_at
+from burst_cli.values import age_s
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder, RunFolderError
 
 app = new_verb()
 
@@ -61,9 +69,6 @@ def logs(
 
     -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
     """
-    from burst_cli.logs.files import Selection, find_logs, parse_ranks
-    from burst_cli.runs.choose import choose_run
-    from engine.config.errors import ConfigError
 
     if as_json and (follow or raw):
         raise ConfigError(
@@ -76,7 +81,8 @@ def logs(
         _ask_if_lost(chosen)
     found = find_logs(chosen, selection)
     if as_json:
-        _show_json(chosen, found, request)
+        head = {"run_id": chosen.run_id, "exp": chosen.exp, "path": str(chosen.path)}
+        render.emit_json({**head, "status": chosen.read_state()["state"], **json_lines(found, request)})
     elif not found and not follow:
         _say_nothing_there(chosen, selection)
     else:
@@ -84,13 +90,6 @@ def logs(
 
 
 def _request(selection: Selection, *, grep: str | None, tail: str | None, since: str | None, raw: bool) -> LogRequest:
-    import re
-    import time
-
-    from burst_cli.logs.follow import LogRequest
-    from burst_cli.values import age_s
-    from engine.config.errors import ConfigError
-
     age = age_s(since) if since is not None else 0.0
     if age is None:
         raise ConfigError(f"--since {since}: expected a duration such as 90s, 15m, 2h or 1d")
@@ -122,12 +121,6 @@ def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
 
 def _ask_if_lost(run: RunFolder) -> None:
     """Have the last lines fetched from the nodes of a run whose controller is gone; say so when that fails."""
-    from rich.text import Text
-
-    from burst_cli import render
-    from burst_cli.runs.state import look_at
-    from engine.runs.folder import RunFolderError
-
     try:
         problem = look_at(run).problem
     except RunFolderError as error:
@@ -137,20 +130,8 @@ def _ask_if_lost(run: RunFolder) -> None:
         render.stderr().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
 
 
-def _show_json(run: RunFolder, found: list[LogFile], request: LogRequest) -> None:
-    from burst_cli import render
-    from burst_cli.logs.follow import json_lines
-
-    head = {"run_id": run.run_id, "exp": run.exp, "path": str(run.path), "status": run.read_state()["state"]}
-    render.emit_json({**head, **json_lines(found, request)})
-
-
 def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
     """Why there are no logs: none yet, or none of those that were asked for."""
-    from burst_cli import render
-    from burst_cli.figures import fold_names, fold_numbers
-    from burst_cli.logs.files import Selection, find_logs
-
     others = find_logs(run, Selection(launcher=selection.launcher))
     if others:
         ranks = fold_numbers(log.rank for log in others if log.rank is not None)
@@ -165,11 +146,6 @@ def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
 
 def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: bool) -> int:
     """The exit code after the logs were printed, and followed."""
-    from burst_cli import render
-    from burst_cli.logs.follow import PIPE_BYTES, SCREEN_BYTES, LogFollow, copy_raw, show_present
-    from burst_cli.logs.show import LogPrinter
-    from burst_cli.runs.state import UNKNOWN, RunWatch
-
     is_terminal = sys.stdout.isatty()
     has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour, is_raw=request.raw)

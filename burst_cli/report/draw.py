@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.report.panels import MEMORY, Line, Panel, Point
+from burst_cli.report.panels import MEMORY, Panel, Point
 from burst_cli.report.records import tokens
 from engine.config.errors import ConfigError
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 METHOD_COLOURS = ("#0072b2", "#d55e00", "#00866a", "#a8468f", "#8a6d00", "#3f8fc4", "#b3243b", "#59626e")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, QUIET, GRID, PAPER = "#1b1f25", "#5c6672", "#dfe3e8", "#fefefe"
-WIDTH, HEIGHT = 4.1, 2.85  # inches: text of 9 points is readable on a page as wide as a phone
-_TITLE, _LEGEND_LINE, _AXES = 0.7, 0.19, 0.83 * HEIGHT  # inches
+SIZE = WIDTH, HEIGHT = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
 _COLUMNS, _MOST_ROWS, _DPI = 3, 10, 130  # of a PNG
 _GRID_COLUMNS, _GRID_ROWS = 5, 16  # of a grid whose cells have room for text
 _LONGEST_NAME = 22  # beside a panel of dots
@@ -85,11 +84,9 @@ def panel_svg(panel: Panel, prefix: str) -> str:
     from matplotlib.figure import Figure
 
     with _drawing():
-        height = HEIGHT + _LEGEND_LINE * _legend_lines(panel)
-        figure = Figure(figsize=(WIDTH, height))
+        figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
-        left = _left(panel)
-        axes = figure.add_axes((left, 1 - (0.07 + _AXES) / height, 0.97 - left, _AXES / height))
+        axes = figure.add_subplot()
         _draw(axes, panel)
         figure.patch.set_visible(False)
         axes.patch.set_visible(False)
@@ -123,21 +120,18 @@ def report_png(rows: Iterable[tuple[str, Sequence[Panel]]]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [_TITLE + HEIGHT + _LEGEND_LINE * max(map(_legend_lines, panels)) for _, panels in parts]
-    width, total, above = WIDTH * _COLUMNS, sum(heights), 0.0
     with _drawing():
-        figure = Figure(figsize=(width, total), facecolor=PAPER)
+        figure = Figure(figsize=(WIDTH * _COLUMNS, (HEIGHT + 0.5) * len(parts)), facecolor=PAPER, layout="constrained")
         FigureCanvasAgg(figure)
-        for (title, panels), height in zip(parts, heights, strict=True):
-            figure.text(0.012, 1 - (above + 0.08) / total, title, fontsize=11, weight="bold", color=INK, va="top")
-            bottom = 1 - (above + _TITLE + _AXES) / total
-            for column, panel in enumerate(panels):
-                left = _left(panel)
-                place = (WIDTH * (column + left) / width, bottom, WIDTH * (0.97 - left) / width, _AXES / total)
-                axes = figure.add_axes(place)
-                _draw(axes, panel)
-                axes.set_title("\n".join(textwrap.wrap(panel.title, 58)[:2]), fontsize=9, loc="left", color=INK)
-            above += height
+        for row, (title, panels) in zip(figure.subfigures(len(parts), squeeze=False)[:, 0], parts, strict=True):
+            row.suptitle(title, fontsize=11, weight="bold", color=INK, x=0.012, ha="left")
+            for place, axes in enumerate(row.subplots(1, _COLUMNS)):
+                if place < len(panels):
+                    _draw(axes, panels[place])
+                    wrapped = "\n".join(textwrap.wrap(panels[place].title, 54)[:2])
+                    axes.set_title(wrapped, fontsize=9, loc="left", color=INK)
+                else:
+                    axes.set_visible(False)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": "burst report"})
     return content.getvalue()
@@ -164,12 +158,6 @@ def _look(style: int, *, hollow: bool = False, dashed: bool = False) -> dict[str
         "linestyle": _DASHES if hollow or dashed else "-",
         "linewidth": 1.5,
     }
-
-
-def _left(panel: Panel) -> float:
-    """The share of the width left of the axes."""
-    longest = max((len(line.name) for line in panel.lines), default=0)
-    return {"grid": 0.165, "dots": 0.05 + 0.0165 * min(_LONGEST_NAME, longest)}.get(panel.kind, 0.14)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
@@ -312,14 +300,6 @@ def _grid(axes: Axes, panel: Panel) -> None:
     axes.set_yticks(range(len(rows)), rows)
 
 
-def _per_line(lines: Sequence[Line]) -> int:
-    return max(1, min(3, 62 // (6 + max(len(line.name) for line in lines))))
-
-
-def _legend_lines(panel: Panel) -> int:
-    return -(-len(panel.legend) // _per_line(panel.legend)) + (panel.note is not None) if panel.legend else 0
-
-
 def _legend(axes: Axes, panel: Panel) -> None:
     """Below the panel. Names go in by hand: matplotlib leaves out those that begin with an underscore."""
     from matplotlib.lines import Line2D
@@ -327,8 +307,8 @@ def _legend(axes: Axes, panel: Panel) -> None:
     looks = [_look(line.style, hollow=line.is_published, dashed=line.is_dashed) for line in panel.legend]
     legend = axes.legend(
         [Line2D([], [], **look) for look in looks], ["." for _ in looks], loc="upper center",
-        bbox_to_anchor=(0.5, -0.15), ncols=_per_line(panel.legend), frameon=False, fontsize=8, borderaxespad=0,
-        handlelength=3.2, title=panel.note, title_fontsize=8,
+        bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + max(len(line.name) for line in panel.legend)))),
+        frameon=False, fontsize=8, borderaxespad=0, handlelength=3.2, title=panel.note, title_fontsize=8,
     )  # fmt: skip
     for label, line in zip(legend.get_texts(), panel.legend, strict=True):
         label.set_text(line.name)

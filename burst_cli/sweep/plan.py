@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from engine.config.errors import ConfigError
@@ -13,7 +13,7 @@ from engine.config.settings import RunConfig, config_fingerprint
 from engine.runs.summary import config_facts
 
 if TYPE_CHECKING:
-    from burst_cli.sweep.estimate import Estimate
+    from burst_cli.sweep.estimate import Estimate, LaunchJudge
 
 _ID_DIGITS = 10
 _MOST_TITLES = 3
@@ -74,19 +74,6 @@ class SweepPlan:
         }
 
 
-class CellJudge(Protocol):
-    """What knows whether a configuration can run here, whether it fits, and what it takes."""
-
-    def settle(self, config: RunConfig) -> RunConfig:
-        """The configuration with what depends on the machines filled in. Raises ConfigError for one that cannot run."""
-
-    def shortage(self, config: RunConfig) -> str | None:
-        """Why the settled configuration is expected not to fit into memory; None: it fits, or nobody knows."""
-
-    def estimate(self, config: RunConfig) -> Estimate | None:
-        """What the settled configuration is expected to take."""
-
-
 Compose = Callable[[Sequence[str]], RunConfig]
 # What an earlier command found out about the memory of the cells of a sweep, by cell id; empty for a new sweep.
 Recorded = Callable[[str], Mapping[str, str | None]]
@@ -96,7 +83,7 @@ def build_sweep(
     overrides: Sequence[str],
     axes: Sequence[Axis],
     compose: Compose,
-    judge: CellJudge,
+    judge: LaunchJudge,
     *,
     name: str | None = None,
     recorded: Recorded = lambda sweep_id: {},
@@ -136,7 +123,7 @@ def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:
     raise ConfigError([*texts, f"{count}; nothing was started. Leave these values out, or add --skip-illegal"])
 
 
-def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: CellJudge) -> Cell:
+def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: LaunchJudge) -> Cell:
     """A cell with its configuration, or with the reasons why it has none."""
     try:
         config = compose(words)
@@ -149,7 +136,7 @@ def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, j
         return replace(cell, problems=error.problems)
 
 
-def _judged(cell: Cell, judge: CellJudge, known: Mapping[str, str | None]) -> Cell:
+def _judged(cell: Cell, judge: LaunchJudge, known: Mapping[str, str | None]) -> Cell:
     """A cell that can run, with what it takes; predicting memory takes seconds, so it is done once per sweep."""
     if cell.problems or cell.config is None:
         return cell

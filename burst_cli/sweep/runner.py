@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from burst_cli.sweep.store import SweepFolder, cell_now
+from burst_cli.sweep.view import SweepView
 from cluster.control.evidence import tail_text
+from cluster.control.stopping import StopRequests
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
@@ -50,23 +52,6 @@ class SweepManner:
     command: tuple[str, ...] = (sys.executable, "-m", "burst_cli")
 
 
-class SweepObserver(Protocol):
-    """Whoever shows a sweep to a person."""
-
-    def tick(self, cells: Sequence[Mapping[str, Any]]) -> None:
-        """Called several times a second with the cells as they are recorded."""
-
-    def note(self, text: str) -> None:
-        """Something that a person should know."""
-
-
-class Stops(Protocol):
-    """Counts requests to stop; see `StopRequests`."""
-
-    count: int
-    cause: str
-
-
 @dataclass
 class _Job:
     """A cell at work. process: None: its run belongs to a launcher that this sweep did not start, and is watched."""
@@ -84,8 +69,8 @@ class SweepRunner:
 
     folder: SweepFolder
     manner: SweepManner
-    observer: SweepObserver
-    stop: Stops
+    view: SweepView
+    stop: StopRequests
     _jobs: list[_Job] = field(default_factory=list)
     _cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     _waiting: list[str] = field(default_factory=list)
@@ -111,7 +96,7 @@ class SweepRunner:
             self._pass_on_stop()
             if self.stop.count == 0 and not self._has_failed_enough():
                 self._fill_lanes()
-            self.observer.tick(list(self._cells.values()))
+            self.view.tick(list(self._cells.values()))
             if not self._jobs:
                 return
             time.sleep(POLL_S)
@@ -154,7 +139,7 @@ class SweepRunner:
         job = _Job(cell["id"], lane, run)
         self._jobs.append(job)
         if state in ("starting", "running") and run.is_alive() is not False:
-            self.observer.note(f"{cell['id']} still runs under another launcher; waiting for it")
+            self.view.note(f"{cell['id']} still runs under another launcher; waiting for it")
             return
         self._update(cell, run_path=str(run.path), lane=lane.name, launches=cell["launches"] + 1, refused=None)
         cell.update(state="running", result=None)

@@ -110,7 +110,7 @@ def _run(
     console.print(f"sweep {folder.sweep_id} {how} {folder.path}", style="dim", markup=False, soft_wrap=True)
     manner = SweepManner(runs_dir, lanes, arguments, max_failures, retry)
     stop = StopRequests()
-    with stop.listening(), SweepView(console) as view:
+    with stop.listening(), SweepView(console).shown() as view:
         cells = SweepRunner(folder, manner, view, stop).run()
     return cells, folder, stop.count > 0
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -19,7 +18,7 @@ from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.state import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
-from burst_cli.tables import Column, fitted_table
+from burst_cli.tables import Column, fitted_table, listing
 from engine.runs.folder import RunFolder
 
 _STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
@@ -31,21 +30,22 @@ _MESSAGE = 70
 
 def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
     """What a sweep will do: its cells, what each is expected to take, and all of them together."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     keys = [axis.key for axis in plan.axes if axis.is_sweep]
-    for title in ("cell", *keys, "expected", "device hours", ""):
-        table.add_column(title, justify="right" if title in ("expected", "device hours") else "left")
+    rows: list[list[str | Text]] = []
     for cell in plan.cells:
         known = cell.estimate if not cell.problems and not cell.short_of_memory else None
         why, style = (cell.problems[0], "red") if cell.problems else (cell.short_of_memory or "", "magenta")
-        table.add_row(
-            cell.cell_id,
-            *(Text(cell.values.get(key, "")) for key in keys),
-            duration(known.seconds if known else None),
-            f"{known.device_hours:.3g}" if known else DASH,
-            Text(shortened(why, _MESSAGE), style),
+        rows.append(
+            [
+                cell.cell_id,
+                *(cell.values.get(key, "") for key in keys),
+                duration(known.seconds if known else None),
+                f"{known.device_hours:.3g}" if known else DASH,
+                Text(shortened(why, _MESSAGE), style),
+            ]
         )
-    return Group(table, expectation(plan, parallel, price))
+    numbers = ("expected", "device hours")
+    return Group(listing(("cell", *keys, *numbers, ""), rows, numbers), expectation(plan, parallel, price))
 
 
 def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
@@ -126,24 +126,21 @@ class SweepView:
         self._next = 0.0
         self._began = time.monotonic()
 
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Self]:
+        """The view while it is on the screen."""
+        if not self._console.is_terminal:
+            yield self
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+            yield self
 
     def note(self, text: str) -> None:
-        """See `SweepObserver`."""
+        """Something that a person should know."""
         self._console.print(Text(clean(text), "yellow"), soft_wrap=True)
 
     def tick(self, cells: Sequence[Mapping[str, Any]]) -> None:
-        """See `SweepObserver`."""
+        """Show the cells as they are recorded; called several times a second."""
         now = time.monotonic()
         if self._live is None:
             self._say_changes(cells)
