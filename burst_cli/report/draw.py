@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from burst_cli.figures import shortened
 from burst_cli.report.panels import MEMORY, Panel, Point
 from burst_cli.report.records import tokens
 from engine.config.errors import ConfigError
@@ -30,7 +31,7 @@ INK, QUIET, GRID, PAPER = "#1b1f25", "#5c6672", "#dfe3e8", "#fefefe"
 SIZE = WIDTH, HEIGHT = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
 _COLUMNS, _MOST_ROWS, _DPI = 3, 10, 130  # of a PNG
 _GRID_COLUMNS, _GRID_ROWS = 5, 16  # of a grid whose cells have room for text
-_LONGEST_NAME = 22  # beside a panel of dots
+_LONGEST_NAME = 32
 _DASHES = (0, (4, 3))
 _SETTINGS = {
     "svg.fonttype": "none",
@@ -245,9 +246,8 @@ def _dots(axes: Axes, panel: Panel) -> None:
     for place, (name, style) in enumerate(lost, start=len(rows)):
         names.append(name)
         _cross(axes, 0.12 * top, place, style, "OOM", axes.transData)
-    short = [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in names]
-    axes.set_yticks(range(len(short)), short)
-    axes.set_ylim(-0.6, len(short) - 0.4)
+    axes.set_yticks(range(len(names)), [shortened(name, _LONGEST_NAME) for name in names])
+    axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_xlim(0, 1.12 * top or 1.0)
     axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel(panel.y_label)
@@ -305,10 +305,11 @@ def _legend(axes: Axes, panel: Panel) -> None:
     from matplotlib.lines import Line2D
 
     looks = [_look(line.style, hollow=line.is_published, dashed=line.is_dashed) for line in panel.legend]
+    names = [shortened(line.name, _LONGEST_NAME) for line in panel.legend]
     legend = axes.legend(
         [Line2D([], [], **look) for look in looks], ["." for _ in looks], loc="upper center",
-        bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + max(len(line.name) for line in panel.legend)))),
-        frameon=False, fontsize=8, borderaxespad=0, handlelength=3.2, title=panel.note, title_fontsize=8,
+        bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + max(map(len, names))))), frameon=False, fontsize=8,
+        borderaxespad=0, handlelength=3.2, title=panel.note, title_fontsize=8,
     )  # fmt: skip
-    for label, line in zip(legend.get_texts(), panel.legend, strict=True):
-        label.set_text(line.name)
+    for label, name in zip(legend.get_texts(), names, strict=True):
+        label.set_text(name)
