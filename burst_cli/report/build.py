@@ -56,20 +56,20 @@ class Request:
     """What was typed."""
 
     runs_dir: Path
-    names: tuple[str, ...] = ()
-    exps: tuple[str, ...] = ()
-    statuses: tuple[str, ...] = ()
+    names: Sequence[str] = ()
+    exps: Sequence[str] = ()
+    statuses: Sequence[str] = ()
     since: str | None = None
     latest: bool = False
     limit: int | None = None
-    columns: tuple[str, ...] = ()
+    columns: Sequence[str] = ()
     sort: str | None = None
     sweep: str | None = None
     baseline: str | None = None
     compare: tuple[str, str] | None = None
     by: str | None = None
-    fail_below: tuple[str, ...] = ()
-    fail_above: tuple[str, ...] = ()
+    fail_below: Sequence[str] = ()
+    fail_above: Sequence[str] = ()
     published: str | None = None
     effective: bool = False
     is_page: bool = False  # which shows more than a table

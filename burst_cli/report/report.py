@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +48,7 @@ _FORMATS = {
 
 @app.command()
 def report(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -57,8 +59,8 @@ def report(
     ] = None,
     runs_dir: RunsDirOption = None,
     latest: Annotated[bool, _which("--latest", help="Only the newest run of each experiment.")] = False,
-    exp: Annotated[list[str] | None, _which("--exp", help="Experiments by glob: 'llama*'. May be repeated.")] = None,
-    status: Annotated[list[str] | None, _which("--status", help="Only these: completed,oom,failed,...")] = None,
+    exps: Annotated[list[str] | None, _which("--exp", help="Experiments by glob: 'llama*'. May be repeated.")] = None,
+    statuses: Annotated[list[str] | None, _which("--status", help="Only these: completed,oom,failed,...")] = None,
     since: Annotated[
         str | None, _which("--since", help="Made since 2026-01-31, 2026-01-31T12:00 (UTC), or 12h, 7d.")
     ] = None,
@@ -117,38 +119,26 @@ def report(
     burst report llama7b --by git_sha --compare 2182b04 139fdee
     burst report tiny --latest --fail-below mfu=40%  exit code 1 for CI
     """
+    if columns and "help" in columns:
+        from burst_cli.report.columns import column_help
+
+        sys.stdout.write(column_help())
+    else:
+        _report(context.params)
+
+
+def _report(typed: Mapping[str, Any]) -> None:
+    """Build what was typed, and write it where it is wanted; exit code 1 when a gate fails."""
     from burst_cli import render
     from burst_cli.report import write
     from burst_cli.report.build import Request, build_report
-    from burst_cli.report.columns import column_help
     from engine.runs.folder import default_runs_dir
 
-    if columns and "help" in columns:
-        sys.stdout.write(column_help())
-        return
-    chosen, output = _where(format, as_json, output)
-    write.check_targets(output, png, force=force)
-    request = Request(
-        runs_dir=runs_dir or default_runs_dir(),
-        names=tuple(names or ()),
-        exps=tuple(exp or ()),
-        statuses=tuple(status or ()),
-        since=since,
-        latest=latest,
-        limit=limit,
-        columns=tuple(columns or ()),
-        sort=sort,
-        sweep=sweep,
-        baseline=baseline,
-        compare=compare,
-        by=by,
-        fail_below=tuple(fail_below or ()),
-        fail_above=tuple(fail_above or ()),
-        published=published,
-        effective=effective,
-        is_page=chosen is Format.html,
-    )
-    found = build_report(request)
+    png, as_json = typed["png"], typed["as_json"]
+    chosen, output = _where(typed["format"], as_json, typed["output"])
+    write.check_targets(output, png, force=typed["force"])
+    given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name)}
+    found = build_report(Request(**{"runs_dir": default_runs_dir(), **given, "is_page": chosen is Format.html}))
     console = render.stderr()
     write.print_warnings(found, console)
     if output is not None:
