@@ -4,77 +4,103 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Check, Finding
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.survey.section import NodeProbe, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
-# Findings of one check: one for every device that is not as it should be, at least one.
+T = TypeVar("T")
+# Findings of one check of what `look` gave: one for every device that is not as it should be, at least one.
 Judge = Callable[[Check, Any], Iterable[Finding]]
 # A test of nodes with each other, over their open connections, with the answers to their probes.
 TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeProbe]], list[Finding]]
+Compare = Callable[[Mapping[str, NodeProbe], ClusterConfig], list[Finding]]
 
 
+def _nothing(*_: Any) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
 class CheckGroup:
-    """One group of checks: `gpu`, `ib`, `net`, `host`. Pure: everything comes from the probe's sections.
+    """Checks that rest on the same answers. Pure, but for `between`.
 
-    name: first part of the names of its checks, and the word of --only and --skip. questions: what its nodes are asked.
-    checks: what judges each check, by its name; the docstring is what `--explain` says. compared: what is known of
-    several nodes only, by traits or by `check_fleet`, with what `--explain` says.
+    name: first part of the names of its checks, and the word of --only and --skip; groups may share it.
+    questions: what nodes are asked, with the variables `settings` exported.
+    look: the answer of one node, read; where there is nothing of the kind, what is to be said of that, if anything. May
+    raise UnreadableError.
+    judges: `check_pcie` of group `gpu` makes the findings of `gpu.pcie`; its docstring is what `--explain` says.
+    traits: what must be the same on all nodes, by check ({"gpu.driver": "550.54"}); None or left out: not known.
+    compare: findings that rest on the answers of several nodes. between: tests that need several nodes at once, by
+    check. compared: what `--explain` says of checks that only these two know.
     """
 
-    name: ClassVar[str]
-    questions: ClassVar[tuple[Question, ...]] = ()
-    checks: ClassVar[Mapping[str, Judge]]
-    compared: ClassVar[Mapping[str, str]] = {}
+    name: str
+    judges: tuple[Judge, ...]
+    look: Callable[[NodeProbe, ClusterConfig], Any] = field(default=lambda probe, config: probe)
+    questions: tuple[Question, ...] = ()
+    settings: Callable[[ClusterConfig], Mapping[str, str | None]] = _nothing
+    traits: Callable[[Any], Mapping[str, str | None]] = _nothing
+    compare: Callable[[Mapping[str, NodeProbe], ClusterConfig], list[Finding]] = field(
+        default=lambda probes, config: []
+    )
+    between: Callable[[ClusterConfig], Mapping[str, TestBetween]] = _nothing
+    compared: Mapping[str, str] = field(default_factory=dict)
 
-    def look(self, probe: NodeProbe, config: ClusterConfig) -> Any:
-        """What each judge is given: the answer of one node, read. May raise UnreadableError."""
-        return probe
+    @property
+    def checks(self) -> dict[str, Judge]:
+        """Its checks by name."""
+        return {f"{self.name}.{judge.__name__.removeprefix('check_')}": judge for judge in self.judges}
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
         """Findings of one node, at least one for every check that applies: OK is a finding, too."""
-        checks = [Check(probe.node, name) for name in self.checks]
+        checks = {Check(probe.node, name): judge for name, judge in self.checks.items()}
         try:
             view = self.look(probe, config)
         except UnreadableError as error:
             return [_unreadable(check, error) for check in checks]
-        return [finding for check in checks for finding in self._run(check, view)]
+        if view is None or isinstance(view, Finding):
+            return [] if view is None else [view]
+        return [finding for check, judge in checks.items() for finding in run_check(check, judge, view)]
 
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """What must be the same on all nodes, by check: {"gpu.driver": "550.54"}; what is not known is left out."""
-        return {}
-
-    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        """Findings that rest on several nodes, beside those of traits. probes: by name of the node."""
-        return []
-
-    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
-        """Tests that need several nodes at once, by check."""
-        return {}
-
-    def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
-        """Variables that its questions read."""
-        return {}
+    def told(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
+        """The traits of one node."""
+        try:
+            view = self.look(probe, config)
+        except UnreadableError:
+            return {}
+        traits = self.traits(view) if view is not None else {}
+        return {name: value for name, value in sorted(traits.items()) if value}
 
     def explanations(self) -> dict[str, str]:
         """What each check means, in a sentence or two."""
-        told = {name: " ".join((judge.__doc__ or "").split()) for name, judge in self.checks.items()}
-        return {**told, **self.compared}
+        return {name: " ".join((judge.__doc__ or "").split()) for name, judge in self.checks.items()} | {
+            **self.compared
+        }
 
-    def _run(self, check: Check, view: Any) -> list[Finding]:
-        try:
-            found = list(self.checks[check.name](check, view))
-        except UnreadableError as error:
-            return [_unreadable(check, error)]
-        except Exception as error:
-            return [broken(check, error)]
-        return found or [check.unknown("this check gave no result")]
+
+def run_check(check: Check, judge: Judge, view: Any) -> list[Finding]:
+    """What `judge` finds; UNKNOWN where it cannot read what it needs, breaks or says nothing."""
+    try:
+        found = list(judge(check, view))
+    except UnreadableError as error:
+        return [_unreadable(check, error)]
+    except Exception as error:
+        return [broken(check, error)]
+    return found or [check.unknown("this check gave no result")]
+
+
+def known(read: Callable[[Any], T], view: Any) -> T | None:
+    """What `read` tells of `view`; None where it cannot be read."""
+    try:
+        return read(view)
+    except UnreadableError:
+        return None
 
 
 def broken(check: Check, error: BaseException) -> Finding:

@@ -11,17 +11,15 @@ import contextlib
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, FleetReport, NodeReport
-from cluster.checks.gpu_smoke import cuda_smoke_question
+from cluster.checks.compare import merge_compared, profile_findings
+from cluster.checks.finding import Check, Finding, FleetReport, NodeReport
 from cluster.checks.group import CheckGroup, TestBetween, broken
-from cluster.checks.profile import merge_compared, profile_findings
+from cluster.checks.groups.gpu_use import cuda_smoke_question
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
 from cluster.errors import SshError, SshFailure
@@ -74,22 +72,23 @@ class CheckOptions:
 
         Raises ConfigError where CUDA is to be tried without an image.
         """
-        settings = {name: value for group in self.groups for name, value in group.probe_settings(config).items()}
+        told = {name: value for group in self.groups for name, value in group.settings(config).items()}
         questions = [question for group in self.groups for question in group.questions]
         timeout_s = self.timeout_s
         if self.cuda_smoke:
             questions.append(cuda_smoke_question(config.container))
             timeout_s += questions[-1].limit_s
+        settings = {name: value for name, value in told.items() if value}
         return {"questions": questions, "settings": settings, "timeout_s": timeout_s}
 
     def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
         """The tests between nodes that are asked for and can be made, by check."""
-        tests = {name: test for group in self.groups for name, test in group.tests_between(config).items()}
+        tests = {name: test for group in self.groups for name, test in group.between(config).items()}
         return {name: test for name, test in tests.items() if self.selection.wants(name)}
 
 
 @dataclass(frozen=True)
-class NodeView:
+class _Node:
     """What is known of one node. probe: None when it could not be asked. traits: what all nodes must have alike."""
 
     findings: tuple[Finding, ...]
@@ -108,18 +107,36 @@ def check_nodes(
     begin = time.monotonic()
     tests, question = options.tests_between(config), options.question(config)
     with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:
-        outcomes = _visit_all(hosts, _Visitor(question, config, options, connections), observer)
-        views = {name: _view_of(outcome) for name, outcome in outcomes.items()}
+
+        def work(host: Host) -> _Node:
+            observer.started(host.name)
+            try:
+                probe = connections.ask(host, question)
+            except SshError as error:
+                return _Node((reach_finding(error, host.name),))
+            except BurstError:
+                raise
+            except Exception as error:
+                # Whatever a strange server makes a library stumble over is the matter of that node alone.
+                return _Node((broken(Check(host.name, REACH), error),))
+            return _judge(probe, answer_findings(probe), options.groups, config)
+
+        def tell(outcome: Outcome[_Node]) -> None:
+            observer.finished(report(outcome, _node(outcome).findings))
+
+        def report(outcome: Outcome[_Node], findings: Sequence[Finding]) -> NodeReport:
+            name = outcome.host.name
+            return NodeReport(name, options.selection.apply(name, findings), outcome.elapsed_s)
+
+        outcomes = fan_out(hosts, work, width=config.ssh.fan_out, on_outcome=tell)
+        nodes = {name: _node(outcome) for name, outcome in outcomes.items()}
         observer.phase("comparing nodes")
-        findings, notes = _compare(views, options.groups, config)
+        findings, notes = _compare(nodes, options.groups, config)
         if tests:
             observer.phase("testing between nodes")
-        for finding in _test_between(tests, connections.opened, views):
+        for finding in _test_between(tests, connections.opened, nodes):
             findings[finding.node].append(finding)
-    reports = {
-        name: NodeReport(name, options.selection.apply(name, findings[name]), outcome.elapsed_s)
-        for name, outcome in outcomes.items()
-    }
+    reports = {name: report(outcome, findings[name]) for name, outcome in outcomes.items()}
     return FleetReport(reports, time.monotonic() - begin, notes)
 
 
@@ -128,42 +145,53 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions | None = Non
     config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
     begin = time.monotonic()
     probe = survey_here(**options.question(config))
-    view = _judge(probe, answer_findings(probe)[1:], options.groups, config)
-    findings, notes = _compare({probe.node: view}, options.groups, config, clocks=False)
+    node = _judge(probe, answer_findings(probe)[1:], options.groups, config)
+    findings, notes = _compare({probe.node: node}, options.groups, config, clocks=False)
     elapsed_s = time.monotonic() - begin
     report = NodeReport(probe.node, options.selection.apply(probe.node, findings[probe.node]), elapsed_s)
     return FleetReport({probe.node: report}, elapsed_s, notes)
+
+
+def watch(check: Callable[[], FleetReport], pause: Callable[[], None]) -> Iterator[FleetReport]:
+    """One report after the other, with `pause` in between, until the reader has enough."""
+    while True:
+        yield check()
+        pause()
 
 
 class _Connections:
     """Connects to nodes and closes everything in the end, also what a thread of an interrupted check still uses."""
 
     def __init__(self, connect: Connect | None, *, keep: bool) -> None:
-        self._given, self.keep = connect, keep
+        self._given, self._keep = connect, keep
         self._exit = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._is_closed = False
         self.opened: dict[str, Connection] = {}
 
-    def open(self, host: Host) -> Connection:
-        """A new connection, kept."""
+    def ask(self, host: Host, question: Mapping[str, Any]) -> NodeProbe:
+        """The answer of a node, whose connection stays open where it is needed again."""
         connection = self._connect(host)
         with self._lock:
-            if not self._is_closed:
-                self.opened[host.name] = connection
-                return connection
-        connection.close()
-        raise SshError(host.name, SshFailure.LOST, "the check was interrupted")
-
-    def drop(self, host: Host) -> None:
-        """Close the connection to `host` now."""
-        with self._lock:
-            connection = self.opened.pop(host.name, None)
-        if connection is not None:
-            connection.close()
+            if self._is_closed:
+                connection.close()
+                raise SshError(host.name, SshFailure.LOST, "the check was interrupted")
+            self.opened[host.name] = connection
+        is_needed = False
+        try:
+            probe = survey_node(connection, **question)
+            is_needed = self._keep
+        finally:
+            if not is_needed:
+                with self._lock:
+                    self.opened.pop(host.name, None)
+                connection.close()
+        return probe
 
     def __enter__(self) -> _Connections:
-        self._connect = self._given or self._open_pool()
+        from cluster.ssh.pool import SshPool  # nodes behind the same jump host share one login there
+
+        self._connect = self._given or self._exit.enter_context(SshPool()).connect
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,101 +203,53 @@ class _Connections:
                 connection.close()
         self._exit.close()
 
-    def _open_pool(self) -> Connect:
-        """Connects over SSH; nodes behind the same jump host share one login there."""
-        from cluster.ssh.pool import SshPool
 
-        return self._exit.enter_context(SshPool()).connect
-
-
-@dataclass(frozen=True)
-class _Visitor:
-    """Reaches, asks and judges one node."""
-
-    question: Mapping[str, Any]
-    config: ClusterConfig
-    options: CheckOptions
-    connections: _Connections
-
-    def visit(self, host: Host) -> NodeView:
-        """What the node said. Its connection stays open where it is needed again."""
-        try:
-            probe = survey_node(self.connections.open(host), **self.question)
-        except SshError as error:
-            self.connections.drop(host)
-            return NodeView((reach_finding(error, host.name),))
-        except BurstError:
-            raise
-        except Exception as error:
-            # Whatever a strange server makes a library stumble over is the matter of that node alone.
-            self.connections.drop(host)
-            return NodeView((broken(Check(host.name, REACH), error),))
-        if not self.connections.keep:
-            self.connections.drop(host)
-        return _judge(probe, answer_findings(probe), self.options.groups, self.config)
-
-
-def _visit_all(hosts: Sequence[Host], visitor: _Visitor, observer: CheckObserver) -> Mapping[str, Outcome[NodeView]]:
-    """All nodes visited; the observer hears of each as soon as it is done."""
-
-    def work(host: Host) -> NodeView:
-        observer.started(host.name)
-        return visitor.visit(host)
-
-    def tell(outcome: Outcome[NodeView]) -> None:
-        name = outcome.host.name
-        found = visitor.options.selection.apply(name, _view_of(outcome).findings)
-        observer.finished(NodeReport(name, found, outcome.elapsed_s))
-
-    return fan_out(hosts, work, width=visitor.config.ssh.fan_out, on_outcome=tell)
-
-
-def _view_of(outcome: Outcome[NodeView]) -> NodeView:
+def _node(outcome: Outcome[_Node]) -> _Node:
     if outcome.value is not None:
         return outcome.value
-    return NodeView((Check(outcome.host.name, REACH, "a connection").fail(one_line(str(outcome.error), 400), ""),))
+    return _Node((Check(outcome.host.name, REACH, "a connection").fail(one_line(str(outcome.error), 400), ""),))
 
 
-def _judge(
-    probe: NodeProbe, findings: Iterable[Finding], groups: Sequence[CheckGroup], config: ClusterConfig
-) -> NodeView:
+def _judge(probe: NodeProbe, findings: Iterable[Finding], groups: Sequence[CheckGroup], config: ClusterConfig) -> _Node:
     """`findings` with those of all groups, and what is to be compared; a group that breaks is UNKNOWN."""
     found, traits = [*findings], dict[str, str]()
     for group in groups:
-        check = Check(probe.node, group.name)
         try:
-            found += group.check(probe, config) or [check.unknown("no check of this group gave a result")]
-            traits |= group.traits(probe, config)
+            found += group.check(probe, config)
+            traits |= group.told(probe, config)
         except Exception as error:
-            found.append(broken(check, error))
-    return NodeView(tuple(found), probe, traits)
+            found.append(broken(Check(probe.node, group.name), error))
+    names = {finding.check.partition(".")[0] for finding in found}
+    silent = {group.name for group in groups} - names
+    found += [Check(probe.node, name).unknown("no check of this group gave a result") for name in sorted(silent)]
+    return _Node(tuple(found), probe, traits)
 
 
 def _compare(
-    views: Mapping[str, NodeView], groups: Sequence[CheckGroup], config: ClusterConfig, *, clocks: bool = True
+    nodes: Mapping[str, _Node], groups: Sequence[CheckGroup], config: ClusterConfig, *, clocks: bool = True
 ) -> tuple[dict[str, list[Finding]], tuple[str, ...]]:
     """(findings of nodes with what a look at all of them adds, what is wrong with this machine).
 
     Only nodes that answered are compared.
     """
-    probes = {node: view.probe for node, view in views.items() if view.probe is not None}
-    added = profile_findings({node: views[node].traits for node in probes})
+    probes = {name: node.probe for name, node in nodes.items() if node.probe is not None}
+    added = profile_findings({name: nodes[name].traits for name in probes})
     for group in groups:
-        added += _guarded(group.name, probes, partial(group.check_fleet, probes, config))
+        added += _guarded(group.name, probes, partial(group.compare, probes, config))
     skews, note = clock_findings(list(probes.values())) if clocks else ([], "")
     added += skews
-    by_node: dict[str, list[Finding]] = defaultdict(list)
+    by_node: dict[str, list[Finding]] = {name: [] for name in nodes}
     for finding in added:
         by_node[finding.node].append(finding)
-    merged = {node: merge_compared(view.findings, by_node[node]) for node, view in views.items()}
+    merged = {name: merge_compared(node.findings, by_node[name]) for name, node in nodes.items()}
     return merged, (note,) if note else ()
 
 
 def _test_between(
-    tests: Mapping[str, TestBetween], connections: Mapping[str, Connection], views: Mapping[str, NodeView]
+    tests: Mapping[str, TestBetween], connections: Mapping[str, Connection], nodes: Mapping[str, _Node]
 ) -> list[Finding]:
     """The tests that need several nodes at once, over their open connections; with fewer than two there are none."""
-    probes = {name: view.probe for name, view in views.items() if view.probe is not None and name in connections}
+    probes = {name: node.probe for name, node in nodes.items() if node.probe is not None and name in connections}
     if len(probes) < 2:
         return []
     reached = {name: connections[name] for name in probes}
@@ -284,10 +264,3 @@ def _guarded(check: str, nodes: Iterable[str], test: Callable[[], list[Finding]]
         return test()
     except Exception as error:
         return [broken(Check(node, check), error) for node in nodes]
-
-
-def watch(check: Callable[[], FleetReport], pause: Callable[[], None]) -> Iterator[FleetReport]:
-    """One report after the other, with `pause` in between, until the reader has enough."""
-    while True:
-        yield check()
-        pause()

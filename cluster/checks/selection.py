@@ -6,13 +6,15 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.checks import gpu, host, ib, net, ssh
+from cluster.checks import ssh
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
+from cluster.checks.groups import engine, gpu, gpu_links, gpu_log, gpu_use, host, ib, ib_health, net, software, storage
 from engine.config.errors import ConfigError
 
-GROUPS: tuple[CheckGroup, ...] = (gpu.GROUP, ib.GROUP, net.GROUP, host.GROUP)
-GROUP_NAMES = tuple(group.name for group in GROUPS)
+_FILES = (gpu, gpu_log, gpu_links, ib, ib_health, net, host, software, engine, storage, gpu_use)
+GROUPS: tuple[CheckGroup, ...] = tuple(file.GROUP for file in _FILES)
+GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {
     **ssh.EXPLANATIONS,
     **{name: text for group in GROUPS for name, text in group.explanations().items()},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Check, Finding
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.survey.section import NodeProbe
@@ -21,18 +20,6 @@ EXPLANATIONS: Mapping[str, str] = {
 SKEW_WARN_S = 1.0
 SKEW_FAIL_S = 5.0
 _QUORUM = 3  # clocks that can outvote ours
-_EXPECTED = {
-    SshFailure.DNS: "a name with an address",
-    SshFailure.REFUSED: "sshd listening",
-    SshFailure.UNREACHABLE: "a route to the node",
-    SshFailure.TIMEOUT: "an answer within cluster.ssh.connect_timeout_s",
-    SshFailure.HOST_KEY_UNKNOWN: "a known host key",
-    SshFailure.HOST_KEY_CHANGED: "the known host key",
-    SshFailure.AUTH: "a login with one of our keys",
-    SshFailure.PROTOCOL: "an SSH server",
-    SshFailure.LOST: "a connection that lasts",
-    SshFailure.COMMAND_TIMEOUT: "a command that ends",
-}
 # Where the error itself knows no remedy.
 _REMEDIES = {
     SshFailure.DNS: "check the name, or give the address as HostName in your SSH configuration",
@@ -51,8 +38,7 @@ _REMEDIES = {
 def reach_finding(error: SshError, node: str) -> Finding:
     """FAIL: the node could not be reached; which of the many ways, and what to do about this one."""
     remedy = one_line(error.remedy, 400) or _REMEDIES.get(error.kind, "")
-    check = Check(node, REACH, _EXPECTED.get(error.kind, ""))
-    return check.fail(one_line(error.detail, 400), remedy, error.kind.value)
+    return Check(node, REACH, "a connection").fail(one_line(error.detail, 400), remedy, error.kind.value)
 
 
 def answer_findings(probe: NodeProbe) -> list[Finding]:

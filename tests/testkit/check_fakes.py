@@ -15,8 +15,9 @@ from typing import Self
 
 import pytest
 
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
+from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
@@ -176,26 +177,52 @@ class FakeFleet:
         return self.connections[host.name]
 
 
-class FakeGroup(CheckGroup):
-    """Group `host` with one check per section `host.NAME`: `ok` is OK, `warn` and `fail` what they say, and anything
-    that did not end properly UNKNOWN. Section `host.traits` holds `CHECK=VALUE` lines."""
+@dataclass(frozen=True)
+class Groups:
+    """All groups of one name as one."""
 
-    name = "host"
+    name: str
+
+    @property
+    def all(self) -> list[CheckGroup]:
+        return [group for group in ALL_GROUPS if group.name == self.name]
+
+    @property
+    def checks(self) -> list[str]:
+        return [name for group in self.all for name in group.checks]
+
+    @property
+    def questions(self) -> list[Question]:
+        return [question for group in self.all for question in group.questions]
+
+    def settings(self, config: ClusterConfig) -> dict[str, str]:
+        return {name: value for group in self.all for name, value in group.settings(config).items() if value}
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        return [self._judge(probe, "host.disk")]
+        return [finding for group in self.all for finding in group.check(probe, config)]
 
-    def _judge(self, probe: NodeProbe, check: str) -> Finding:
-        section = probe.section(check)
-        if not section.ok:
-            return Finding(check, probe.node, Verdict.UNKNOWN, section.trouble())
-        severities = {"ok": Verdict.OK, "warn": Verdict.WARN, "fail": Verdict.FAIL}
-        return Finding(check, probe.node, severities.get(section.output, Verdict.UNKNOWN), section.output)
+    def traits(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
+        return {trait: value for group in self.all for trait, value in group.told(probe, config).items()}
 
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        section = probe.section("host.traits")
-        return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
+    def compare(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+        return [finding for group in self.all for finding in group.compare(probes, config)]
 
 
-GROUPS = (FakeGroup(),)
+def check_disk(check: Check, probe: NodeProbe) -> list[Finding]:
+    """`ok` is OK, `warn` and `fail` what they say, and anything that did not end properly UNKNOWN."""
+    section = probe.section("host.disk")
+    if not section.ok:
+        return [check.unknown(section.trouble())]
+    severities = {"ok": Verdict.OK, "warn": Verdict.WARN, "fail": Verdict.FAIL}
+    return [check.finding(severities.get(section.output, Verdict.UNKNOWN), section.output)]
+
+
+def told_traits(probe: NodeProbe) -> dict[str, str]:
+    """Section `host.traits` holds `CHECK=VALUE` lines."""
+    section = probe.section("host.traits")
+    return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
+
+
+FAKE_GROUP = CheckGroup("host", (check_disk,), traits=told_traits)
+GROUPS = (FAKE_GROUP,)
 HEALTHY = answer({"host.disk": "ok"})

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from testkit.check_fakes import Groups
+
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.ib import GROUP
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ExpectedHardware
+
+GROUP = Groups("ib")
 
 COMPUTE = tuple(f"mlx5_{number}" for number in (0, 1, 2, 5, 6, 7, 8, 11))
 

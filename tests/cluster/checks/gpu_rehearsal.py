@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from testkit.check_fakes import Groups
+
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu import GROUP
 from cluster.survey.nvidia_smi import SMI
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Section, SectionState
 from cluster.testbed.hardware.files import hardware_files
 from engine.config.cluster import ClusterConfig, ExpectedHardware
+
+GROUP = Groups("gpu")
 
 NODE = "node1"
 

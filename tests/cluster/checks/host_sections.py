@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from testkit.check_fakes import Groups
+
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.host import GROUP
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig
+
+GROUP = Groups("host")
 
 DOCKER = ClusterConfig(container=ContainerConfig(runtime="docker", image="burst:cuda"), shared_folder="/mnt/shared")
 BARE = ClusterConfig()

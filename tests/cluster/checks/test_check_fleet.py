@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from testkit.check_fakes import GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, FakeGroup, answer, frame
+from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, answer, frame
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.group import CheckGroup
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig, SshConfig
 
 CONFIG = ClusterConfig(name="prod")
@@ -125,34 +126,25 @@ def test_connections_are_closed_after_an_interrupt() -> None:
         time.sleep(0.02)
 
 
-class BrokenGroup(FakeGroup):
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        raise IndexError("list index out of range")
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        raise KeyError("driver")
+def breaks(*_: object) -> Any:
+    return [][0]
 
 
-class EmptyGroup(FakeGroup):
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        return []
+BROKEN = replace(FAKE_GROUP, look=breaks)
+EMPTY = replace(FAKE_GROUP, look=lambda probe, config: None)
 
 
-@pytest.mark.parametrize(("group", "text"), [(BrokenGroup(), "IndexError"), (EmptyGroup(), "gave a result")])
-def test_a_group_that_breaks_or_says_nothing_is_unknown(group: FakeGroup, text: str) -> None:
+@pytest.mark.parametrize(("group", "text"), [(BROKEN, "IndexError"), (EMPTY, "gave a result")])
+def test_a_group_that_breaks_or_says_nothing_is_unknown(group: CheckGroup, text: str) -> None:
     report = check(FakeFleet({"n1": HEALTHY}), all_groups=(group,))
-    assert report.nodes["n1"].verdict is Verdict.UNKNOWN
-    assert text in findings(report, "n1", "host")[0].observed
-
-
-class GroupThatCannotCompare(FakeGroup):
-    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        raise ZeroDivisionError
+    (finding,) = findings(report, "n1", "host")
+    assert finding.severity is Verdict.UNKNOWN
+    assert text in finding.observed
 
 
 def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:
-    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), all_groups=(GroupThatCannotCompare(),))
-    assert set(verdicts(report).values()) == {"UNKNOWN"}
+    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), all_groups=(replace(FAKE_GROUP, compare=breaks),))
+    assert verdicts(report) == {"n1": "UNKNOWN", "n2": "UNKNOWN"}
 
 
 def test_a_library_that_stumbles_over_one_server_spoils_one_node() -> None:
@@ -197,14 +189,9 @@ def test_a_check_asked_for_that_nobody_made_is_unknown() -> None:
     assert report.nodes["n1"].verdict is Verdict.UNKNOWN
 
 
-class GroupWithSettings(FakeGroup):
-    def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
-        return {"BURST_IMAGE": config.name}
-
-
 def test_settings_of_a_group_reach_its_probe() -> None:
     fleet = FakeFleet({"n1": HEALTHY})
-    check(fleet, all_groups=(GroupWithSettings(),))
+    check(fleet, all_groups=(replace(FAKE_GROUP, settings=lambda config: {"BURST_IMAGE": config.name}),))
     assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.checks.compare import merge_compared, profile_findings
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.profile import merge_compared, profile_findings
 
 
 def judge(check: str, values: dict[str, str | None]) -> dict[str, Finding]:

@@ -15,10 +15,9 @@ import pytest
 from fabric_nodes import LO, FabricNode, damaged, default_route, link, net_probe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.check_fakes import Groups
 
-from cluster.checks import gpu, host, ib, net
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.group import CheckGroup
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig
 
@@ -65,6 +64,7 @@ GPU = {
 TRAITS: Mapping[str, Set[str]] = {
     "ib.ports": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.lspci": set(),
+    "gpu.smi": GPU["gpu.smi"] - {"gpu.nvlink"},
 }
 
 
@@ -73,7 +73,7 @@ class Node:
     """A healthy answer, who judges it, and what rests on its sections."""
 
     probe: NodeProbe
-    groups: tuple[CheckGroup, ...]
+    groups: tuple[Groups, ...]
     rests_on: Mapping[str, Set[str]]
     config: ClusterConfig
 
@@ -94,16 +94,16 @@ class Node:
 @functools.cache
 def node(name: str) -> Node:
     if name == "docker":
-        return Node(host_sections.healthy(), (host.GROUP,), HOST, host_sections.DOCKER)
+        return Node(host_sections.healthy(), (Groups("host"),), HOST, host_sections.DOCKER)
     if name == "bare":
         bare = host_sections.healthy(software=host_sections.BARE_SOFTWARE)
-        return Node(bare, (host.GROUP,), HOST, host_sections.BARE)
+        return Node(bare, (Groups("host"),), HOST, host_sections.BARE)
     if name == "fabric":
         network = net_probe([LO, link("eth0", "10.0.0.1/24")], [default_route("eth0")])
         adapters = FabricNode.healthy().probe()
         probe = replace(adapters, sections={**adapters.sections, **network.sections})
-        return Node(probe, (ib.GROUP, net.GROUP), FABRIC, ClusterConfig())
-    return Node(gpu_rehearsal.healthy(name), (gpu.GROUP,), GPU, ClusterConfig())
+        return Node(probe, (Groups("ib"), Groups("net")), FABRIC, ClusterConfig())
+    return Node(gpu_rehearsal.healthy(name), (Groups("gpu"),), GPU, ClusterConfig())
 
 
 CUT = [(name, section) for name, table in {"fabric": FABRIC, "h100x8": GPU, "a100x8": GPU}.items() for section in table]

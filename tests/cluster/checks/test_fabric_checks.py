@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 import pytest
 from fabric_nodes import COMPUTE, FabricNode, damaged, ended, lines, of, port, roce_gids, switch
+from testkit.check_fakes import Groups
 
+from cluster.checks.compare import profile_findings
 from cluster.checks.finding import Verdict
-from cluster.checks.ib import GROUP
-from cluster.checks.ib_ports import FabricView
-from cluster.checks.profile import profile_findings
+from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
 from cluster.survey.section import Section, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig, ExpectedHardware
+
+GROUP = Groups("ib")
 
 ONE = "mlx5_5"
 OK, SKIP, FAIL, WARN, UNKNOWN = Verdict.OK, Verdict.SKIP, Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN

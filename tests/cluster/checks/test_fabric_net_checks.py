@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 from fabric_nodes import LO, damaged, default_route, link, net_probe
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.net import GROUP, check_subnets
+from cluster.checks.groups.net import compare_subnets
 from cluster.survey.interfaces import NetInterface
 from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
+
+GROUP = Groups("net")
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")
 
@@ -62,7 +65,7 @@ def interface(*addresses: str, name: str = "eth0") -> NetInterface:
 
 def subnets(*interfaces: NetInterface | None) -> list[Verdict]:
     named = {f"n{number}": one for number, one in enumerate(interfaces, start=1)}
-    return [finding.severity for finding in check_subnets(named)]
+    return [finding.severity for finding in compare_subnets(named)]
 
 
 def test_one_subnet_is_ok():
@@ -84,7 +87,7 @@ def test_a_second_address_in_the_subnet_is_enough():
 
 
 def test_two_nodes_with_one_address_fail():
-    found = check_subnets(
+    found = compare_subnets(
         {"n1": interface("172.17.0.1/16"), "n2": interface("172.17.0.1/16"), "n3": interface("172.17.0.3/16")}
     )
     assert [finding.severity for finding in found] == [Verdict.FAIL, Verdict.FAIL, Verdict.OK]
@@ -109,5 +112,5 @@ def test_the_named_interface_is_the_one_that_is_compared():
     assert GROUP.traits(probes["n1"], ClusterConfig()) == {"net.mtu": "9000"}
     assert GROUP.traits(probes["n1"], ClusterConfig(interface="eth1")) == {}
     for interface, severity in ((None, Verdict.OK), ("eth1", Verdict.UNKNOWN)):
-        found = GROUP.check_fleet(probes, ClusterConfig(interface=interface))
+        found = GROUP.compare(probes, ClusterConfig(interface=interface))
         assert [(one.check, one.severity) for one in found] == [("net.subnet", severity)] * 2

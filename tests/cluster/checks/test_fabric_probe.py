@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from fabric_nodes import complaints
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Verdict
-from cluster.checks.ib import GROUP
-from cluster.checks.ib_ports import FabricView
-from cluster.checks.net import GROUP as NET
+from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
 from cluster.survey.interfaces import explain_interface, read_interfaces
 from cluster.survey.script import build_script, new_fence, read_sections
@@ -23,6 +22,10 @@ from cluster.survey.section import NodeProbe, SectionState, UnreadableError
 from cluster.testbed.hardware.devices import compute_adapters, faults
 from cluster.testbed.hardware.files import FakeFile, hardware_files
 from engine.config.cluster import ClusterConfig, ExpectedHardware
+
+NET = Groups("net")
+
+GROUP = Groups("ib")
 
 SHELLS = ("dash", "busybox")
 TOOLS = ("awk", "cat", "grep", "ip", "sed", "sleep", "tail", "timeout", "true", "uname")

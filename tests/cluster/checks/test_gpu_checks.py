@@ -6,13 +6,15 @@ import re
 
 import pytest
 from gpu_rehearsal import bad, check, ended, fixture_text, healthy, only, with_section, with_text
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu import GROUP
-from cluster.checks.gpu_smoke import SMOKE_SECTION, cuda_smoke_question
+from cluster.checks.groups.gpu_use import SMOKE_SECTION, cuda_smoke_question
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 from engine.config.errors import ConfigError
+
+GROUP = Groups("gpu")
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]

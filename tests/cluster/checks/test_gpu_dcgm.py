@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from gpu_rehearsal import bad, check, healthy, only, rehearse, with_section, with_text
+from testkit.check_fakes import Groups
 
+from cluster.checks.compare import merge_compared, profile_findings
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu import GROUP
-from cluster.checks.profile import merge_compared, profile_findings
 from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
+
+GROUP = Groups("gpu")
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 DIAG, HEALTH = "gpu.dcgm_diag", "gpu.dcgm_health"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from gpu_rehearsal import NODE, ask, bad, check, fixture_text, healthy, only, rehearse, write_files
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Verdict
-from cluster.checks.gpu import GROUP
-from cluster.checks.gpu_kernel import read_errors
+from cluster.checks.groups.gpu_log import read_errors
 from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
@@ -20,6 +20,8 @@ from cluster.testbed.hardware.devices import faults, models
 from cluster.testbed.hardware.files import hardware_files, pci_folder
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
+
+GROUP = Groups("gpu")
 
 FAIL, WARN, UNKNOWN, OK = Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK
 BLIND = {"gpu.cuda_smoke", "gpu.nvidia_smi", "gpu.lost", "gpu.xid", "gpu.sxid"}

@@ -16,11 +16,13 @@ from host_sections import (
     healthy,
     verdict,
 )
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Verdict, worst
-from cluster.checks.host import GROUP
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig, ContainerConfig
+
+GROUP = Groups("host")
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 
@@ -237,10 +239,10 @@ def test_traits_leave_out_what_the_image_brings() -> None:
 
 
 def test_the_probe_is_told_what_it_must_know() -> None:
-    assert GROUP.probe_settings(DOCKER) == {
+    assert GROUP.settings(DOCKER) == {
         "BURST_RUNTIME": "docker",
         "BURST_ENGINE": "docker",
         "BURST_IMAGE": "burst:cuda",
         "BURST_SHARED_FOLDER": "/mnt/shared",
     }
-    assert "BURST_IMAGE" not in GROUP.probe_settings(BARE)
+    assert "BURST_IMAGE" not in GROUP.settings(BARE)

@@ -8,15 +8,17 @@ import json
 import tarfile
 
 from host_sections import DOCKER
+from testkit.check_fakes import Groups
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
-from cluster.checks.host import GROUP
-from cluster.checks.host_engine import engine_version, read_image
-from cluster.checks.host_view import HostView
+from cluster.checks.groups.engine import engine_version, read_image
+from cluster.checks.groups.host import HostView
 from cluster.ssh.pool import SshConnection, connect
 from cluster.survey.ask import survey_node
 from cluster.survey.section import NodeProbe
+
+GROUP = Groups("host")
 
 PAYLOAD = b"x" * 100_000
 
@@ -31,7 +33,7 @@ def tar_of_one_file() -> bytes:
 
 
 def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
-    probe = survey_node(connection, GROUP.questions, settings=GROUP.probe_settings(DOCKER))
+    probe = survey_node(connection, GROUP.questions, settings=GROUP.settings(DOCKER))
     return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 from host_sections import BARE, DOCKER, GIB_BLOCKS, HEALTHY, healthy
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.host import GROUP
 from cluster.survey.section import NodeProbe, Section, SectionState
+
+GROUP = Groups("host")
 
 ABSENT = Section("host.image", "Error: No such image: burst:cuda", 1, SectionState.ENDED)
 IMAGE_GIB = 18
@@ -29,20 +31,20 @@ def node(name: str, free_gib: int, *, has_image: bool) -> NodeProbe:
 
 def failed(probes: Mapping[str, NodeProbe], check: str) -> dict[str, Finding]:
     return {
-        one.node: one for one in GROUP.check_fleet(probes, DOCKER) if (one.check, one.severity) == (check, Verdict.FAIL)
+        one.node: one for one in GROUP.compare(probes, DOCKER) if (one.check, one.severity) == (check, Verdict.FAIL)
     }
 
 
 @pytest.mark.parametrize(("odd", "expected"), [(970, Verdict.OK), (969, Verdict.WARN), (1031, Verdict.WARN)])
 def test_memory_may_differ_by_three_percent(odd: int, expected: Verdict) -> None:
-    found = GROUP.check_fleet(nodes_with_memory(1000, 1000, 1000, odd), BARE)
+    found = GROUP.compare(nodes_with_memory(1000, 1000, 1000, odd), BARE)
     assert [one.severity for one in found] == [Verdict.OK, Verdict.OK, Verdict.OK, expected]
 
 
 def test_a_node_that_tells_no_memory_is_unknown_and_does_not_count() -> None:
     probes = {**nodes_with_memory(1000, 1000), "node9": NodeProbe("node9")}
-    assert [one.severity for one in GROUP.check_fleet(probes, BARE)] == [Verdict.OK, Verdict.OK, Verdict.UNKNOWN]
-    assert GROUP.check_fleet({}, BARE) == []
+    assert [one.severity for one in GROUP.compare(probes, BARE)] == [Verdict.OK, Verdict.OK, Verdict.UNKNOWN]
+    assert GROUP.compare({}, BARE) == []
 
 
 @pytest.mark.parametrize(("free", "fails"), [(2 * IMAGE_GIB - 1, True), (2 * IMAGE_GIB, False)])
@@ -71,4 +73,4 @@ def test_an_image_that_nobody_has_is_no_difference() -> None:
 
 def test_without_containers_the_image_is_nobody_s_matter() -> None:
     probes = {"node1": node("node1", 0, has_image=True), "node2": node("node2", 0, has_image=False)}
-    assert {one.check for one in GROUP.check_fleet(probes, BARE)} == {"host.memory"}
+    assert {one.check for one in GROUP.compare(probes, BARE)} == {"host.memory"}

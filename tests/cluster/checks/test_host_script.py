@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from host_sections import BARE, DOCKER
+from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.host import GROUP, read_memory, read_runs
-from cluster.checks.host_software import read_software
+from cluster.checks.groups.host import read_memory, read_runs
+from cluster.checks.groups.software import read_software
 from cluster.survey.lines import Answer
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
+
+GROUP = Groups("host")
 
 RUN_ID = "20260105-101010-abcdef"
 HOSTILE_IMAGE = "$(touch pwned);`touch pwned`' \" --help *"
@@ -124,7 +127,7 @@ def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) 
     answer = "python 3.12.1\\npackage torch 9.9.9\\npackages read\\n"
     write(tmp_path / "my venv/bin/python", f"#!/bin/sh\nprintf '{answer}'\n")
     (tmp_path / "my venv/bin/python").chmod(0o700)
-    settings = GROUP.probe_settings(replace(BARE, python="~/my venv/bin/python"))
+    settings = GROUP.settings(replace(BARE, python="~/my venv/bin/python"))
     software = read_software(Answer(ask(tools, tmp_path, "software", settings=settings), "host.software"))
     assert (software.python, software.packages) == ("3.12.1", {"torch": "9.9.9"})
 
@@ -205,7 +208,7 @@ esac
 
 def test_settings_reach_the_engine_as_they_are(tools: Path, tmp_path: Path) -> None:
     settings = {
-        **GROUP.probe_settings(DOCKER),
+        **GROUP.settings(DOCKER),
         "BURST_IMAGE": HOSTILE_IMAGE,
         "BURST_SHARED_FOLDER": f"{tmp_path}/$(touch pwned)",
     }

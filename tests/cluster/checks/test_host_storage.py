@@ -13,7 +13,14 @@ from testkit.local_connection import LocalConnection
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.storage import WRITE_SCRIPT, Answer, FolderTest, check_shared_folder, judge_folder, read_answer
+from cluster.checks.groups.storage import (
+    WRITE_SCRIPT,
+    Answer,
+    FolderTest,
+    check_shared_folder,
+    judge_folder,
+    read_answer,
+)
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.pool import connect

@@ -16,7 +16,7 @@ import pytest
 from testkit.local_connection import LocalConnection
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.pairs import AGENT_ARGV, AgentError, Link, PairAgent, check_pairs, judge_pairs, read_links
+from cluster.checks.groups.pairs import AGENT_ARGV, AgentError, Link, PairAgent, check_pairs, judge_pairs, read_links
 from cluster.errors import SshError
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
-from cluster.checks.pairs import check_pairs
+from cluster.checks.groups.pairs import check_pairs
 from cluster.ssh.connection import Connection
 from cluster.ssh.pool import connect
 from cluster.testbed.build import Testbed

@@ -10,7 +10,7 @@ import pytest
 from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
 from testkit.machine_clock import machine_time
 
-from cluster.checks.host import MEMORY
+from cluster.checks.groups.host import MEMORY
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
 from cluster.survey.ask import ANSWER_BYTES, survey_here, survey_node

@@ -1,22 +1,58 @@
-"""What NVIDIA's own tool, dcgmi of DCGM 3 and 4, says of the GPUs: its health monitor and its diagnostic of level 1."""
+"""Whether the GPUs can be used: who else is on them, what NVIDIA's own tool says (dcgmi of DCGM 3 and 4: its health
+monitor and its diagnostic of level 1), and CUDA for real inside the image of the run."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView
+from cluster.checks.finding import Check, Finding, Verdict, age
+from cluster.checks.group import CheckGroup, known
+from cluster.checks.groups.gpu import GpuView, look_at_gpus
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Question, Section, SectionState, UnreadableError
+from cluster.survey.nvidia_smi import SMI, Gpu, GpuProcess, SmiTrouble, read_smi
+from cluster.survey.section import Question, Section, SectionState, UnreadableError
+from engine.config.cluster import ContainerConfig
+from engine.config.errors import ConfigError
 
+IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
+# A second look, seconds after the first: GPUs that are still in use, then owner and age of each process on them. One
+# that /proc does not show belongs to another PID namespace.
+AGAIN = Question(
+    "gpu.again",
+    35,
+    r"""
+command -v nvidia-smi >/dev/null || exit 127
+sleep "${BURST_SMI_PAUSE_S:-2}"
+answer=$({ nvidia-smi -q -x 2>&1; printf '\n@@ended %s\n' "$?"; } |
+    sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
+        -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' -e '/^@@ended /p' \
+        -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
+        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p')
+printf '%s\n' "${answer%@@ended *}"
+hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
+uptime=
+[ -r "$root/proc/uptime" ] && read -r uptime _ <"$root/proc/uptime"
+for pid in $(printf '%s\n' "$answer" | sed -n 's/.*<pid>\([0-9][0-9]*\)<\/pid>.*/\1/p' | sort -u); do
+    { [ -r "$root/proc/$pid/stat" ] && [ -n "$uptime" ]; } || continue
+    read -r stat <"$root/proc/$pid/stat"
+    # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
+    start=$(printf '%s\n' "${stat##*) }" | cut -d ' ' -f 20)
+    owner=$(ls -ld "$root/proc/$pid" | tr -s ' ' | cut -d ' ' -f 3)
+    printf 'owner %s %s %s\n' "$pid" "$owner" "$((${uptime%.*} - start / hertz))"
+done
+exit "${answer##*@@ended }"
+""",
+    after=SMI.name,
+)
+_OWNER = re.compile(r"owner (\d{1,10}) (\S{1,40}) (\d{1,12})")
 # Nothing is switched on for it: where no administrator has set watches, there is no report.
 DCGM_HEALTH = Question("gpu.dcgm_health", 15, "command -v dcgmi >/dev/null || exit 127\ndcgmi health -c -j", "gpu.smi")
 # Level 1 looks at software and settings, in seconds, and puts no load on a GPU.
 DCGM_DIAG = Question("gpu.dcgm_diag", 40, "command -v dcgmi >/dev/null || exit 127\ndcgmi diag -r 1 -j", "gpu.smi")
-
 _ABSENT = "dcgmi is not installed"
 _NO_WATCHES = "health watches not enabled"
 _OFF = "watches are off"
@@ -26,6 +62,47 @@ _RESULTS = {"pass": Verdict.OK, "skip": Verdict.SKIP, "warn": Verdict.WARN, "fai
 # A driver that is set up anew for each program starts slowly, and trains as well as any.
 _SLOW_START = "persistence mode"
 _LINES = 4
+SMOKE_SECTION = "gpu.smoke"
+_SECONDS = 120
+_WORD = re.compile(r"[A-Za-z0-9_./:@%+=-]+")
+_PROGRAM = (
+    "import torch; n = torch.cuda.device_count(); "
+    "s = [float((torch.ones(256, 256, device=f'cuda:{i}') @ torch.ones(256, 256, device=f'cuda:{i}')).sum()) "
+    "for i in range(n)]; assert all(x == 256.0 ** 3 for x in s), s; print('cuda works on', n)"
+)
+
+
+def check_busy(check: Check, view: GpuView) -> list[Finding]:
+    """Nobody else uses a GPU, seen twice; who does, and since when."""
+    first, again = (
+        view.answer(),
+        read_smi(view.probe.section(AGAIN.name)),
+    )  # what ended before the second look does not count
+    if isinstance(again, SmiTrouble):
+        return [check.unknown(f"nvidia-smi at the second look: {again.failure.value}", evidence=again.evidence)]
+    if [gpu.address for gpu in again.gpus] != [gpu.address for gpu in first.gpus]:
+        return [check.unknown(f"{AGAIN.name} shows other GPUs than {SMI.name}")]
+    # Behind the answer of nvidia-smi.
+    owners = {found[1]: found for found in map(_OWNER.fullmatch, again.notes) if found}
+
+    def judge(gpu: Gpu, check: Check) -> Finding | None:
+        compute = [process for process in gpu.processes if process.kind != "G"]
+        used_mib = gpu.number("fb_memory_usage/used")
+        if not compute and used_mib <= IDLE_MEMORY_MIB:
+            return None
+        who = ", ".join(_describe(process, owners) for process in compute[:4]) or "no process visible"
+        hidden = "find it with `fuser -v /dev/nvidia*` (containers, other users), else reset the GPU"
+        remedy = "wait, or ask the owner; only then stop it" if compute else hidden
+        return check.fail(f"{used_mib:.0f} MiB in use: {who}", remedy)
+
+    what = "memory in use or processes"
+    return view.each(check.expecting("a free GPU"), what, judge, "no GPU is in use", gpus=again.gpus, is_optional=False)
+
+
+def _describe(process: GpuProcess, owners: Mapping[str, re.Match[str]]) -> str:
+    owner = owners.get(str(process.pid))
+    whose = f" of {owner[2]} since {age(int(owner[3]))}" if owner else ""
+    return f"{one_line(process.name, 60)} (pid {process.pid}){whose}"
 
 
 def check_dcgm_health(check: Check, view: GpuView) -> list[Finding]:
@@ -67,19 +144,14 @@ def check_dcgm_diag(check: Check, view: GpuView) -> list[Finding]:
     return [check.ok(f"{len(passed)} tests of DCGM {_version(section)} passed")]
 
 
-def dcgm_traits(probe: NodeProbe) -> Mapping[str, str | None]:
+def _traits(view: GpuView) -> Mapping[str, str | None]:
     """Which DCGM diagnoses a node and whether it watches: what one node is spared, the others are told."""
-    return {
-        question.name: _known(read, probe.section(question.name))
-        for question, read in ((DCGM_DIAG, _version), (DCGM_HEALTH, _watching))
-    }
 
+    def tell(question: Question, read: Callable[[Section], str]) -> str | None:
+        section = view.probe.section(question.name)
+        return "not installed" if section.tool_missing else known(read, section)
 
-def _known(read: Callable[[Section], str], section: Section) -> str | None:
-    try:
-        return "not installed" if section.tool_missing else read(section)
-    except UnreadableError:
-        return None
+    return {DCGM_DIAG.name: tell(DCGM_DIAG, _version), DCGM_HEALTH.name: tell(DCGM_HEALTH, _watching)}
 
 
 def _watching(section: Section) -> str:
@@ -158,3 +230,47 @@ def _table(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _unreadable(section: Section, command: str, why: str) -> UnreadableError:
     last = section.output.strip().splitlines()[-1:] or [""]
     return UnreadableError(f"`{command}` cannot be read: {why}", one_line(last[0], 200), _NOT_READ.format(command))
+
+
+def cuda_smoke_question(container: ContainerConfig) -> Question:
+    """Multiplies a matrix on every GPU inside the image of the ranks, which must be on the node already.
+
+    Raises ConfigError when they run in none, and for an image or a command that is no plain word: the text goes through
+    a shell.
+    """
+    if container.runtime != "docker" or not container.image:
+        raise ConfigError("CUDA is tried inside an image: set cluster.container.runtime=docker and .image=NAME:TAG")
+    words = [*container.command.split(), "run", "--rm", "--gpus", "all", "--network", "none", "--pull", "never"]
+    words += ["--entrypoint", "python", container.image]
+    for word in words:
+        if not _WORD.fullmatch(word) or word == "END":
+            raise ConfigError(f"cluster.container cannot be used for trying CUDA: not a word for a shell: {word!r}")
+    return Question(SMOKE_SECTION, _SECONDS, f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}")
+
+
+def check_cuda_smoke(check: Check, view: GpuView) -> list[Finding]:
+    """A matrix product on every GPU inside the run image; only with --cuda-smoke."""
+    section = view.probe.sections.get(SMOKE_SECTION)
+    if section is None:
+        return [check.skip("CUDA was not tried inside an image")]
+    last = section.output.strip().splitlines()[-1:] or [""]
+    evidence = last[0][:200]
+    found = re.fullmatch(r"cuda works on (\d{1,3})", evidence)
+    if section.exit_code is None:
+        return [check.unknown(section.trouble(), evidence=evidence)]
+    if not section.ok or found is None:
+        remedy = "run the image by hand on the node: `docker run --rm --gpus all IMAGE nvidia-smi`"
+        return [check.expecting("it works").fail(f"CUDA fails in the image: {section.trouble()}", remedy, evidence)]
+    if view.gpus and int(found[1]) != len(view.gpus):
+        remedy = "check the container runtime (nvidia-container-toolkit, CDI) and CUDA_VISIBLE_DEVICES in the image"
+        return [check.expecting(f"{len(view.gpus)} GPUs").fail(f"{found[1]} GPUs in the image", remedy)]
+    return [check.ok(evidence)]
+
+
+GROUP = CheckGroup(
+    "gpu",
+    (check_busy, check_dcgm_health, check_dcgm_diag, check_cuda_smoke),
+    look=look_at_gpus,
+    questions=(AGAIN, DCGM_HEALTH, DCGM_DIAG),
+    traits=_traits,
+)

@@ -6,12 +6,14 @@ import enum
 import re
 from dataclasses import dataclass, field
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView
+from cluster.checks.finding import Check, Finding, Verdict
+from cluster.checks.group import CheckGroup, run_check
+from cluster.checks.groups.gpu import GpuView
 from cluster.remote_text import one_line
-from cluster.survey.kernel_log import KernelLog, read_kernel_log
+from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.nvidia_smi import normal_address
+from cluster.survey.section import NodeProbe
+from engine.config.cluster import ClusterConfig
 
 RECOVERY_XID = 154  # its text says what has to be done
 FALLEN_XID = 79
@@ -173,3 +175,15 @@ def _take(errors: DriverErrors, count: int, line: str) -> None:
 
 def _place(text: str) -> str:
     return normal_address(text) or one_line(text, 40)
+
+
+def _look(probe: NodeProbe, config: ClusterConfig) -> GpuView | Finding | None:
+    view = GpuView.of(probe, config)
+    if not view.has_no_gpus:
+        return view
+    # The log may remember GPUs that fell off the bus.
+    told = run_check(Check(probe.node, "gpu.xid"), check_xid, view)
+    return next((finding for finding in told if finding.severity is Verdict.FAIL), None)
+
+
+GROUP = CheckGroup("gpu", (check_xid, check_sxid), look=_look, questions=(KERNEL_LOG,))

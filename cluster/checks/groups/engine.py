@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.checks.check import GIB, Check, gib
-from cluster.checks.finding import Finding
-from cluster.checks.host_view import HostView, judge_room
+from cluster.checks.finding import GIB, Check, Finding, gib
+from cluster.checks.group import CheckGroup, known
+from cluster.checks.groups.host import HostView, judge_room
 from cluster.remote_text import one_line
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import Question, SectionState, UnreadableError
+from cluster.survey.section import NodeProbe, Question, SectionState, UnreadableError
+from engine.config.cluster import ClusterConfig
 
 # The first engine with `docker run --gpus`.
 OLDEST_DOCKER = (19, 3)
@@ -205,16 +206,17 @@ def read_image(view: HostView) -> Image:
     return Image(identity, int(answer.number("size")))
 
 
-def image_findings(views: Mapping[str, HostView]) -> list[Finding]:
+def compare_images(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
     """Of nodes that lack the image while others have it, and of those whose engine cannot take it: twice its size
     without it, once beside it. Its size is known from any node that has it."""
-    wanting = {node: view for node, view in views.items() if view.in_containers and view.config.container.image}
-    images = {node: _known_image(view) for node, view in wanting.items()}
+    views, name = {node: HostView(probe, config) for node, probe in probes.items()}, config.container.image
+    if name is None or config.container.runtime != "docker":
+        return []
+    images = {node: known(read_image, view) for node, view in views.items()}
     having = [image for image in images.values() if image is not None]
     size = max((image.size_bytes for image in having), default=0)
     found = []
-    for node, view in wanting.items():
-        name = view.config.container.image
+    for node, view in views.items():
         try:
             folder, room = _engine_room(view)
         except UnreadableError:
@@ -230,14 +232,27 @@ def image_findings(views: Mapping[str, HostView]) -> list[Finding]:
     return found
 
 
-def _known_image(view: HostView) -> Image | None:
-    try:
-        return read_image(view)
-    except UnreadableError:
-        return None
-
-
 def _is_absent(view: HostView) -> bool:
     """Whether the engine answered that it has no such image, which is not the same as no answer."""
     section = view.probe.section("host.image")
     return section.exit_code not in (None, 0, 127) and "no such image" in section.output.lower()
+
+
+def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
+    return {"BURST_ENGINE": config.container.command, "BURST_IMAGE": config.container.image}
+
+
+def _traits(view: HostView) -> Mapping[str, str | None]:
+    image = known(read_image, view)
+    return {"host.docker": known(engine_version, view), "host.image": image.identity if image is not None else None}
+
+
+GROUP = CheckGroup(
+    "host",
+    (check_docker, check_docker_disk, check_docker_gpu, check_image),
+    look=HostView,
+    questions=(ENGINE, IMAGE),
+    settings=_settings,
+    traits=_traits,
+    compare=compare_images,
+)

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.checks.check import GIB, Check
-from cluster.checks.finding import Finding
-from cluster.checks.host_view import HostView, judge_room
+from cluster.checks.finding import GIB, Check, Finding
+from cluster.checks.group import CheckGroup, TestBetween
+from cluster.checks.groups.host import HostView, judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import CommandResult, Connection
 from cluster.ssh.hosts import fan_out
 from cluster.survey.section import Question, SectionState
+from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
 
 CHECK = "host.shared"
@@ -288,3 +289,19 @@ def _mount(said: str) -> str:
     """`DEVICE, mounted at PLACE` from the line of `df -P`."""
     words = said.split()
     return f"{words[0]}, mounted at {words[5]}" if len(words) > 5 else "another disk"
+
+
+def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
+    """A file written to the shared folder by every node and looked for by all."""
+    folder = config.shared_folder
+    return {} if folder is None else {CHECK: lambda connections, probes: check_shared_folder(connections, folder)}
+
+
+GROUP = CheckGroup(
+    "host",
+    (check_shared,),
+    look=HostView,
+    questions=(SHARED,),
+    settings=lambda config: {"BURST_SHARED_FOLDER": config.shared_folder},
+    between=_between,
+)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict, worst
+from cluster.checks.finding import Check, Finding, Verdict, worst
 from cluster.remote_text import one_line
 from cluster.ssh.nodes import fold_nodes
 

@@ -5,20 +5,19 @@ What cannot be read is UNKNOWN, and a check that looked at no port is never OK.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.group import CheckGroup, Judge
-from cluster.checks.ib_health import COUNTERS, check_counters, check_flaps, check_gpudirect, check_health
-from cluster.checks.ib_ports import ETHERNET, FabricView, usual
-from cluster.survey.adapters import GPUDIRECT, PORTS, HcaPort, roce_gid_index
-from cluster.survey.kernel_log import KERNEL_LOG
-from cluster.survey.section import NodeProbe, UnreadableError
-from engine.config.cluster import ClusterConfig
+from cluster.checks.finding import Check, Finding, Verdict
+from cluster.checks.group import CheckGroup
+from cluster.survey.adapters import PORTS, Adapters, HcaPort, parse_adapters, roce_gid_index
+from cluster.survey.section import NodeProbe
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
+INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
+# Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.
+_MAX_GPUS_WITHOUT_PORT = 0.25
 # 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
 _PCIE_EFFICIENCY = {2.5: 0.8, 5.0: 0.8}
 _PCIE_NEWER_EFFICIENCY = 128 / 130
@@ -31,6 +30,139 @@ _STATE_REMEDIES = {
     "Sleep": "the port sleeps: wake it from the switch",
     "LinkErrorRecovery": "the link recovers from errors over and over: look at the cable and its transceivers",
 }
+
+
+@dataclass(frozen=True)
+class FabricView:
+    """The ports for training, in the order of their names; reasons: why each other port is none of them.
+
+    rate_gbps: what each must run at: as configured, else as most of those that are up do; None when none is up.
+    beside_gpus: whether they were told by their place on the PCI bus. lonely_gpus: PCI paths of GPUs that have none
+    beside them while most have.
+    """
+
+    probe: NodeProbe
+    config: ClusterConfig
+    adapters: Adapters
+    ports: tuple[HcaPort, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    rate_gbps: float | None = None
+    beside_gpus: bool = False
+    lonely_gpus: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(cls, probe: NodeProbe, config: ClusterConfig) -> FabricView:
+        """The answer of a node, read. Raises UnreadableError."""
+        adapters = parse_adapters(probe.section("ib.ports"))
+        ports, reasons, beside = _choose(adapters, config.expected)
+        lonely = [path for path in adapters.gpu_paths if path and not any(_share(path, port) for port in ports)]
+        rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
+        return cls(
+            probe,
+            config,
+            adapters,
+            tuple(ports),
+            reasons,
+            config.expected.hca_rate_gbps or rate,
+            beside,
+            tuple(lonely) if beside else (),
+        )
+
+    @property
+    def active(self) -> tuple[HcaPort, ...]:
+        """Those that traffic can pass."""
+        return tuple(port for port in self.ports if port.is_active)
+
+    def each(
+        self,
+        check: Check,
+        judge: Callable[[Check, HcaPort], Finding | None],
+        fine: str,
+        ports: Iterable[HcaPort],
+    ) -> list[Finding]:
+        """A finding for every port that `judge` says something of; one OK with `fine` when it says nothing at all.
+
+        UNKNOWN when there is no port to look at: all of none is no good news.
+        """
+        ports = list(ports)
+        told = [judge(check.on(port.name), port) for port in ports]
+        found = [finding for finding in told if finding is not None]
+        if found:
+            return found
+        return [check.ok(fine)] if ports else [check.unknown("no port is up to look at", "see ib.state")]
+
+
+def _choose(adapters: Adapters, expected: ExpectedHardware) -> tuple[list[HcaPort], dict[str, str], bool]:
+    """(the ports for training among all of the node, why the others are none, whether their place told)."""
+    reasons: dict[str, str] = {}
+    left = list(adapters.ports)
+
+    def leave_out(is_odd: Callable[[HcaPort], bool], reason: Callable[[HcaPort], str], *, spare_all: bool) -> None:
+        odd = [port for port in left if is_odd(port)]
+        if spare_all and len(odd) == len(left):
+            return  # nothing else is there: a virtual machine, or a network built of bonds
+        reasons.update({port.name: reason(port) for port in odd})
+        left[:] = [port for port in left if port.name not in reasons]
+
+    leave_out(lambda port: port.is_virtual_function, lambda port: "a virtual function", spare_all=True)
+    wanted = expected.hcas or 0
+    if sum(not port.has_default_route for port in left) >= wanted:
+        leave_out(
+            lambda port: port.has_default_route and port.link_layer != INFINIBAND,
+            lambda port: f"{port.netdev} carries the default route",
+            spare_all=False,
+        )
+    leave_out(
+        lambda port: port.is_bond and not any(_share(path, port) for path in adapters.gpu_paths),
+        lambda port: "a bond, as management networks have",
+        spare_all=True,
+    )
+    layer = _link_layer(left, adapters.gpu_paths)
+    leave_out(
+        lambda port: port.link_layer not in (layer, ""),
+        lambda port: f"speaks {port.link_layer}, the ports for training {layer}",
+        spare_all=False,
+    )
+    beside = _beside_gpus(left, adapters)
+    if beside is None or len(beside) < wanted:
+        if wanted and sum(port.is_active for port in left) >= wanted:
+            others = f"down, while {wanted} others are up as cluster.expected.hcas says"
+            leave_out(lambda port: port.state == "DOWN", lambda port: others, spare_all=False)
+        return left, reasons, False
+    leave_out(lambda port: port.name not in beside, lambda port: "not beside a GPU", spare_all=False)
+    return left, reasons, True
+
+
+def usual(values: Iterable[float]) -> float | None:
+    """The most frequent value, the highest of equally frequent ones; None of none."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value), default=None)
+
+
+def _share(gpu_path: Sequence[str], port: HcaPort) -> bool:
+    """Whether both are below one root port, and so below one PCI switch."""
+    return bool(gpu_path and port.pci_path) and gpu_path[0] == port.pci_path[0]
+
+
+def _beside_gpus(ports: Sequence[HcaPort], adapters: Adapters) -> set[str] | None:
+    """Names of ports that share a PCI switch with a GPU; None where that does not tell the network of the node."""
+    gpus = [path for path in adapters.gpu_paths if len(path) > 1]
+    # An adapter without a driver is still beside its GPU: it must not make the others look like chance.
+    places = [port.pci_path[:1] for port in ports] + [path[:1] for path in adapters.driverless_paths]
+    lonely = sum(path[:1] not in places for path in gpus)
+    if not gpus or lonely > _MAX_GPUS_WITHOUT_PORT * len(gpus):
+        return None
+    return {port.name for port in ports if any(_share(path, port) for path in gpus)}
+
+
+def _link_layer(ports: Sequence[HcaPort], gpu_paths: Sequence[Sequence[str]]) -> str:
+    """The link layer of training: that of most ports beside GPUs, else InfiniBand where any port has it."""
+    beside = [port for port in ports if any(_share(path, port) for path in gpu_paths)]
+    counts = Counter(port.link_layer for port in beside if port.is_active)
+    counts = counts or Counter(port.link_layer for port in beside)
+    if counts[INFINIBAND] != counts[ETHERNET]:
+        return INFINIBAND if counts[INFINIBAND] > counts[ETHERNET] else ETHERNET
+    return INFINIBAND if any(port.link_layer == INFINIBAND for port in ports) else ETHERNET
 
 
 def check_count(check: Check, view: FabricView) -> list[Finding]:
@@ -175,62 +307,46 @@ def check_gid(check: Check, view: FabricView) -> list[Finding]:
     return findings
 
 
-class InfinibandGroup(CheckGroup):
-    """See `CheckGroup`."""
-
-    name = "ib"
-    questions = (PORTS, COUNTERS, GPUDIRECT, KERNEL_LOG)
-    checks: ClassVar[Mapping[str, Judge]] = {
-        "ib.count": check_count,
-        "ib.state": check_state,
-        "ib.rate": check_rate,
-        "ib.mtu": check_mtu,
-        "ib.pcie": check_pcie,
-        "ib.gid": check_gid,
-        "ib.counters": check_counters,
-        "ib.flaps": check_flaps,
-        "ib.health": check_health,
-        "ib.gpudirect": check_gpudirect,
-    }
-    compared: ClassVar[Mapping[str, str]] = {
-        "ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."
-    }
-
-    def look(self, probe: NodeProbe, config: ClusterConfig) -> FabricView:
-        """The ports for training. Raises UnreadableError."""
-        return FabricView.of(probe, config)
-
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        """Findings about the adapters of one node; one SKIP where there are none and none are expected."""
-        try:
-            view = self.look(probe, config)
-        except UnreadableError:
-            return super().check(probe, config)
-        if view.ports or config.expected.hcas or view.adapters.portless or view.adapters.driverless_paths:
-            return super().check(probe, config)
-        why = "; ".join(f"{name} {reason}" for name, reason in list(view.reasons.items())[:4])
-        return [Check(probe.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")]
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """What all nodes must have alike, where the configuration does not say the right number of ports."""
-        try:
-            view = self.look(probe, config)
-        except UnreadableError:
-            return {}
-        values: dict[str, list[object]] = {
-            "ib.link_layer": [port.link_layer or None for port in view.active],
-            "ib.mtu": [port.netdev_mtu for port in view.active],
-            "ib.rate": [f"{view.rate_gbps:g}" if view.rate_gbps is not None else None],
-            "ib.count": [len(view.active) if config.expected.hcas is None else None],
-        }
-        # A port that does not tell leaves the trait out: what the others have is not what the node has.
-        told = {check: found for check, found in values.items() if found and None not in found}
-        return {check: ", ".join(sorted({str(value) for value in found})) for check, found in told.items()}
-
-
-GROUP = InfinibandGroup()
-
-
 def _shown(port: HcaPort) -> str:
     rate = "?" if port.rate_gbps is None else f"{port.rate_gbps:g} Gb/s"
     return f"state {port.state}, phys_state {port.phys_state}, rate {rate}, {port.link_layer}, {port.pci_address}"
+
+
+def look_at_adapters(probe: NodeProbe, config: ClusterConfig) -> FabricView | None:
+    """The ports for training; None where there are none and none are expected. Raises UnreadableError."""
+    view = FabricView.of(probe, config)
+    lost = view.adapters.portless or view.adapters.driverless_paths
+    return view if view.ports or config.expected.hcas or lost else None
+
+
+def _look(probe: NodeProbe, config: ClusterConfig) -> FabricView | Finding:
+    view = look_at_adapters(probe, config)
+    if view is not None:
+        return view
+    why = "; ".join(f"{name} {reason}" for name, reason in list(FabricView.of(probe, config).reasons.items())[:4])
+    return Check(probe.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")
+
+
+def _traits(view: FabricView | Finding) -> Mapping[str, str | None]:
+    """What all nodes must have alike, where the configuration does not say the right number of ports."""
+    if isinstance(view, Finding):
+        return {"ib.count": "0"}
+    values: dict[str, list[object]] = {
+        "ib.link_layer": [port.link_layer or None for port in view.active],
+        "ib.mtu": [port.netdev_mtu for port in view.active],
+        "ib.rate": [f"{view.rate_gbps:g}" if view.rate_gbps is not None else None],
+        "ib.count": [len(view.active) if view.config.expected.hcas is None else None],
+    }
+    # A port that does not tell leaves the trait out: what the others have is not what the node has.
+    told = {check: found for check, found in values.items() if found and None not in found}
+    return {check: ", ".join(sorted({str(value) for value in found})) for check, found in told.items()}
+
+
+GROUP = CheckGroup(
+    "ib",
+    (check_count, check_state, check_rate, check_mtu, check_pcie, check_gid),
+    look=_look,
+    questions=(PORTS,),
+    traits=_traits,
+    compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},
+)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.checks.check import Check, age
-from cluster.checks.finding import Finding
-from cluster.checks.ib_ports import FabricView
+from cluster.checks.finding import Check, Finding, age
+from cluster.checks.group import CheckGroup
+from cluster.checks.groups.ib import FabricView, look_at_adapters
 from cluster.remote_text import one_line
-from cluster.survey.adapters import GpuDirect, HcaPort, known_lines, parse_gpudirect, port_name
-from cluster.survey.kernel_log import KernelLog, read_kernel_log
+from cluster.survey.adapters import GPUDIRECT, GpuDirect, HcaPort, known_lines, parse_gpudirect, port_name
+from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.section import Question, Section, UnreadableError
 
 _COUNTER = re.compile(r"[0-9]{1,20}")
@@ -239,3 +239,11 @@ def _sickness(check: Check, port: HcaPort, events: Iterable[KernelEvent]) -> Ite
             text = f"PCIe carries {carried:.0f} Gb/s to it, its port {port.rate_gbps:g} Gb/s: limited by {limited[2]}"
             yield check.fail(text, "look at the slot, the riser and the PCIe settings of the BIOS", event.text)
         break
+
+
+GROUP = CheckGroup(
+    "ib",
+    (check_counters, check_flaps, check_health, check_gpudirect),
+    look=look_at_adapters,
+    questions=(COUNTERS, GPUDIRECT, KERNEL_LOG),
+)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Check, Finding
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection, RemoteProcess

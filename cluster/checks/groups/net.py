@@ -5,12 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import ClassVar
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding
-from cluster.checks.group import CheckGroup, Judge, TestBetween
-from cluster.checks.pairs import check_pairs
+from cluster.checks.finding import Check, Finding
+from cluster.checks.group import CheckGroup, TestBetween, known
+from cluster.checks.groups.pairs import CHECK as PAIRS
+from cluster.checks.groups.pairs import check_pairs
 from cluster.ssh.connection import Connection
 from cluster.survey.interfaces import (
     LINKS,
@@ -21,7 +20,7 @@ from cluster.survey.interfaces import (
     explain_interface,
     read_interfaces,
 )
-from cluster.survey.section import NodeProbe, UnreadableError
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280
@@ -47,51 +46,7 @@ def check_mtu(check: Check, choice: InterfaceChoice) -> list[Finding]:
     return [check.ok(str(interface.mtu))]
 
 
-class NetworkGroup(CheckGroup):
-    """See `CheckGroup`."""
-
-    name = "net"
-    questions = (LINKS, ROUTE, SYSFS)
-    checks: ClassVar[Mapping[str, Judge]] = {"net.interface": check_interface, "net.mtu": check_mtu}
-    compared: ClassVar[Mapping[str, str]] = {
-        "net.subnet": "The interfaces that nodes talk over lie in one subnet, and no two nodes have one address.",
-        "net.pairs": "Every node can open a TCP connection to every other, in both directions.",
-    }
-
-    def look(self, probe: NodeProbe, config: ClusterConfig) -> InterfaceChoice:
-        """The interface that the node talks over. Raises UnreadableError."""
-        return explain_interface(read_interfaces(probe), config.interface)
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """The MTU of the interface."""
-        interface = self._interface(probe, config)
-        return {"net.mtu": str(interface.mtu)} if interface is not None and interface.mtu is not None else {}
-
-    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        """Whether the interfaces lie in one subnet."""
-        return check_subnets({node: self._interface(probe, config) for node, probe in probes.items()})
-
-    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
-        """Connects of all pairs."""
-
-        def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
-            found = {node: self._interface(probe, config) for node, probe in probes.items()}
-            addresses = {node: one.addresses[0] if one is not None else "" for node, one in found.items()}
-            return check_pairs(connections, addresses)
-
-        return {"net.pairs": test}
-
-    def _interface(self, probe: NodeProbe, config: ClusterConfig) -> NetInterface | None:
-        try:
-            return self.look(probe, config).interface
-        except UnreadableError:
-            return None
-
-
-GROUP = NetworkGroup()
-
-
-def check_subnets(interfaces_by_node: Mapping[str, NetInterface | None]) -> list[Finding]:
+def compare_subnets(interfaces_by_node: Mapping[str, NetInterface | None]) -> list[Finding]:
     """Whether the chosen interfaces lie in one subnet, and no two nodes have one address; [] for less than two nodes.
 
     Another subnet is a warning: routers may join them, which the connections between all pairs show. An address that
@@ -131,3 +86,44 @@ def _subnet(check: Check, interface: NetInterface | None, owners: Mapping[str, l
 
 def _network(address: str) -> str:
     return str(ipaddress.ip_interface(address).network)
+
+
+def look(probe: NodeProbe, config: ClusterConfig) -> InterfaceChoice:
+    """The interface that the node talks over. Raises UnreadableError."""
+    return explain_interface(read_interfaces(probe), config.interface)
+
+
+def _chosen(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> dict[str, NetInterface | None]:
+    choices = {node: known(lambda probe: look(probe, config), probe) for node, probe in probes.items()}
+    return {node: choice.interface if choice is not None else None for node, choice in choices.items()}
+
+
+def _traits(choice: InterfaceChoice) -> Mapping[str, str | None]:
+    interface = choice.interface
+    return {"net.mtu": str(interface.mtu) if interface is not None and interface.mtu is not None else None}
+
+
+def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
+    """Connects of all pairs."""
+
+    def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
+        found = _chosen(probes, config)
+        addresses = {node: one.addresses[0] if one is not None else "" for node, one in found.items()}
+        return check_pairs(connections, addresses)
+
+    return {PAIRS: test}
+
+
+GROUP = CheckGroup(
+    "net",
+    (check_interface, check_mtu),
+    look=look,
+    questions=(LINKS, ROUTE, SYSFS),
+    traits=_traits,
+    compare=lambda probes, config: compare_subnets(_chosen(probes, config)),
+    between=_between,
+    compared={
+        "net.subnet": "The interfaces that nodes talk over lie in one subnet, and no two nodes have one address.",
+        PAIRS: "Every node can open a TCP connection to every other, in both directions.",
+    },
+)

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_view import GpuView
+from cluster.checks.finding import Check, Finding, Verdict
+from cluster.checks.group import CheckGroup
+from cluster.checks.groups.gpu import GpuView, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.nvidia_smi import Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
@@ -92,7 +92,7 @@ def check_nvlink(check: Check, view: GpuView) -> list[Finding]:
     view.answer()
     links = read_nvlinks(view.probe.section("gpu.nvlink"))
     if links is None:
-        raise view.unreadable("NVLinks cannot be read", "gpu.nvlink")
+        raise _unreadable(view, NVLINK, "NVLinks cannot be read")
     speeds = Counter(speed for gpu in links.values() for speed in (gpu or {}).values() if speed is not None)
     if not _expects_nvlink(view) and not speeds:
         return [check.skip("GPUs without NVLink")]
@@ -144,13 +144,13 @@ def read_nvlinks(section: Section) -> Mapping[int, Links | None] | None:
     return found
 
 
-def nvlink_trait(view: GpuView) -> str | None:
-    """`18 x 26.562 GB/s`, what all nodes must agree on; None when it is not known."""
+def _traits(view: GpuView) -> Mapping[str, str | None]:
+    """`18 x 26.562 GB/s`, what all nodes must agree on."""
     links = read_nvlinks(view.probe.section("gpu.nvlink"))
     if not links:
-        return None
+        return {}
     kinds = {f"{len(gpu)} x {speed:g} GB/s" for gpu in links.values() if gpu for speed in gpu.values() if speed}
-    return ", ".join(sorted(kinds)) or "none"
+    return {"gpu.nvlink": ", ".join(sorted(kinds)) or "none"}
 
 
 def check_fabric_manager(check: Check, view: GpuView) -> list[Finding]:
@@ -220,7 +220,7 @@ def _read_manager(view: GpuView) -> Mapping[str, str]:
         key, _, value = line.partition("\t")
         values.setdefault(key, one_line(value))
     if not section.ok or not re.fullmatch(r"[1-9]\d* end", values.get("scanned", "")):
-        raise view.unreadable("the fabric manager cannot be looked for", "gpu.fabric_manager")
+        raise _unreadable(view, FABRIC_MANAGER, "the fabric manager cannot be looked for")
     return values
 
 
@@ -228,3 +228,17 @@ def _expects_nvlink(view: GpuView) -> bool:
     """Whether there must be NVLinks: NVSwitches are there, or boards that come with them."""
     switches = view.pci is None or bool(view.pci.nvswitches)
     return switches or any(gpu.look("product_name") in NVLINKS_OF_MODEL for gpu in view.gpus)
+
+
+def _unreadable(view: GpuView, question: Question, text: str) -> UnreadableError:
+    why = view.probe.section(question.name).trouble() or "the answer is incomplete or of an unknown form"
+    return UnreadableError(text, why)
+
+
+GROUP = CheckGroup(
+    "gpu",
+    (check_pcie, check_nvlink, check_fabric_manager),
+    look=look_at_gpus,
+    questions=(NVLINK, FABRIC_MANAGER),
+    traits=_traits,
+)

@@ -1,30 +1,27 @@
-"""The group `gpu`: everything that `nvidia-smi`, sysfs and the kernel log tell about the GPUs of a node."""
+"""What `nvidia-smi -q -x` and the PCI bus tell about GPUs: does it answer, is all there, is it healthy and fast?"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.gpu_busy import AGAIN, check_busy
-from cluster.checks.gpu_dcgm import DCGM_DIAG, DCGM_HEALTH, check_dcgm_diag, check_dcgm_health, dcgm_traits
-from cluster.checks.gpu_kernel import check_sxid, check_xid
-from cluster.checks.gpu_links import (
-    FABRIC_MANAGER,
-    NVLINK,
-    check_fabric_manager,
-    check_nvlink,
-    check_pcie,
-    nvlink_trait,
+from cluster.checks.finding import Check, Finding, Verdict
+from cluster.checks.group import CheckGroup
+from cluster.survey.nvidia_smi import (
+    LSPCI,
+    SMI,
+    Gap,
+    GapError,
+    Gpu,
+    PciDevices,
+    SmiFailure,
+    SmiLog,
+    SmiTrouble,
+    read_pci_devices,
+    read_smi,
 )
-from cluster.checks.gpu_smoke import check_cuda_smoke
-from cluster.checks.gpu_view import GpuView, known_numbers, spread
-from cluster.checks.group import CheckGroup, Judge
-from cluster.survey.kernel_log import KERNEL_LOG
-from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, SmiFailure, SmiLog
-from cluster.survey.section import NodeProbe
+from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 SRAM_AGGREGATE_WARN = 1  # errors over the life of the board
@@ -65,6 +62,99 @@ _LIMITS = ("current_power_limit", "enforced_power_limit", "power_limit")
 _POWER_LIMIT = tuple(f"{parent}/{name}" for parent in _POWER for name in _LIMITS)
 _POWER_DEFAULT = tuple(f"{parent}/default_power_limit" for parent in _POWER)
 _SM_MAX, _MEMORY_MAX = "max_clocks/sm_clock", "max_clocks/mem_clock"
+
+# What a rule says of one GPU, by a check on that device; None where all is well.
+GpuJudge = Callable[[Gpu, Check], Finding | None]
+
+
+@dataclass(frozen=True)
+class GpuView:
+    """One node as the checks of its GPUs see it. smi: what nvidia-smi answers. pci: what sysfs lists, if readable."""
+
+    probe: NodeProbe
+    config: ClusterConfig
+    smi: SmiLog | SmiTrouble
+    pci: PciDevices | None
+
+    @classmethod
+    def of(cls, probe: NodeProbe, config: ClusterConfig) -> GpuView:
+        """The answer of a node, read."""
+        return cls(probe, config, read_smi(probe.section(SMI.name)), read_pci_devices(probe.section(LSPCI.name)))
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that nvidia-smi lists; none while it does not answer."""
+        return self.smi.gpus if isinstance(self.smi, SmiLog) else ()
+
+    @property
+    def has_no_gpus(self) -> bool:
+        """Whether it has none, and none is expected: sysfs was read and lists none, no tool claims one."""
+        if self.pci is None or self.pci.gpus or self.config.expected.gpus:
+            return False
+        if isinstance(self.smi, SmiLog):
+            return not self.smi.gpus and self.smi.look("attached_gpus") == "0"
+        # Without a PCI bus to look at, a tool that is installed and fails may be hiding GPUs. A driver that runs and
+        # finds no device (NO_DEVICES) has lost those it was loaded for.
+        absent = {SmiFailure.NOT_INSTALLED, SmiFailure.NO_DRIVER}
+        return self.smi.failure in (absent if self.pci.total else {SmiFailure.NOT_INSTALLED})
+
+    def device(self, address: str) -> str:
+        """`GPU 3` for a PCI address that nvidia-smi or sysfs lists, else the address."""
+        known = [gpu.address for gpu in self.gpus or (self.pci.gpus if self.pci else ())]
+        return f"GPU {known.index(address)}" if address in known else address
+
+    def answer(self) -> SmiLog:
+        """The answer of nvidia-smi. Raises UnreadableError."""
+        if isinstance(self.smi, SmiLog):
+            return self.smi
+        cause = "gpu.lost" if self.smi.failure is SmiFailure.GPU_LOST else "gpu.nvidia_smi"
+        raise UnreadableError(f"nvidia-smi: {self.smi.failure.value}", remedy=f"see {cause}")
+
+    def each(
+        self,
+        check: Check,
+        what: str,
+        judge: GpuJudge,
+        fine: str,
+        *,
+        gpus: Iterable[Gpu] | None = None,
+        is_optional: bool = True,
+    ) -> list[Finding]:
+        """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
+
+        A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`; `what`
+        names the field. The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
+        """
+        listed = self.answer().gpus if gpus is None else tuple(gpus)
+        if not listed:
+            return [check.unknown("nvidia-smi lists no GPU")]
+        told = [_judge(gpu, check.on(gpu.device), what, judge, is_optional) for gpu in listed]
+        given = [finding for finding in told if finding is not None]
+        if not given:
+            return [check.ok(fine)]
+        whole = {replace(finding, device=None) for finding in given}
+        is_vague = given[0].severity in (Verdict.SKIP, Verdict.UNKNOWN)
+        return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
+
+
+def look_at_gpus(probe: NodeProbe, config: ClusterConfig) -> GpuView | None:
+    """The answer of a node; None for one that has no GPU and needs none."""
+    view = GpuView.of(probe, config)
+    return None if view.has_no_gpus else view
+
+
+def _judge(gpu: Gpu, check: Check, what: str, judge: GpuJudge, is_optional: bool) -> Finding | None:
+    try:
+        return judge(gpu, check)
+    except GapError as error:
+        if error.gap is Gap.NOT_SUPPORTED and is_optional:
+            return check.skip(f"{what}: not supported by this GPU")
+        return check.unknown(f"{what}: {error.gap.value}", "compare with `nvidia-smi -q` on the node")
+
+
+def spread(values: Iterable[object]) -> str:
+    """The different values in order, for one line: `8` or `8, 16`."""
+    return ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
 
 
 def check_nvidia_smi(check: Check, view: GpuView) -> list[Finding]:
@@ -315,30 +405,27 @@ def _throttle_reasons(gpu: Gpu) -> list[str]:
 
 
 def check_power_limit(check: Check, view: GpuView) -> list[Finding]:
-    """Nobody lowered the power limit, and all GPUs have the same."""
-    limits = known_numbers(view.gpus, *_POWER_LIMIT)
+    """Nobody lowered the power limit: ranks of one job wait for the slowest GPU."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
         limit, default = gpu.number(*_POWER_LIMIT), gpu.number(*_POWER_DEFAULT)
-        remedy = f"`nvidia-smi -pl {default:g}`; ranks of one job wait for the slowest GPU"
         if limit < default:
-            return check.expecting(f"{default:g} W, the default").warn(f"limited to {limit:g} W", remedy)
-        if limit < max(limits):
-            return check.expecting(f"{max(limits):g} W, as other GPUs here").warn(f"limited to {limit:g} W", remedy)
+            check = check.expecting(f"{default:g} W, the default")
+            return check.warn(f"limited to {limit:g} W", f"`nvidia-smi -pl {default:g}`")
         return None
 
-    return view.each(check, "power limit", judge, f"power limit {spread(limits)} W")
+    return view.each(check, "power limit", judge, "the default power limit")
 
 
 def check_clocks(check: Check, view: GpuView) -> list[Finding]:
     """Nobody locked the clocks below the default, and all GPUs can reach the same."""
-    highest = known_numbers(view.gpus, _SM_MAX)
     remedy = "`nvidia-smi -rac` and `nvidia-smi -rgc` take settings of clocks back"
+    reach = {gpu.index: gpu.number(_SM_MAX) for gpu in view.gpus if isinstance(gpu.look(_SM_MAX), str)}
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
-        most = gpu.number(_SM_MAX)
-        if most < max(highest):
-            return check.expecting(f"{max(highest):g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
+        most, highest = gpu.number(_SM_MAX), max(reach.values())
+        if most < highest:
+            return check.expecting(f"{highest:g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
         # Newer drivers have no application clocks any more; a value that cannot be read is another matter.
         try:
             set_to = gpu.number("applications_clocks/graphics_clock")
@@ -347,75 +434,31 @@ def check_clocks(check: Check, view: GpuView) -> list[Finding]:
             if error.gap is Gap.UNREADABLE:
                 raise
             return None
-        if set_to < default:
-            return check.expecting(f"{default:g} MHz, the default").warn(f"clocks set to {set_to:g} MHz", remedy)
-        return None
+        check = check.expecting(f"{default:g} MHz, the default")
+        return check.warn(f"clocks set to {set_to:g} MHz", remedy) if set_to < default else None
 
-    return view.each(check, "clocks", judge, f"up to {spread(highest)} MHz")
+    return view.each(check, "clocks", judge, f"up to {spread(reach.values())} MHz")
 
 
-class GpuGroup(CheckGroup):
-    """See `CheckGroup`. The checks come in the order of a person's questions: does it answer, is all there, is it
-    healthy, is it fast, is it free?"""
+def _look(probe: NodeProbe, config: ClusterConfig) -> GpuView | Finding:
+    skip = Check(probe.node, "gpu.count").skip("no NVIDIA GPU in this node")
+    return look_at_gpus(probe, config) or skip
 
-    name = "gpu"
-    questions = (LSPCI, SMI, NVLINK, FABRIC_MANAGER, AGAIN, DCGM_HEALTH, DCGM_DIAG, KERNEL_LOG)
-    checks: ClassVar[Mapping[str, Judge]] = {
-        "gpu.nvidia_smi": check_nvidia_smi,
-        "gpu.lost": check_lost,
-        "gpu.count": check_count,
-        "gpu.model": check_model,
-        "gpu.driver": check_driver,
-        "gpu.xid": check_xid,
-        "gpu.sxid": check_sxid,
-        "gpu.recovery": check_recovery,
-        "gpu.ecc_mode": check_ecc_mode,
-        "gpu.ecc": check_ecc,
-        "gpu.sram": check_sram,
-        "gpu.row_remap": check_row_remap,
-        "gpu.pcie": check_pcie,
-        "gpu.nvlink": check_nvlink,
-        "gpu.fabric_manager": check_fabric_manager,
-        "gpu.throttle": check_throttle,
-        "gpu.power_limit": check_power_limit,
-        "gpu.clocks": check_clocks,
-        "gpu.mig": check_mig,
-        "gpu.dcgm_health": check_dcgm_health,
-        "gpu.dcgm_diag": check_dcgm_diag,
-        "gpu.busy": check_busy,
-        "gpu.cuda_smoke": check_cuda_smoke,
-    }
 
-    def look(self, probe: NodeProbe, config: ClusterConfig) -> GpuView:
-        """The answers of nvidia-smi and what sysfs lists."""
-        return GpuView.of(probe, config)
+def _traits(view: GpuView | Finding) -> Mapping[str, str | None]:
+    """What all nodes must have in common, where the configuration does not say what is right.
 
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        """Findings of every check; one SKIP for a node that has no GPU and needs none."""
-        view = self.look(probe, config)
-        if not view.has_no_gpus:
-            return super().check(probe, config)
-        # The kernel log may remember those that fell off the bus.
-        lost = [one for one in self._run(Check(probe.node, "gpu.xid"), view) if one.severity is Verdict.FAIL]
-        return [Check(probe.node, "gpu.count").skip("no NVIDIA GPU in this node"), *lost]
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """What all nodes must have in common, where the configuration does not say what is right.
-
-        A node without GPUs has the count 0: among others it stands out.
-        """
-        view = GpuView.of(probe, ClusterConfig())
-        if view.has_no_gpus:
-            return {"gpu.count": "0"} if config.expected.gpus is None else {}
-        values = dict(dcgm_traits(probe))
-        if isinstance(view.smi, SmiLog) and view.gpus:
-            driver = view.smi.look("driver_version")
-            values |= {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
-            values |= {"gpu.count": str(len(view.gpus)), "gpu.nvlink": nvlink_trait(view)}
-            values["gpu.driver"] = driver if isinstance(driver, str) else None
-        expected = config.expected
-        said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model, "gpu.driver": expected.driver}
-        return {name: told for name, told in sorted(values.items()) if told is not None and said.get(name) is None}
+    A node without GPUs has the count 0: among others it stands out.
+    """
+    if isinstance(view, Finding):
+        return {"gpu.count": "0"}
+    if not isinstance(view.smi, SmiLog) or not view.gpus:
+        return {}
+    driver, expected = view.smi.look("driver_version"), view.config.expected
+    values = {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
+    values |= {"gpu.count": str(len(view.gpus)), "gpu.driver": driver if isinstance(driver, str) else None}
+    said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model, "gpu.driver": expected.driver}
+    return {name: told for name, told in values.items() if said.get(name) is None}
 
 
 _TRAITS: Mapping[str, Callable[[Gpu], str]] = {
@@ -439,4 +482,14 @@ def _said(word: str | Gap) -> str:
     return word.value if isinstance(word, Gap) else word
 
 
-GROUP = GpuGroup()
+GROUP = CheckGroup(
+    "gpu",
+    (
+        *(check_nvidia_smi, check_lost, check_count, check_model, check_driver, check_recovery),
+        *(check_ecc_mode, check_ecc, check_sram, check_row_remap),
+        *(check_throttle, check_power_limit, check_clocks, check_mig),
+    ),
+    look=_look,
+    questions=(LSPCI, SMI),
+    traits=_traits,
+)

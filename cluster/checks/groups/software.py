@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.checks.check import Check
-from cluster.checks.finding import Finding
-from cluster.checks.host_view import HostView
+from cluster.checks.finding import Check, Finding
+from cluster.checks.group import CheckGroup, known
+from cluster.checks.groups.host import HostView
 from cluster.remote_text import one_line
 from cluster.survey.lines import Answer
 from cluster.survey.section import Question
+from engine.config.cluster import ClusterConfig
 
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
@@ -180,3 +181,27 @@ def _read_settings(view: HostView) -> list[tuple[str, str, str]]:
     places = {"system": "/etc/nccl.conf", "user": "~/.nccl.conf", "session": "session"}
     told = {key: dict(line.partition("=")[::2] for line in answer.values(key)) for key in places}
     return [(place, name, value) for key, place in places.items() for name, value in sorted(told[key].items())]
+
+
+def _traits(view: HostView) -> Mapping[str, str | None]:
+    return {
+        "host.python": known(lambda view: own_software(view).python, view),
+        "host.torch": known(lambda view: own_software(view).packages.get("torch"), view),
+        "host.nccl": known(lambda view: own_software(view).nccl, view),
+        "host.nccl_conf": known(nccl_trait, view),
+    }
+
+
+def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
+    runtime = config.container.runtime
+    return {"BURST_RUNTIME": runtime, "BURST_PYTHON": config.python if runtime == "bare" else None}
+
+
+GROUP = CheckGroup(
+    "host",
+    (check_python, check_torch, check_nccl, check_nccl_conf),
+    look=HostView,
+    questions=(SOFTWARE, NCCL_SETTINGS),
+    settings=_settings,
+    traits=_traits,
+)

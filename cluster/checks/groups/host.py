@@ -5,40 +5,15 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
-from cluster.checks.check import GIB, Check, age, gib
-from cluster.checks.finding import Finding
-from cluster.checks.group import CheckGroup, Judge, TestBetween
-from cluster.checks.host_engine import (
-    ENGINE,
-    IMAGE,
-    check_docker,
-    check_docker_disk,
-    check_docker_gpu,
-    check_image,
-    engine_version,
-    image_findings,
-    read_image,
-)
-from cluster.checks.host_software import (
-    NCCL_SETTINGS,
-    SOFTWARE,
-    check_nccl,
-    check_nccl_conf,
-    check_python,
-    check_torch,
-    nccl_trait,
-    own_software,
-)
-from cluster.checks.host_view import HostView, judge_room
-from cluster.checks.storage import SHARED, check_shared, check_shared_folder
+from cluster.checks.finding import GIB, Check, Finding, age, gib
+from cluster.checks.group import CheckGroup, known
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connection
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import NodeProbe, Question, UnreadableError
+from cluster.survey.section import NodeProbe, Question
 from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")
@@ -156,6 +131,32 @@ done
 echo end
 """,
 )
+
+
+@dataclass(frozen=True)
+class HostView:
+    """The answer of a node; each check reads a section of it."""
+
+    probe: NodeProbe
+    config: ClusterConfig
+
+    @property
+    def in_containers(self) -> bool:
+        """Whether ranks run in containers."""
+        return self.config.container.runtime == "docker"
+
+    def answer(self, section: str) -> Answer:
+        """One section. Raises UnreadableError."""
+        return Answer(self.probe, section)
+
+
+def judge_room(check: Check, room: Filesystem | None, limits: tuple[float, float]) -> Finding:
+    """Whether enough bytes are free there."""
+    if room is None:
+        return check.unknown("not there")
+    text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)} ({room.kind})"
+    remedy = f"free space on {check.device}, or put it on a larger disk"
+    return check.expecting(f"at least {gib(limits[1])} free").above(room.free_bytes, limits, text, remedy)
 
 
 def check_disk(check: Check, view: HostView) -> list[Finding]:
@@ -288,89 +289,15 @@ def read_runs(answer: Answer) -> list[Process]:
     return found
 
 
-class HostGroup(CheckGroup):
-    """See `CheckGroup`."""
-
-    name = "host"
-    questions = (LIMITS, DISK, SHARED, MEMORY, RUNS, SOFTWARE, NCCL_SETTINGS, ENGINE, IMAGE)
-    checks: ClassVar[Mapping[str, Judge]] = {
-        "host.disk": check_disk,
-        "host.inodes": check_inodes,
-        "host.shm": check_shm,
-        "host.memlock": check_memlock,
-        "host.nofile": check_nofile,
-        "host.memory_free": check_memory_free,
-        "host.runs": check_runs,
-        "host.python": check_python,
-        "host.torch": check_torch,
-        "host.nccl": check_nccl,
-        "host.nccl_conf": check_nccl_conf,
-        "host.docker": check_docker,
-        "host.docker_disk": check_docker_disk,
-        "host.docker_gpu": check_docker_gpu,
-        "host.image": check_image,
-        "host.shared": check_shared,
-    }
-    compared: ClassVar[Mapping[str, str]] = {
-        "host.memory": "The same main memory on all nodes, within 3%: a module may have failed."
-    }
-
-    def look(self, probe: NodeProbe, config: ClusterConfig) -> HostView:
-        """Every check reads a section of its own."""
-        return HostView(probe, config)
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> Mapping[str, str]:
-        """What must be the same everywhere: versions, NCCL settings and the image."""
-        found = {name: _known(read, HostView(probe, config)) for name, read in _TRAITS.items()}
-        return {name: value for name, value in found.items() if value}
-
-    def check_fleet(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        """Each node's main memory against the median; who lacks the image, and who cannot take it."""
-        views = {node: HostView(probe, config) for node, probe in probes.items()}
-        return [*memory_findings(views), *image_findings(views)]
-
-    def tests_between(self, config: ClusterConfig) -> Mapping[str, TestBetween]:
-        """A file written to the shared folder by every node and looked for by all."""
-        folder = config.shared_folder
-        if folder is None:
-            return {}
-
-        def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
-            return check_shared_folder(connections, folder)
-
-        return {"host.shared": test}
-
-    def probe_settings(self, config: ClusterConfig) -> Mapping[str, str]:
-        """What the questions must know of the configuration."""
-        settings = {
-            "BURST_RUNTIME": config.container.runtime,
-            "BURST_PYTHON": config.python if config.container.runtime == "bare" else None,
-            "BURST_ENGINE": config.container.command,
-            "BURST_IMAGE": config.container.image,
-            "BURST_SHARED_FOLDER": config.shared_folder,
-        }
-        return {name: value for name, value in settings.items() if value}
-
-
-_TRAITS: Mapping[str, Callable[[HostView], str | None]] = {
-    "host.python": lambda view: own_software(view).python,
-    "host.torch": lambda view: own_software(view).packages.get("torch"),
-    "host.nccl": lambda view: own_software(view).nccl,
-    "host.nccl_conf": nccl_trait,
-    "host.docker": engine_version,
-    "host.image": lambda view: read_image(view).identity,
-}
-
-
-def memory_findings(views: Mapping[str, HostView]) -> list[Finding]:
+def compare_memory(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
     """host.memory: UNKNOWN for a node that did not tell.
 
     Kernels and firmware keep a little back, and not the same on equal machines: hence a tolerance, and no trait.
     """
-    totals = {node: _known(_total_memory, view) for node, view in views.items()}
-    known = [total for total in totals.values() if total is not None]
-    usual = statistics.median(known) if known else 0.0
-    expected = f"{gib(usual)} within {MEMORY_TOLERANCE:.0%}" if len(known) > 1 else ""
+    totals = {node: known(_total_memory, HostView(probe, config)) for node, probe in probes.items()}
+    told = [total for total in totals.values() if total is not None]
+    usual = statistics.median(told) if told else 0.0
+    expected = f"{gib(usual)} within {MEMORY_TOLERANCE:.0%}" if len(told) > 1 else ""
     return [_memory(Check(node, "host.memory", expected), total, usual) for node, total in totals.items()]
 
 
@@ -387,11 +314,11 @@ def _memory(check: Check, total: int | None, usual: float) -> Finding:
     return check.ok(gib(total))
 
 
-def _known(read: Callable[[HostView], T], view: HostView) -> T | None:
-    try:
-        return read(view)
-    except UnreadableError:
-        return None
-
-
-GROUP = HostGroup()
+GROUP = CheckGroup(
+    "host",
+    (check_disk, check_inodes, check_shm, check_memlock, check_nofile, check_memory_free, check_runs),
+    look=HostView,
+    questions=(LIMITS, DISK, MEMORY, RUNS),
+    compare=compare_memory,
+    compared={"host.memory": "The same main memory on all nodes, within 3%: a module may have failed."},
+)
