@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -420,10 +421,13 @@ def check_power_limit(check: Check, view: GpuView) -> list[Finding]:
 def check_clocks(check: Check, view: GpuView) -> list[Finding]:
     """Nobody locked the clocks below the default, and all GPUs can reach the same."""
     remedy = "`nvidia-smi -rac` and `nvidia-smi -rgc` take settings of clocks back"
-    reach = {gpu.index: gpu.number(_SM_MAX) for gpu in view.gpus if isinstance(gpu.look(_SM_MAX), str)}
+    reach = set()
+    for gpu in view.gpus:
+        with contextlib.suppress(GapError):
+            reach.add(gpu.number(_SM_MAX))
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
-        most, highest = gpu.number(_SM_MAX), max(reach.values())
+        most, highest = gpu.number(_SM_MAX), max(reach)
         if most < highest:
             return check.expecting(f"{highest:g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
         # Newer drivers have no application clocks any more; a value that cannot be read is another matter.
@@ -437,7 +441,7 @@ def check_clocks(check: Check, view: GpuView) -> list[Finding]:
         check = check.expecting(f"{default:g} MHz, the default")
         return check.warn(f"clocks set to {set_to:g} MHz", remedy) if set_to < default else None
 
-    return view.each(check, "clocks", judge, f"up to {spread(reach.values())} MHz")
+    return view.each(check, "clocks", judge, f"up to {spread(reach)} MHz")
 
 
 def _look(probe: NodeProbe, config: ClusterConfig) -> GpuView | Finding:
