@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from cluster.ssh.hosts import Host
@@ -112,9 +111,7 @@ class Connection(Protocol):
     def __enter__(self) -> Self:
         """This connection."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
 
 

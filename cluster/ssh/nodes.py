@@ -7,6 +7,7 @@ All of these use ClusterShell's NodeSet grammar: `node[1-4,7]`, `node[1-9]!node3
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _SLURM_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
 _SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"\s*(\d{1,18})(?:-(\d{1,18})(?:/(\d{1,18}))?)?\s*")
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})(?:/(\d{1,18}))?")
 
 
 @dataclass(frozen=True)
@@ -112,23 +113,15 @@ def _hostfile_lines(path: Path, source: str) -> list[str]:
 
 def _refuse_many(text: str, where: str) -> None:
     """Raise before NodeSet makes the names: it holds every one of a range in memory."""
-    total = 0
     for pattern in re.split(r"[,&!^\s]+(?![^\[]*\])", text):
-        count = 1
-        for ranges in _BRACKETS.findall(pattern):
-            count *= max(1, sum(_range_length(part) for part in ranges.split(",")))
-        total += count
-    if total > MAX_NODES:
-        raise HostsError(f"{where}: about {total} nodes, more than the {MAX_NODES} that burst handles")
+        spans = [sum(map(_span, _RANGE.findall(ranges))) for ranges in _BRACKETS.findall(pattern)]
+        if (count := math.prod(max(1, span) for span in spans)) > MAX_NODES:
+            raise HostsError(f"{where}: about {count} nodes, more than the {MAX_NODES} that burst handles")
 
 
-def _range_length(part: str) -> int:
-    found = _RANGE.fullmatch(part)
-    if re.search(r"\d{19}", part):
-        return MAX_NODES + 1  # a number that nobody gives to a node
-    if found is None or found[2] is None:
-        return 1
-    return max(0, (int(found[2]) - int(found[1])) // max(1, int(found[3] or 1)) + 1)
+def _span(found: tuple[str, str, str]) -> int:
+    first, last, step = found
+    return max(1, (int(last) - int(first)) // max(1, int(step or 1)) + 1)
 
 
 def _expand(text: str, where: str) -> list[str]:
@@ -146,13 +139,8 @@ def _check_name(name: str, where: str) -> None:
         raise HostsError(
             f"{where}: {one_line(name, 60)!r} is no host name; expected letters, digits and . _ - with no dash in front"
         )
-    if ":" in name and not _is_ip_address(name):
-        raise HostsError(f"{where}: {name!r}: a port is set by cluster.ssh.port=N or in your SSH configuration")
-
-
-def _is_ip_address(text: str) -> bool:
     try:
-        ipaddress.ip_address(text)
+        ipaddress.ip_address(name if ":" in name else "::")
     except ValueError:
-        return False
-    return True
+        text = f"{where}: {name!r}: a port is set by cluster.ssh.port=N or in your SSH configuration"
+        raise HostsError(text) from None

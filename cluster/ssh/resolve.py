@@ -15,7 +15,7 @@ import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import HostsError
@@ -56,11 +56,11 @@ class Resolver:
 
     ssh: SshConfig
     program: Sequence[str]
-    home: str = field(default_factory=lambda: _home())
 
     def node(self, name: str) -> Host:
         """The host of a node, `cluster.ssh` applied."""
-        _check_name(name)
+        if not is_host_name(name):
+            raise HostsError(f"{one_line(name, 60)!r} is no host name")
         options = self._options(name, self.ssh.user, self.ssh.port)
         host = self._host(name, options, self.ssh.user, self.ssh.port)
         if self.ssh.identity_file is not None:
@@ -108,7 +108,7 @@ class Resolver:
 
     def _host(self, name: str, options: Options, user: str | None, port: int | None) -> Host:
         address = (_first(options, "hostname") or name).lower()
-        login = user or _first(options, "user") or _login()
+        login = user or _first(options, "user") or _me()[0]
         number = port or int(_first(options, "port") or 22)
         for text, what in ((address, "HostName"), (login, "user")):
             if not (is_host_name(text) if what == "HostName" else _USER.fullmatch(text)):
@@ -183,13 +183,13 @@ class Resolver:
 
     def _path(self, text: str, words: Mapping[str, str]) -> str:
         """`text` with the home of this user and the %-words that file names may have in ssh_config."""
-        text = self.home + text[1:] if text == "~" or text.startswith("~/") else text
+        text = _me()[1] + text[1:] if text == "~" or text.startswith("~/") else text
         text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], found[0]), text)
         return str(Path(self._words(text, words)).expanduser())
 
     def _words(self, text: str, words: Mapping[str, str]) -> str:
         """`text` with its %-words filled in; those that are not known stay."""
-        me = {"%": "%", "d": self.home, "u": _login(), "i": str(os.getuid()), "l": socket.gethostname(), **words}
+        me = {"%": "%", "d": _me()[1], "u": _me()[0], "i": str(os.getuid()), "l": socket.gethostname(), **words}
         return re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)
 
 
@@ -260,11 +260,6 @@ def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
         return error
 
 
-def _check_name(name: str) -> None:
-    if not is_host_name(name):
-        raise HostsError(f"{one_line(name, 60)!r} is no host name")
-
-
 def _login_words(user: str | None, port: int | None) -> list[str]:
     return [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
 
@@ -279,16 +274,10 @@ def _given(options: Options, key: str) -> str | None:
     return None if text == "none" else text
 
 
-def _home() -> str:
-    """The home that OpenSSH uses: that of the user's entry in passwd, whatever HOME says."""
+def _me() -> tuple[str, str]:
+    """(name, home) of this user as OpenSSH has them: by the entry in passwd, whatever HOME says."""
     try:
-        return pwd.getpwuid(os.getuid()).pw_dir
+        entry = pwd.getpwuid(os.getuid())
     except KeyError:
-        return str(Path.home())
-
-
-def _login() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return os.environ.get("USER", "root")
+        return os.environ.get("USER", "root"), str(Path.home())
+    return entry.pw_name, entry.pw_dir

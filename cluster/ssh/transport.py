@@ -262,30 +262,18 @@ def shake_hands(
         raise SshError(host.name, SshFailure.TIMEOUT, text, remedy)
     if transport.is_active() and transport.initial_kex_done:
         return
-    error = transport.get_exception()
+    error: BaseException | None = transport.get_exception()
+    if str(error).startswith("Error reading SSH protocol banner") and error is not None:
+        error = error.__context__  # what paramiko makes its text of
     spoken = one_line(transport.packetizer.first_line, 60)
     if spoken and not spoken.startswith("SSH-"):
         detail = f"it says {spoken!r}"
     else:
-        detail = one_line(transport.goodbye or _without_prefix(error) or "it closed the connection")
-    if transport.goodbye or error is None or isinstance(error, EOFError | OSError) or _is_end_of_file(error):
+        said = "" if error is None or isinstance(error, EOFError) else words(error)
+        detail = one_line(transport.goodbye or said or "it closed the connection")
+    if transport.goodbye or error is None or isinstance(error, EOFError | OSError):
         raise DroppedError(detail)
     raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {detail}", "is it an SSH server?")
-
-
-def _is_end_of_file(error: BaseException) -> bool:
-    """Whether paramiko's error about the first line only says that the connection ended."""
-    cause = error.__context__
-    return str(error).startswith("Error reading SSH protocol banner") and isinstance(cause, EOFError | OSError)
-
-
-def _without_prefix(error: BaseException | None) -> str:
-    if error is None or isinstance(error, EOFError):
-        return ""
-    cause = error.__context__
-    if str(error).startswith("Error reading SSH protocol banner"):
-        return "" if cause is None or isinstance(cause, EOFError) else words(cause)
-    return words(error)
 
 
 def words(error: BaseException) -> str:
