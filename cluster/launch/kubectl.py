@@ -25,7 +25,7 @@ _CANNOT_START = frozenset(
     }
 )
 _SILENT = re.compile(r"was refused|Unable to connect|timed? ?out|no such host|connection reset|TLS handshake", re.I)
-_NO_CONTEXT = re.compile(r'context "?[^"\s]*"? does not exist|current-context is not set|localhost:8080')
+_NO_CONTEXT = re.compile(r"context was not found|current-context is not set|localhost:8080")
 _NO_KIND = re.compile(r"doesn't have a resource type|no matches for kind|could not find the requested resource")
 
 

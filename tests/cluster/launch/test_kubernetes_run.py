@@ -28,8 +28,10 @@ from testkit.waiting import wait_for
 from cluster.control.attempt import begin_attempt
 from cluster.control.settle import request_cancel
 from cluster.launch.pods import KubernetesJob
-from engine.config.settings import DataConfig, LossConfig, TrainConfig
+from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run
+
+SAVED = CheckpointConfig(at_end=True)
 
 
 @pytest.fixture
@@ -55,8 +57,9 @@ def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: P
         config,
         model=replace(TINY_MODEL, vocab_size=512),
         data=DataConfig(format="text", paths=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2),
+        attention=AttentionConfig(preset="ring"),
         loss=LossConfig(chunk_tokens=64),
-        train=TrainConfig(steps=3, seq_len=64, eval_samples=1, warmup_metric_steps=1, compute_dtype="float32"),
+        train=TrainConfig(steps=3, seq_len=64, eval_samples=1, warmup_metric_steps=1, checkpoint=SAVED),
         cluster=replace(config.cluster, master_port=port, environment=environment),
     )
     led = lead(kubernetes_plan(tmp_path / "runs", config, "engine.train"))
@@ -80,7 +83,9 @@ def test_a_rank_that_fails_is_blamed_with_its_error_and_what_it_said(tmp_path: P
     assert [row["step"] for row in led.run.read_metrics()] == list(range(1, len(led.run.read_metrics()) + 1))
 
 
-def test_a_run_is_taken_over_without_a_line_twice_and_cancelled_in_order(tmp_path: Path, cluster: FakeCluster) -> None:
+def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_again(
+    tmp_path: Path, cluster: FakeCluster
+) -> None:
     plan = kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), "saves"))
     run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
     begin_attempt(plan, run, None)
@@ -93,6 +98,10 @@ def test_a_run_is_taken_over_without_a_line_twice_and_cancelled_in_order(tmp_pat
     assert [event["step"] for event in run.read_events() if event["kind"] == "checkpoint"] == [5]
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
     assert run.log_path("pod-1", 1).read_text().count("in mode saves") == 1
+    assert Led(plan, run).begin().wait().status == "completed"  # what `burst resume` does then
+    on_claim = RunFolder(tmp_path / "shared" / "runs" / "tiny" / run.run_id)
+    assert [attempt.read_metrics() for attempt in run.attempts()] == [one.read_metrics() for one in on_claim.attempts()]
+    assert run.log_path("pod-1", 1).read_text().count("in mode saves") == 2
 
 
 def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is_told(

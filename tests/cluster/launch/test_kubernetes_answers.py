@@ -1,0 +1,129 @@
+"""What kubectl says, recorded: its complaints, the states of pods, and lines of their logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod
+
+from cluster.launch.kubectl import Kubectl, KubectlError, read_answer
+from cluster.launch.kubernetes import RUNNER
+from cluster.launch.pod_files import PodFiles
+from cluster.launch.runner import Asked
+from engine.config.cluster import KubernetesConfig
+from engine.runs.folder import create_run
+
+KILLED = {"exitCode": 137, "reason": "OOMKilled"}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "told"),
+    [
+        (
+            "Error in configuration: context was not found for specified context: lab",
+            "context",
+            "set cluster.kubernetes.context",
+        ),
+        (
+            "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
+            "context",
+            "kubectl has no context",
+        ),
+        (
+            'error: the server doesn\'t have a resource type "jobsets"',
+            "crd",
+            "install JobSet .*, or set cluster.kubernetes.kind=TrainJob",
+        ),
+        (
+            "Unable to connect to the server: dial tcp: i/o timeout",
+            "silent",
+            "the cluster does not answer",
+        ),
+        ('Error from server (NotFound): persistentvolumeclaims "runs" not found', "refused", '"runs" not found'),
+    ],
+)
+def test_what_kubectl_complains_of_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, kind: str, told: str
+) -> None:
+    cluster, variables = fake_cluster(tmp_path / "cluster", os.environ["PATH"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cluster.refuse(get=said)
+    with pytest.raises(KubectlError, match=told) as caught:
+        Kubectl(KubernetesConfig(claim="runs")).check()
+    assert caught.value.kind == kind
+
+
+def test_without_kubectl_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KubectlError, match="kubectl not found"):
+        RUNNER.survey(kubernetes_config(), Asked())
+    assert RUNNER.survey(kubernetes_config(), Asked(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "told"),
+    [
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "node_lost", "Evicted: low on memory"),
+        (
+            {
+                "containerStatuses": [
+                    {"name": "node", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+                ]
+            },
+            "oom",
+            "cluster.kubernetes.memory_per_pod",
+        ),
+        # A runtime whose pods may restart in place.
+        (
+            {
+                "phase": "Running",
+                "containerStatuses": [
+                    {
+                        "name": "node",
+                        "state": {"running": {}},
+                        "lastState": {"terminated": KILLED},
+                    }
+                ],
+            },
+            "oom",
+            "OOMKilled",
+        ),
+    ],
+)
+def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind: str, told: str) -> None:
+    found = read_answer(json.dumps({"items": [JOB, pod(1, **status)]})).pods[1]
+    assert found.phase == "ended"
+    assert found.failure is not None
+    assert (found.failure.kind, told in found.failure.message) == (kind, True)
+
+
+def keyed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = ("items", "kind", "metadata", "labels", "status", "containerStatuses", "state", "terminated", "conditions")
+    return st.dictionaries(st.sampled_from(names), inner, max_size=4)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner) | keyed(inner)))
+def test_an_answer_of_any_shape_is_read_or_refused(document: object) -> None:
+    with contextlib.suppress(KubectlError):
+        read_answer(json.dumps(document))
+
+
+def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config())
+    run = create_run(Path(plan.run_path), {})
+    before = {path for path in run.path.rglob("*") if path.is_file()}
+    files = PodFiles(run, plan.nodes[1])
+    lines = ["@burst ../../x {}", "@burst metrics.jsonl {}", "@burst config.yaml {}", "rank0000| not mine", "@burst x"]
+    files.take("pod", [(f"2026-11-25T00:00:0{at}Z", line) for at, line in enumerate(lines)])
+    written = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()} - {
+        path.relative_to(run.path).as_posix() for path in before
+    }
+    assert written == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
