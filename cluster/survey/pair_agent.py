@@ -2,22 +2,22 @@
 
 Standard library of Python 3.9 and newer. Input: two lines, each a JSON object; the first
 
-    {"nonce": WORD, "token": HEX, "address": "10.0.0.1", "deadline_s": 60}
+    {"token": HEX, "address": "10.0.0.1", "deadline_s": 60}
 
 is answered by {"port": N} or {"error": text}, the second, when all agents listen,
 
     {"targets": [[name, address, port], ...], "timeout_s": 3, "width": 64}
 
-by {"results": [[name, "ok" | kind, detail, milliseconds], ...]}. Every line of output begins with the nonce, for a
-login shell may print what it likes. The agent ends when its input ends (the asking side died) and at its deadline,
-whatever it is doing. Whoever connects to it is sent the token, by which the other side knows that it reached an agent
-of the same test and not whatever else may listen there.
+by {"results": [[name, "ok" | kind, detail, milliseconds], ...]}. Every line of output begins with the token, for a
+login shell may print what it likes. The agent ends when its input ends (the asking side died) and at its deadline.
+Whoever connects to it is sent the token, by which the other side knows that it reached an agent of the same test.
 """
 
 import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -36,9 +36,11 @@ KINDS = {
 }
 
 
-def family_of(address: str) -> int:
-    """AF_INET6 for addresses with a colon."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def listen(address: str) -> socket.socket:
+    """A listener at a free port of `address`, IPv4 or IPv6."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    return listener
 
 
 def serve(listener: socket.socket, token: bytes) -> None:
@@ -50,13 +52,12 @@ def serve(listener: socket.socket, token: bytes) -> None:
             peer.sendall(token)
 
 
-def greet(source: str, target: tuple[str, int], token: bytes, timeout_s: float) -> tuple[str, str]:
+def greet(source: str, target: "tuple[str, int]", token: bytes, timeout_s: float) -> "tuple[str, str]":
     """(ok or kind, detail) of one connection."""
     try:
-        with socket.socket(family_of(target[0]), socket.SOCK_STREAM) as peer:
+        # From the chosen address: the kernel might otherwise leave by another interface, and that would be tested.
+        with listen(source) as peer:
             peer.settimeout(timeout_s)
-            # From the chosen address: the kernel might otherwise leave by another interface, and that would be tested.
-            peer.bind((source, 0))
             peer.connect(target)
             said = b""
             while len(said) < len(token):
@@ -67,50 +68,43 @@ def greet(source: str, target: tuple[str, int], token: bytes, timeout_s: float) 
     except socket.timeout:
         return "timeout", "no answer"
     except OSError as error:
-        return KINDS.get(error.errno or 0, "error"), os.strerror(error.errno) if error.errno else str(error)
+        return KINDS.get(error.errno or 0, "error"), error.strerror or str(error)
     return ("ok", "") if said == token else ("stranger", "something else answers on that port")
 
 
-def end_at(moment: float) -> None:
-    """End the process then, even in the middle of anything."""
-    time.sleep(max(0.0, moment - time.monotonic()))
-    os._exit(3)
-
-
-def main() -> None:
-    """Listen, connect, wait for the end of the input."""
-    lines = iter(sys.stdin.buffer.readline, b"")
-    greeting = json.loads(next(lines).decode())
-    address, token = str(greeting["address"]), bytes.fromhex(greeting["token"])
-    threading.Thread(target=end_at, args=(time.monotonic() + greeting["deadline_s"],), daemon=True).start()
+def answer(word: str, address: str) -> None:
+    """Listen at `address`, tell the port, connect when asked to."""
 
     def say(**reply: object) -> None:
-        print(greeting["nonce"], json.dumps(reply), flush=True)
+        print(word, json.dumps(reply), flush=True)
 
+    token = bytes.fromhex(word)
     try:
-        listener = socket.socket(family_of(address), socket.SOCK_STREAM)
-        listener.bind((address, 0))
+        listener = listen(address)
         listener.listen(1024)
     except OSError as error:
-        say(error=os.strerror(error.errno) if error.errno else str(error))
-        return
+        return say(error=error.strerror or str(error))
     threading.Thread(target=serve, args=(listener, token), daemon=True).start()
     say(port=listener.getsockname()[1])
 
-    def answer(request: "dict[str, Any]") -> None:
-        def connect(target: "list[Any]") -> "list[Any]":
+    def connect(request: "dict[str, Any]") -> None:
+        def measure(target: "list[Any]") -> "list[Any]":
             begin = time.monotonic()
             found = greet(address, (target[1], target[2]), token, request["timeout_s"])
             return [target[0], *found, 1000 * (time.monotonic() - begin)]
 
         with ThreadPoolExecutor(request["width"]) as pool:
-            say(results=list(pool.map(connect, request["targets"])))
+            say(results=list(pool.map(measure, request["targets"])))
 
-    for line in lines:
-        threading.Thread(target=answer, args=(json.loads(line.decode()),), daemon=True).start()
-    # Not sys.exit: threads in the middle of a greeting must not keep the node busy.
-    os._exit(0)
+    for line in iter(sys.stdin.buffer.readline, b""):
+        threading.Thread(target=connect, args=(json.loads(line.decode()),), daemon=True).start()
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    greeting = json.loads(sys.stdin.buffer.readline().decode())
+    signal.alarm(greeting["deadline_s"])  # ends it, whatever it is doing
+    answer(greeting["token"], str(greeting["address"]))
+    sys.stdout.flush()
+    # Not sys.exit: threads in the middle of a greeting must not keep the node busy.
+    os._exit(0)

@@ -64,26 +64,24 @@ class Link:
 
 
 class PairAgent:
-    """The agent of one node, listening at `address`, `port`."""
+    """The agent of one node: started, it listens at `address`, `port`."""
 
-    def __init__(self, process: RemoteProcess, address: str, port: int = 0) -> None:
-        self.address, self.port = address, port
-        self._process = process
-        self._nonce = f"@@{secrets.token_hex(12)}"
-        self._buffer = b""
+    def __init__(self, process: RemoteProcess, address: str) -> None:
+        self.address, self.port = address, 0
+        self._process, self._buffer, self._mark = process, b"", b""
 
-    def begin(self, token: str, deadline_s: float, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Send program and greeting; learn the port."""
+    def begin(self, token: str, deadline_s: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Send program and greeting; learn the port. token: hexadecimal."""
+        self._mark = f"{token} ".encode()
         program = (files("cluster.survey") / "pair_agent.py").read_bytes()
-        greeting = {"nonce": self._nonce, "token": token, "address": self.address, "deadline_s": deadline_s}
-        text = b"%d\n%s%s\n" % (len(program), program, json.dumps(greeting).encode())
+        greeting = {"token": token, "address": self.address, "deadline_s": deadline_s}
         with contextlib.suppress(SshError):  # why it does not read is in what it says
-            self._process.write(text)
+            self._process.write(b"%d\n%s%s\n" % (len(program), program, json.dumps(greeting).encode()))
         answer = self._answer(timeout_s)
-        port = answer.get("port")
         if "error" in answer:
             remedy = "give the nodes addresses of their own: see cluster.interface"
             raise AgentError(f"cannot listen on {self.address}: {one_line(str(answer['error']))}", remedy)
+        port = answer.get("port")
         if not isinstance(port, int) or not 0 < port < 65536:
             raise AgentError("the agent told no port")
         self.port = port
@@ -101,9 +99,8 @@ class PairAgent:
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         """The next line of the agent; what else the login shell printed is passed over."""
-        mark, until = f"{self._nonce} ".encode(), time.monotonic() + timeout_s
-        line = b""
-        while not line.startswith(mark):
+        line, until = b"", time.monotonic() + timeout_s
+        while not line.startswith(self._mark):
             while b"\n" not in self._buffer:
                 more = self._process.read(1 << 16, max(0.01, until - time.monotonic()))
                 if not more:
@@ -113,19 +110,18 @@ class PairAgent:
                     raise AgentError("the agent's answer is too long")
             line, _, self._buffer = self._buffer.partition(b"\n")
         try:
-            return dict(json.loads(line[len(mark) :]))
+            return dict(json.loads(line[len(self._mark) :]))
         except (ValueError, TypeError) as error:
             raise AgentError("the agent's answer is no JSON object") from error
 
     def _ended(self) -> AgentError:
         """Why there is no agent, by exit code and the words on stderr."""
         result = self._process.wait(_END_WAIT_S)
-        said = one_line(result.stderr or self._buffer, 160)
         if result.exit_code == 127:
             return AgentError("python3 is not installed", "install python3 (3.9 or newer): the pair tests run in it")
-        if result.exit_code == 3:
-            return AgentError("the agent came to its deadline")
-        return AgentError(f"the agent ended with exit code {result.exit_code}{f': {said}' if said else ''}")
+        said = one_line(result.stderr or self._buffer, 160)
+        code = "a signal, as at its deadline" if result.exit_code is None else f"exit code {result.exit_code}"
+        return AgentError(f"the agent ended with {code}{f': {said}' if said else ''}")
 
 
 def check_pairs(
@@ -149,7 +145,7 @@ def check_pairs(
         if not addresses.get(node):
             raise AgentError("no address to test was chosen", "see the findings of group net, and cluster.interface")
         agents[node] = PairAgent(connections[node].start(AGENT_ARGV), addresses[node].partition("/")[0])
-        agents[node].begin(token, one_node_s * waves + 2 * _SLACK_S, start_timeout_s)
+        agents[node].begin(token, math.ceil(one_node_s * waves + 2 * _SLACK_S), start_timeout_s)
 
     def connect(node: str) -> list[Link]:
         # Each node begins with the one after it: else all would begin with the first.
