@@ -14,7 +14,7 @@ _PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class MachineFacts:
     """One machine as a launch plan needs it.
 
     hostname: names the log folder and the environment file.
@@ -35,9 +35,9 @@ class NodeFacts:
     has_chosen_gpus: bool = False
 
 
-def probe_local_node() -> NodeFacts:
+def probe_local_node() -> MachineFacts:
     """The facts of this machine, this interpreter and this working folder."""
-    return NodeFacts(
+    return MachineFacts(
         hostname=socket.gethostname(),
         cores=_usable_cores(),
         gpus=visible_gpus(_list_gpus(), os.environ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.control.link import STOP_GRACE_S, NodeSpec
 from cluster.env.facts import EnvironmentVariable
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
@@ -180,7 +180,7 @@ def _node_files(plan: LaunchPlan, node: NodePlan) -> tuple[tuple[str, str], ...]
 
 
 def build_launch_plan(
-    config: RunConfig, facts: NodeFacts, run_path: Path, *, module: str = TRAINER_MODULE
+    config: RunConfig, facts: MachineFacts, run_path: Path, *, module: str = TRAINER_MODULE
 ) -> LaunchPlan:
     """The plan to run `config` on the one machine described by `facts`, in the run folder `run_path` (not yet there).
 
@@ -216,7 +216,7 @@ def _refuse_other_machines(config: RunConfig) -> None:
         raise ConfigError("cluster.container.runtime=docker: ranks of this machine start outside of containers")
 
 
-def choose_backend(config: RunConfig, facts: NodeFacts) -> Backend:
+def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
     """NCCL if every local rank has a GPU of its own, else gloo on the CPU; the reason says which facts decided."""
     asked = config.cluster.backend
     ranks = config.cluster.ranks_per_node or (facts.gpus if facts.gpus and asked != "gloo" else 1)
@@ -263,7 +263,7 @@ def plan_script(node: NodePlan, run_path: Path) -> str:
     )
 
 
-def _node_plan(config: RunConfig, facts: NodeFacts, backend: Backend, run_path: Path, module: str) -> NodePlan:
+def _node_plan(config: RunConfig, facts: MachineFacts, backend: Backend, run_path: Path, module: str) -> NodePlan:
     log_dir = RunFolder(run_path).log_dir(facts.hostname)
     argv = (
         facts.python,
@@ -296,7 +296,7 @@ def _node_plan(config: RunConfig, facts: NodeFacts, backend: Backend, run_path: 
 
 
 def _environment(
-    config: RunConfig, facts: NodeFacts, backend: Backend, run_path: Path, log_dir: Path
+    config: RunConfig, facts: MachineFacts, backend: Backend, run_path: Path, log_dir: Path
 ) -> tuple[EnvironmentVariable, ...]:
     threads = Threads(backend.threads_per_rank, f"{facts.cores} cores for {backend.local_ranks} ranks")
     variables = run_variables(run_path.name, facts.hostname, str(log_dir), threads)

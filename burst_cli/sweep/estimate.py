@@ -17,7 +17,7 @@ from typing import Any
 from burst_cli.plan.candidates import flops_of, group_topology
 from burst_cli.plan.memory_check import MemoryPlanner, check_memory
 from burst_cli.values import seconds_between
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
 from cluster.plan import choose_backend
 from engine.config.errors import ConfigError, RunError
@@ -135,7 +135,7 @@ def _start_s(record: Mapping[str, Any], step_s: float) -> float:
 class LaunchJudge:
     """What judges cells as a launch would. facts: of this machine; nodes elsewhere are asked when a cell starts."""
 
-    facts: NodeFacts
+    facts: MachineFacts
     planner: MemoryPlanner
     measured: Sequence[Measured]
     force: bool = False

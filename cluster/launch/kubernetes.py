@@ -15,7 +15,7 @@ from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.env.facts import EnvironmentVariable
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.kubectl import Kubectl, KubectlError
 from cluster.launch.manifest import JOB_FILE, job_text
@@ -61,7 +61,7 @@ class KubernetesSurvey(PlainSurvey):
 def build_kubernetes_plan(config: RunConfig, run_path: Path, module: str) -> LaunchPlan:
     """The plan to run `config` in pods, whose run folder lies on their claim. Pure. Raises ConfigError."""
     settings, cluster = config.cluster.kubernetes, config.cluster
-    backend = choose_backend(config, NodeFacts("a pod", settings.cpus_per_pod or 1, settings.gpus_per_pod))
+    backend = choose_backend(config, MachineFacts("a pod", settings.cpus_per_pod or 1, settings.gpus_per_pod))
     count, mount = cluster.num_nodes or 1, (cluster.shared_folder or _MOUNT).rstrip("/")
     resolved = replace(
         cluster,

@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.control.link import NodeLink
 from cluster.control.local_link import LocalLink
 from cluster.control.ssh_link import LinkTiming
-from cluster.facts import NodeFacts, probe_local_node
+from cluster.facts import MachineFacts, probe_local_node
 from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
 from cluster.plan import LaunchPlan, build_launch_plan
 from engine.config.errors import ConfigError
@@ -21,7 +21,7 @@ class LocalSurvey(PlainSurvey):
     """This machine."""
 
     config: RunConfig
-    facts: NodeFacts
+    facts: MachineFacts
     module: str
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
@@ -52,7 +52,7 @@ class LocalRunner(NamedNodes):
         return [LocalLink(run.path, node.name) for node in plan.nodes]
 
 
-def local_facts(config: RunConfig) -> NodeFacts:
+def local_facts(config: RunConfig) -> MachineFacts:
     """This machine, with the Python that the ranks are to have."""
     facts, python = probe_local_node(), config.cluster.python
     return facts if python is None else replace(facts, python=str(Path(python).expanduser()))

@@ -12,7 +12,7 @@ from cluster.control.outcome import LaunchObserver, LaunchOutcome
 from cluster.control.ssh_link import LinkTiming
 from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.launch.local import local_facts
 from cluster.launch.runner import Asked, PlainSurvey
 from cluster.plan import LaunchPlan
@@ -32,7 +32,7 @@ class SlurmSurvey(PlainSurvey):
     """A cluster whose nodes share folders and Python with this machine. partition_gpus: of a node, where it counts."""
 
     config: RunConfig
-    facts: NodeFacts
+    facts: MachineFacts
     module: str
     partition_gpus: int = 0
 

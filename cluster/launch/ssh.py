@@ -16,7 +16,7 @@ from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.plan import plan_fleet
 from cluster.errors import ClusterError
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.image.local import engine_words
 from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
@@ -200,7 +200,7 @@ def _python(facts: RemoteFacts, config: RunConfig) -> str:
 def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
     names = fold_nodes(node.node for node in nodes)
-    weakest = NodeFacts(names, min(node.cores for node in nodes), min(len(node.gpus) for node in nodes))
+    weakest = MachineFacts(names, min(node.cores for node in nodes), min(len(node.gpus) for node in nodes))
     backend = choose_backend(config, weakest)
     cluster = replace(
         config.cluster,

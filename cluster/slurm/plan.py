@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.facts import NodeFacts
+from cluster.facts import MachineFacts
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.sbatch import SCRIPT_FILE, JobRequest, check_slurm_settings, sbatch_text
@@ -27,7 +27,7 @@ _STAND_IN = "slurm-node"
 
 def build_slurm_plan(
     config: RunConfig,
-    facts: NodeFacts,
+    facts: MachineFacts,
     run_path: Path,
     *,
     module: str = TRAINER_MODULE,
@@ -113,7 +113,7 @@ def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: 
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
     found_gpus = partition_gpus if asks_partition(config, environment) else 0
     gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else found_gpus or asked_gpus
-    backend = choose_backend(config, NodeFacts("a node of Slurm", slurm.cpus_per_node or 1, gpus))
+    backend = choose_backend(config, MachineFacts("a node of Slurm", slurm.cpus_per_node or 1, gpus))
     resolved = replace(
         cluster,
         launcher="slurm",

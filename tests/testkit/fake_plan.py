@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.facts import NodeFacts, probe_local_node
+from cluster.facts import MachineFacts, probe_local_node
 from cluster.plan import LaunchPlan, build_launch_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
@@ -16,10 +16,10 @@ from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
 TWO_RANKS = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
 
 
-def node_facts(hostname: str = "node1", **changes: Any) -> NodeFacts:
+def node_facts(hostname: str = "node1", **changes: Any) -> MachineFacts:
     """A machine without GPUs, which runs nothing: for plans that are only looked at."""
     facts = {"cores": 8, "gpus": 0, "python": "/usr/bin/python3", "cwd": "/home/me", **changes}
-    return NodeFacts(hostname, **facts)
+    return MachineFacts(hostname, **facts)
 
 
 def fake_plan(path: Path, config: RunConfig = TWO_RANKS, *, real: bool = False) -> LaunchPlan:
