@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.testbed.spec import MANAGEMENT, TestbedSpec
+from cluster.testbed.templates import render
 
 PREFIX = "btb"  # of every namespace and link on this machine; tear-down finds leftovers by it
 BLOCKS = 256  # of 16 networks each: 10.100.0.0/20, 10.100.16.0/20, ... 10.115.240.0/20
@@ -60,14 +61,8 @@ class Network:
 
     def commands(self) -> Iterator[Command]:
         """All commands that build the network, in order."""
-        yield ("ip", "netns", "add", self.switch)
-        for interface in self.spec.interfaces:
-            kind = ("type", "bridge", "stp_state", "0", "forward_delay", "0")
-            yield _ip(self.switch, "link", "add", _bridge(interface), *kind)
-            yield _ip(self.switch, "link", "set", _bridge(interface), "up")
-        yield from self._head_commands()
-        for node in self.spec.node_names:
-            yield from self._node_commands(node)
+        text = render("network", net=self, spec=self.spec, management=MANAGEMENT)
+        yield from (tuple(line.split()) for line in text.splitlines())
         if self.spec.rate_bits_per_s is not None:
             yield shape_command(None, self.head_link, self.spec.rate_bits_per_s)
             yield shape_command(self.switch, "head", self.spec.rate_bits_per_s)
@@ -86,33 +81,15 @@ class Network:
     def link_commands(self, node: str, interfaces: tuple[str, ...], *, up: bool) -> Iterator[Command]:
         """Cut or mend the switch's end of a node's links: the node keeps its carrier's address and is silent."""
         for interface in interfaces:
-            yield _ip(self.switch, "link", "set", self.port(node, interface), "up" if up else "down")
+            yield ("ip", "-n", self.switch, "link", "set", self.port(node, interface), "up" if up else "down")
 
     def port(self, node: str, interface: str) -> str:
         """The switch's end of a node's link."""
         return f"{interface}.{self._number(node)}"
 
-    def _head_commands(self) -> Iterator[Command]:
-        yield ("ip", "link", "add", self.head_link, "type", "veth", "peer", "name", "head", "netns", self.switch)
-        yield _ip(self.switch, "link", "set", "head", "master", _bridge(MANAGEMENT), "up")
-        yield ("ip", "address", "add", f"{self.head_address}/24", "dev", self.head_link)
-        yield ("ip", "link", "set", self.head_link, "up")
-
-    def _node_commands(self, node: str) -> Iterator[Command]:
-        name = self.namespace(node)
-        yield ("ip", "netns", "add", name)
-        yield _ip(name, "link", "set", "lo", "up")
-        for interface in self.spec.interfaces:
-            port, peer = self.port(node, interface), ("netns", self.switch)
-            mac = ("address", self._mac(node, interface))
-            yield ("ip", "link", "add", interface, *mac, "netns", name, "type", "veth", "peer", "name", port, *peer)
-            yield _ip(self.switch, "link", "set", port, "master", _bridge(interface), "up")
-            yield _ip(name, "address", "add", f"{self.address(node, interface)}/24", "dev", interface)
-            yield _ip(name, "link", "set", interface, "up")
-        yield _ip(name, "route", "add", "default", "via", self.head_address)
-        # A permanent neighbour: a cut link is then silent, as behind a router, and not "no route" after some seconds.
-        hardware = (self.address(node), "lladdr", self._mac(node, MANAGEMENT), "dev", self.head_link)
-        yield ("ip", "neighbour", "replace", *hardware, "nud", "permanent")
+    def mac(self, node: str, interface: str = MANAGEMENT) -> str:
+        """The hardware address of a node's interface."""
+        return f"02:b7:00:{self.block:02x}:{self._network_of(interface):02x}:{self._number(node):02x}"
 
     def _number(self, node: str) -> int:
         return self.spec.node_names.index(node) + 1
@@ -122,9 +99,6 @@ class Network:
 
     def _address(self, network: int, number: int) -> str:
         return str(block_network(self.block).network_address + (network << 8) + number)
-
-    def _mac(self, node: str, interface: str) -> str:
-        return f"02:b7:00:{self.block:02x}:{self._network_of(interface):02x}:{self._number(node):02x}"
 
 
 def namespace_prefix(name: str) -> str:
@@ -146,11 +120,3 @@ def shape_command(namespace: str | None, link: str, rate_bits_per_s: int | None)
     burst = max(_BURST_BYTES, rate_bits_per_s // 8 // 100)
     bucket = ("tbf", "rate", f"{rate_bits_per_s}bit", "burst", f"{burst}b", "latency", "50ms")
     return (*where, "qdisc", "replace", "dev", link, "root", *bucket)
-
-
-def _bridge(interface: str) -> str:
-    return f"br-{interface}"
-
-
-def _ip(namespace: str, *words: str) -> Command:
-    return ("ip", "-n", namespace, *words)

@@ -21,7 +21,8 @@ from cluster.testbed.folder import TestbedError, TestbedFolder, TestbedState
 from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
 from cluster.testbed.node import Node
 from cluster.testbed.spec import MAX_NODES, TestbedSpec
-from cluster.testbed.texts import MARK_VARIABLE, render, session_environment
+from cluster.testbed.templates import render
+from cluster.testbed.texts import MARK_VARIABLE, session_environment
 
 CONF_VARIABLE = "SLURM_CONF"
 _CONTROLLER_PORT = 6817
@@ -145,7 +146,7 @@ class SlurmRig:
 def slurm_conf_text(state: TestbedState, folder: TestbedFolder) -> str:
     """The configuration of controller, nodes and clients: quick to notice what died, never running a job again."""
     return render(
-        "templates/slurm.conf",
+        "slurm.conf",
         spec=state.spec,
         network=state.network,
         path=folder.slurm_conf.parent,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from cluster.testbed.folder import NodeFolder, TestbedFolder, TestbedState
-
-if TYPE_CHECKING:
-    import jinja2
+from cluster.testbed.templates import render
 
 SSH_USER = "root"
 MARK_VARIABLE = "BURST_TESTBED"  # in the environment of every daemon: tear-down finds by it what left its namespace
@@ -18,28 +13,9 @@ CONFIG_MARK = "`burst testbed down` removes this file"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def render(name: str, **values: Any) -> str:
-    """The text of NAME.j2 below this folder. What is filled in are names, numbers and paths of ours, all checked."""
-    return _templates().get_template(f"{name}.j2").render(**values)
-
-
-@functools.cache
-def _templates() -> jinja2.Environment:
-    import jinja2  # not where tests run with nothing but the engine's packages
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-
-
 def hosts_text(state: TestbedState) -> str:
     """The /etc/hosts of a node: all nodes by name, their rails as NODE-rail0, and this machine as `head`."""
-    return render("templates/hosts", spec=state.spec, network=state.network)
+    return render("hosts", spec=state.spec, network=state.network)
 
 
 def passwd_text(passwd: str, home: str, shell: str | None = None) -> str:
@@ -72,7 +48,7 @@ def slow_shell_text(shell: str, seconds: float) -> str:
 def sshd_config_text(state: TestbedState, node: str, folder: NodeFolder, extra: tuple[str, ...] = ()) -> str:
     """The configuration of a node's sshd: keys only."""
     environment = session_environment(state, node, folder)
-    return render("templates/sshd_config", folder=folder, user=SSH_USER, extra=extra, environment=environment)
+    return render("sshd_config", folder=folder, user=SSH_USER, extra=extra, environment=environment)
 
 
 def session_environment(state: TestbedState, node: str, folder: NodeFolder) -> dict[str, str]:
@@ -90,12 +66,12 @@ def session_environment(state: TestbedState, node: str, folder: NodeFolder) -> d
 
 def ssh_config_text(state: TestbedState, folder: TestbedFolder) -> str:
     """OpenSSH client configuration for all nodes."""
-    return render("templates/ssh_config", spec=state.spec, network=state.network, folder=folder, user=SSH_USER)
+    return render("ssh_config", spec=state.spec, network=state.network, folder=folder, user=SSH_USER)
 
 
 def daemon_json_text(state: TestbedState, folder: NodeFolder) -> str:
     """The configuration of a node's Docker engine."""
-    return render("templates/daemon.json", spec=state.spec, folder=folder, group=control_group(state.spec.name))
+    return render("daemon.json", spec=state.spec, folder=folder, group=control_group(state.spec.name))
 
 
 def control_group(name: str) -> str:
@@ -105,7 +81,7 @@ def control_group(name: str) -> str:
 
 def cluster_config_text(state: TestbedState, folder: TestbedFolder) -> str:
     """The file that makes `cluster=NAME` mean this testbed."""
-    return render("templates/cluster.yaml", spec=state.spec, folder=folder, mark=CONFIG_MARK)
+    return render("cluster.yaml", spec=state.spec, folder=folder, mark=CONFIG_MARK)
 
 
 def is_cluster_config(text: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cluster.testbed.folder import NodeFolder
 from cluster.testbed.hardware.devices import NO_HARDWARE, build_hardware
-from cluster.testbed.texts import render
+from cluster.testbed.templates import render
 from engine.config.errors import ConfigError
 
 _FABRIC_MANAGER_PID = 4711
@@ -83,7 +83,7 @@ def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] =
     if "no_fabric_manager" not in hardware.flags:
         processes[_FABRIC_MANAGER_PID] = "nv-fabricmanage"
     tree = render(
-        "hardware/node.tree",
+        "node.tree",
         model=hardware.model,
         module=f"NVIDIA UNIX Open Kernel Module for x86_64  {hardware.driver}  Release Build",
         gpus=hardware.gpus,
@@ -96,7 +96,7 @@ def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] =
         folder=pci_folder,
     )
     smi = render(
-        "hardware/nvidia-smi.sh",
+        "nvidia-smi.sh",
         model=hardware.model,
         driver=hardware.driver,
         gpus=[gpu for gpu in hardware.gpus if gpu.is_listed],
@@ -104,7 +104,7 @@ def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] =
         flags=hardware.flags,
         throttle_reasons=_THROTTLE_REASONS,
     )
-    dcgmi = render("hardware/dcgmi.sh", gpus=hardware.gpus, flags=hardware.flags, driver=hardware.driver)
+    dcgmi = render("dcgmi.sh", gpus=hardware.gpus, flags=hardware.flags, driver=hardware.driver)
     tools = {"bin/nvidia-smi": FakeFile(smi, 0o755), "bin/dcgmi": FakeFile(dcgmi, 0o755)}
     return tools | {f"root/{path}": file for path, file in _parse(tree).items()}
 
