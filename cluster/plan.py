@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.control.link import STOP_GRACE_S, NodeSpec
+from cluster.agent.messages import STOP_GRACE_S, Spec
 from cluster.env.facts import EnvironmentVariable
 from cluster.facts import MachineFacts
 from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
@@ -149,10 +149,10 @@ def plan_text(plan: LaunchPlan) -> str:
     return json_text({key: value for key, value in plan.to_dict().items() if key != "files"})
 
 
-def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> NodeSpec:
+def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> Spec:
     """What the supervisor of `node` is told. lease_s: None: the node goes on without a launcher."""
     container, checkpoint = plan.config.cluster.container, plan.config.train.checkpoint
-    return NodeSpec(
+    return Spec(
         run_id=plan.run_id,
         node=node.name,
         node_rank=node.node_rank,

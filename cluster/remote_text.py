@@ -5,7 +5,9 @@ Everything that a node printed passes through `clean_text` before a person, a fi
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 # CSI, strings such as OSC (one that is never ended must not swallow more than its line), other escapes.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
@@ -14,6 +16,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+_TEXT_CHARS = 64 << 10
 
 
 def clean_text(raw: bytes | str, *, limit: int | None = None) -> str:
@@ -29,3 +32,16 @@ def clean_text(raw: bytes | str, *, limit: int | None = None) -> str:
 def one_line(raw: bytes | str, limit: int = 200) -> str:
     """`raw` cleaned and folded into one line of at most `limit` characters."""
     return clean_text(" ".join(clean_text(raw, limit=20 * limit).split()), limit=limit)
+
+
+def clean_value(value: Any, depth: int = 12) -> Any:
+    """A JSON value with its texts cleaned and its numbers finite. Raises ValueError when it nests deeper than that."""
+    if not depth:
+        raise ValueError("nests too deep")
+    if isinstance(value, str):
+        return clean_text(value, limit=_TEXT_CHARS)
+    if isinstance(value, dict):
+        return {clean_text(key, limit=200): clean_value(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_value(item, depth - 1) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Messages: how burst talks with a program that it sent to a node. Python 3.9, standard library only.
+"""What a launcher says to a node: the part of a run that it is to own, and messages as they travel.
 
     READY                                          once, by the program: what a login shell said before is passed over
     bytes of the object (4), bytes of the data (4), a JSON object, data      one question, then its one answer
@@ -7,13 +7,21 @@ Lengths are checked before anything is read: a peer that sends something else is
 """
 
 import json
+import math
 import os
+import re
 import select
 import struct
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
+RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"
+STOP_GRACE_S = 12.0  # between asking ranks to stop and killing them
 READY = b"\nburst is here\n"
 MAX_OBJECT_BYTES = 8 << 20
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
+_CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
+_MAX_GRACE_S = 86400.0
 _QUESTION_BYTES = 256 << 20  # the code of the ranks comes as one
 _SILENCE_S = 60.0  # then the launcher is gone without anybody saying so
 _HEAD = struct.Struct(">II")
@@ -96,3 +104,105 @@ def _parse(body: bytes) -> Message:
     if not isinstance(message, dict):
         raise MessageError("a message is no object")
     return message
+
+
+class SpecError(ValueError):
+    """What arrived cannot be done; the text is for people."""
+
+
+class Spec(NamedTuple):
+    """What the supervisor of one node is told; plain JSON on the wire and in nodes/<node>/spec.json.
+
+    folder: the run folder on that node, absolute. argv: one command that starts all local ranks (torchrun, or docker
+    run with torchrun in it). environment: on top of the node's. files: (path relative to `folder`, text) to lay there
+    first; empty where the folder is the launcher's own. container: name of the container that argv starts; None: bare.
+    engine: command line of the container engine. lease_s: without a beat for so long the supervisor stops the run;
+    None: it goes on alone. exclusive: refuse while another run holds the node. start_id: of the request to start it:
+    the same when it is asked for again.
+    """
+
+    run_id: str
+    node: str
+    node_rank: int
+    num_nodes: int
+    first_rank: int
+    local_ranks: int
+    folder: str
+    argv: tuple[str, ...]
+    cwd: str
+    environment: dict[str, str]
+    files: tuple[tuple[str, str], ...] = ()
+    container: Optional[str] = None
+    engine: tuple[str, ...] = ("docker",)
+    lease_s: Optional[float] = 60.0
+    stop_grace_s: float = STOP_GRACE_S
+    exclusive: bool = True
+    start_id: str = "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(self._asdict())
+
+
+def parse_spec(message: Any) -> Spec:
+    """The spec in `message`, once its names and paths are what they should be. Raises SpecError naming the field."""
+    try:
+        spec = Spec(**message)
+        files = tuple((relative_path(path), str(text)) for path, text in spec.files)
+        words = (*spec.argv, *spec.engine, *spec.environment, *spec.environment.values())
+        if not spec.argv or any("\0" in word for word in words) or any("=" in name for name in spec.environment):
+            raise SpecError("argv or environment cannot be given to a process")
+        if min(spec.node_rank, spec.num_nodes, spec.first_rank, spec.local_ranks) < 0:
+            raise SpecError("a rank is below 0")
+        lease_s = None if spec.lease_s is None else seconds(spec.lease_s, "lease_s")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise SpecError(f"the spec makes no sense: {error}") from error
+    return spec._replace(
+        run_id=checked_run_id(spec.run_id),
+        node=checked_node(spec.node),
+        folder=checked_folder(spec.folder),
+        cwd=checked_folder(spec.cwd, "cwd"),
+        files=files,
+        container=None if spec.container is None else _match(_CONTAINER, spec.container, "container"),
+        lease_s=lease_s,
+        stop_grace_s=seconds(spec.stop_grace_s, "stop_grace_s"),
+        start_id=checked_run_id(spec.start_id),
+    )
+
+
+def checked_run_id(value: Any) -> str:
+    """A run id, which becomes part of file names and of an environment."""
+    return _match(_RUN_ID, value, "run_id")
+
+
+def checked_node(value: Any) -> str:
+    """A node's name."""
+    return _match(_NODE, value, "node")
+
+
+def checked_folder(value: Any, name: str = "folder") -> str:
+    """An absolute path without "..", normalised."""
+    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or ".." in value.split("/"):
+        raise SpecError(f"{name} is no absolute path: {value if value is None else str(value)[:200]!r}")
+    return os.path.normpath(value)
+
+
+def seconds(value: Any, name: str) -> float:
+    """A finite number of seconds from 0 to a day."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise SpecError(f"{name} is no number of seconds: {str(value)[:60]!r}")
+    return min(float(value), _MAX_GRACE_S)
+
+
+def relative_path(value: Any) -> str:
+    """A path below the run folder. Raises SpecError for one that would lead out of it."""
+    parts = value.split("/") if isinstance(value, str) and len(value) < 1000 else [""]
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise SpecError(f"not a path below the run folder: {str(value)[:200]!r}")
+    return str(value)
+
+
+def _match(pattern: Any, value: Any, name: str) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value) or value in (".", ".."):
+        raise SpecError(f"{name} is no name: {value if value is None else str(value)[:100]!r}")
+    return value

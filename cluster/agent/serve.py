@@ -24,20 +24,8 @@ from collections import deque
 from typing import Any, Callable, Optional, Union
 
 from cluster.agent.code import install_code
-from cluster.agent.folder import (
-    NodeFiles,
-    SpecError,
-    beat,
-    checked_folder,
-    checked_node,
-    checked_run_id,
-    read_json,
-    read_status,
-    request_stacks,
-    request_stop,
-    seconds,
-)
-from cluster.agent.messages import Message
+from cluster.agent.folder import NodeFiles, beat, read_json, read_status, request_stacks, request_stop
+from cluster.agent.messages import Message, SpecError, checked_folder, checked_node, checked_run_id, seconds
 from cluster.agent.start import start, sweep
 from cluster.agent.survey import survey
 

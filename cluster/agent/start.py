@@ -22,23 +22,18 @@ from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 from cluster.agent.folder import (
-    RANK_LOGS_VARIABLE,
     NodeFiles,
-    Spec,
-    SpecError,
     beat,
-    checked_folder,
-    checked_node,
     is_alive,
     lay_files,
     make_folder,
     now_text,
-    parse_spec,
     read_json,
     request_stop,
     safe_name,
     write_json,
 )
+from cluster.agent.messages import RANK_LOGS_VARIABLE, Spec, SpecError, checked_folder, checked_node, parse_spec
 from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Family, Marks, send_signal
 from cluster.agent.supervisor import Container, Supervisor, refusal
 
@@ -382,7 +377,7 @@ def _prepare(message: dict[str, Any], locks: list[Lock], *, again: bool = False)
     try:
         _clear_way(spec, files)
         lay_files(spec.folder, spec.files)
-        write_json(files.spec, spec.to_dict())
+        write_json(files.spec, {**spec.to_dict(), "files": []})
         beat(spec.folder, spec.node)
     except OSError as error:
         text = f"cannot write {error.filename or spec.folder}: {error.strerror or error}"

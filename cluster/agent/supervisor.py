@@ -17,19 +17,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
-from cluster.agent.folder import (
-    RANK_LOGS_VARIABLE,
-    Document,
-    NodeFiles,
-    Spec,
-    SpecError,
-    now_text,
-    read_json,
-    seconds,
-    write_json,
-)
+from cluster.agent.folder import Document, NodeFiles, now_text, read_json, write_json
 from cluster.agent.health import Health, Stacks
 from cluster.agent.memory import MemoryWatch
+from cluster.agent.messages import RANK_LOGS_VARIABLE, Spec, SpecError, seconds
 from cluster.agent.processes import (
     NODE_VARIABLE,
     RUN_ID_VARIABLE,

@@ -15,11 +15,10 @@ from cluster.control.busy import controlling, own_facts
 from cluster.control.fleet import Fleet, Part
 from cluster.control.hang_watch import KILL_S, HangWatch
 from cluster.control.judge import Case, complete, judge
-from cluster.control.link import NodeLink
+from cluster.control.link import NodeLink, StartRefusedError
 from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
 from cluster.control.progress import StepWatch
 from cluster.control.signs import Signs
-from cluster.control.starting import Starter, start_failure
 from cluster.control.stopping import Requests, StopRequests
 from cluster.control.timing import Clock, LaunchTiming, SystemClock
 from cluster.failure import Failure
@@ -30,6 +29,7 @@ from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.records import utc_now
 
 _START_POLL_S = 0.02  # a person waits for it
+_SHOWN = 8  # refusals
 _CATCH_UP_S = 1.0  # for the threads of the links to read what came while this process was stopped
 
 
@@ -173,48 +173,40 @@ class _Lead:
 
     def _start(self) -> None:
         """Begin on all nodes. After a refusal, or a request to stop, those that did begin are asked to end."""
-        parts, plan = self.fleet.parts, with_texts(self.plan)
-        specs = [node_spec(plan, part.node, lease_s=self.fleet.lease_s) for part in parts]
-        starter = Starter([part.link for part in parts], specs, self.plan.config.cluster.ssh.fan_out)
-        for part in parts:
+        plan = with_texts(self.plan)
+        for part in self.fleet.parts:
             part.is_absent = True
+            part.link.start(node_spec(plan, part.node, lease_s=self.fleet.lease_s))
         try:
-            self._await_starts(starter)
+            self._await_starts()
         finally:
-            if not starter.is_done:  # left in a hurry: what was asked to begin may do so all the same
-                starter.halt()
-                for part in parts:
-                    if part.is_absent and part.name in starter.asked - starter.refusals.keys():
-                        part.is_absent, part.was_alive = False, True
-        if starter.refusals:
-            self._after_refusal(starter.refusals)
+            for part in self.fleet.parts:  # left in a hurry: what was asked to begin may do so all the same
+                if part.is_absent and part.status.refusal is None:
+                    part.is_absent, part.was_alive = False, True
+        if refusals := {part.name: part.status.refusal for part in self.fleet.parts if part.status.refusal}:
+            self._after_refusal(refusals)
 
-    def _await_starts(self, starter: Starter) -> None:
+    def _await_starts(self) -> None:
         """Return once all have begun or refused, or somebody wants to leave at once."""
-        begun: set[str] = set()
+        parts = self.fleet.parts
         while self.requests.level < 3:
-            is_done = starter.is_done
-            late = set(starter.poll())
-            begun |= late
-            for part in self.fleet.parts:
-                part.is_absent = part.name not in begun
-                if part.name in late and self._request is not None:
-                    self._order(part, *self._request)  # it was being started when the request came
-            if is_done:
-                break
+            waiting = [part for part in parts if part.is_absent]
             self._look()
+            for part in waiting:
+                if not part.is_absent and self._request is not None:
+                    self._order(part, *self._request)  # it was being started when the request came
+            if not any(part.is_absent and part.status.refusal is None for part in parts):
+                break
             self.fleet.beat(self._now, self.timing.beat_s)
             self._heed_requests()
-            if self.requests.level:
-                starter.halt()
             self._show()
             self.clock.sleep(min(self.timing.poll_s, _START_POLL_S))
 
-    def _after_refusal(self, refusals: Mapping[str, BaseException]) -> None:
+    def _after_refusal(self, refusals: Mapping[str, StartRefusedError]) -> None:
         if not self.requests.level:
             self._fail(start_failure(refusals), "start")
         for part in self.fleet.parts:
-            if getattr(refusals.get(part.name), "kind", "") == "unreachable":
+            if part.name in refusals and refusals[part.name].kind == "unreachable":
                 part.link.stop("start", 0.0)
                 part.is_absent, part.was_alive = False, True
                 part.given_up = "it could not be reached while it was asked to start, and may have begun all the same"
@@ -335,3 +327,12 @@ class _Lead:
 
     def _order(self, part: Part, cause: str, grace_s: float) -> None:
         self.fleet.order(part, cause, grace_s, self.clock, self.timing)
+
+
+def start_failure(refusals: Mapping[str, StartRefusedError]) -> Failure:
+    """Why a run did not begin, from the nodes that refused; the first by name is named, the others are listed."""
+    (first, error), *others = sorted(refusals.items())
+    details = tuple(str(other) for _, other in others[:_SHOWN])
+    if len(others) > _SHOWN:
+        details = (*details, f"and {len(others) - _SHOWN} more")
+    return Failure("start", error.kind, str(error), host=first, details=details)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.control.evidence import Findings, Loss, StopOrder, torchrun_death
 from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
 from cluster.control.outcome import Leftover
 from cluster.control.timing import Clock, LaunchTiming
-from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
@@ -22,7 +20,8 @@ _SWEEP_S = 10.0
 class Part:
     """One node of the run; times are those of the controller's monotonic clock.
 
-    is_absent: nothing of the run was ever started there. kill_at: when its processes are killed.
+    is_absent: nothing of the run was ever started there. kill_at: when its processes are killed. sweep_until: until
+    when a lost node may clear up; None: it was not asked to.
     """
 
     node: NodePlan
@@ -30,7 +29,7 @@ class Part:
     status: NodeStatus
     order: StopOrder | None = None
     loss: Loss | None = None
-    sweep: Sweep | None = None
+    sweep_until: float | None = None
     is_absent: bool = False
     was_alive: bool = False
     given_up: str | None = None
@@ -64,9 +63,10 @@ class Part:
 
     def look(self, now: float) -> None:
         """Take in what the node says."""
+        self.status = self.link.poll()
+        self.is_absent = self.is_absent and not self.status.is_begun
         if self.is_absent:
             return
-        self.status = self.link.poll()
         self.was_alive = self.was_alive or self.status.phase in ("starting", "running", "stopping")
         if self.has_ended and self.ended_at is None:
             self.ended_at = now
@@ -76,7 +76,7 @@ class Part:
         if self.is_absent or self.given_up is not None:
             return True
         if self.loss is not None:
-            return self.sweep is None or self.sweep.is_done
+            return self.sweep_until is None or self.status.swept is not None or now > self.sweep_until
         return self.ended_at is not None and (self.status.is_synced or now > self.ended_at + sync_s)
 
     @property
@@ -108,40 +108,12 @@ class Part:
             or (self.status.phase == "none" and not self.was_alive and self.loss is None)
         ):
             return None
-        if self.sweep is not None and self.sweep.is_done and self.sweep.problem is None:
-            return Leftover(self.name, self.sweep.pids, "they would not die") if self.sweep.pids else None
+        if self.sweep_until is not None and self.status.swept is not None:
+            return Leftover(self.name, self.status.swept, "they would not die") if self.status.swept else None
         reason = self.given_up or (self.loss.reason if self.loss is not None else "it was left while it was stopping")
         if lease_s is not None:
             reason += f"; its ranks end by themselves {lease_s:g} s after it last heard of a launcher"
         return Leftover(self.name, (), reason)
-
-
-@dataclass
-class Sweep:
-    """Clearing a node in a thread, because that may take long; `start` once."""
-
-    link: NodeLink
-    timeout_s: float
-    pids: tuple[int, ...] = ()
-    problem: str | None = None
-    _thread: threading.Thread | None = field(default=None, repr=False)
-
-    def start(self) -> Sweep:
-        """Begin."""
-        self._thread = threading.Thread(target=self._work, name=f"sweep {self.link.node}", daemon=True)
-        self._thread.start()
-        return self
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it came to its end, in whichever way."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def _work(self) -> None:
-        try:
-            self.pids = self.link.sweep(self.timeout_s)
-        except (ClusterError, OSError) as error:
-            self.problem = str(error)
 
 
 class Fleet:
@@ -234,7 +206,8 @@ class Fleet:
                 continue
             part.lose(reason, clock)
             if part.status.heard_s <= lost_s:
-                part.sweep = Sweep(part.link, _SWEEP_S).start()
+                part.sweep_until = clock.monotonic() + _SWEEP_S
+                part.link.sweep()
             lines.append(f"{part.name}: {reason}")
         return lines
 

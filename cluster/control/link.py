@@ -1,20 +1,24 @@
 """The seam between a controller and one node of its run: what it may ask for, and what it is told.
 
-`LocalLink` works on this machine's run folder, `SshLink` over SSH with a copy of the node's files, `SlurmLink` on a
-shared run folder; tests have a fake of a few lines.
+`LocalLink` asks the agent of this machine, `SshLink` one on a node whose files it copies, `SlurmLink` looks at a shared
+run folder; tests have a fake of a few lines.
 """
 
 from __future__ import annotations
 
+import secrets
+import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args
 
+from cluster.agent.messages import Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
 from cluster.failure import Failure
+from cluster.remote_text import clean_value, one_line
 
 TIME_LIMIT = "time limit"  # why ranks stop that save before a scheduler ends them
-STOP_GRACE_S = 12.0  # between asking ranks to stop and killing them
 
 Phase = Literal["none", "starting", "running", "stopping", "ended", "lost"]
 
@@ -28,40 +32,6 @@ class StartRefusedError(ClusterError):
 
 
 @dataclass(frozen=True)
-class NodeSpec:
-    """What the supervisor of one node is told; plain JSON on the wire and in nodes/<node>/spec.json.
-
-    folder: the run folder on that node, absolute. argv: one command that starts all local ranks (torchrun, or docker
-    run with torchrun in it). environment: on top of the node's. files: (path relative to `folder`, text) to lay there
-    first; empty where the folder is the launcher's own. container: name of the container that argv starts; None: bare.
-    engine: command line of the container engine. lease_s: without a beat for so long the supervisor stops the run;
-    None: it goes on alone. exclusive: refuse while another run holds the node.
-    """
-
-    run_id: str
-    node: str
-    node_rank: int
-    num_nodes: int
-    first_rank: int
-    local_ranks: int
-    folder: str
-    argv: tuple[str, ...]
-    cwd: str
-    environment: Mapping[str, str]
-    files: tuple[tuple[str, str], ...] = ()
-    container: str | None = None
-    engine: tuple[str, ...] = ("docker",)
-    lease_s: float | None = 60.0
-    stop_grace_s: float = STOP_GRACE_S
-    exclusive: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**values, "environment": dict(self.environment)}
-
-
-@dataclass(frozen=True)
 class NodeStatus:
     """What is known of one node's part of a run, as of the last contact.
 
@@ -69,7 +39,8 @@ class NodeStatus:
     outcome: content of outcome.json. health: content of health.json. heard_s: seconds since the node last said
     anything (0 for this machine). is_synced: an outcome is there and every file of the node has reached the run
     folder. problem: why the node cannot be heard, in words. clock_offset_ns: the node's clock minus this machine's.
-    failure: what ended the run from outside of its nodes, such as the time limit of a batch system.
+    failure: what ended the run from outside of its nodes, such as the time limit of a batch system. is_begun, refusal:
+    how the node answered to a start. swept: the processes that a sweep left; None: it is not done.
     """
 
     node: str
@@ -82,17 +53,20 @@ class NodeStatus:
     clock_offset_ns: int = 0
     failure: Failure | None = None
     supervisor: Mapping[str, Any] = field(default_factory=dict)
+    is_begun: bool = False
+    refusal: StartRefusedError | None = None
+    swept: tuple[int, ...] | None = None
 
 
 class NodeLink(Protocol):
-    """One node of one run. No call blocks for long, except `start` and `sweep`; all are safe after `close`."""
+    """One node of one run. No call waits for the node; all are safe after `close`."""
 
     @property
     def node(self) -> str:
         """The node's name."""
 
-    def start(self, spec: NodeSpec) -> None:
-        """Lay the files, start the supervisor. Raises StartRefusedError; never starts a second one of the same run."""
+    def start(self, spec: Spec) -> None:
+        """Have the files laid and a supervisor started, never a second one of the same run; `poll` tells the answer."""
 
     def follow(self) -> None:
         """Begin to watch (and to copy) what was started, now or by an earlier launcher."""
@@ -109,11 +83,150 @@ class NodeLink(Protocol):
     def request_stacks(self, nonce: str) -> None:
         """Have every rank write its Python stacks and its flight recorder; done when stacks_done.json names `nonce`."""
 
-    def sweep(self, timeout_s: float) -> tuple[int, ...]:
-        """Kill what is left of the run on the node, container included; pids that would not die.
-
-        Raises ClusterError when it cannot be seen whether anything is left.
-        """
+    def sweep(self) -> None:
+        """Have killed what is left of the run on the node, container included; `poll` tells what would not die."""
 
     def close(self) -> None:
         """Let go of the node; what runs there goes on until its lease ends."""
+
+
+class StrangeAnswerError(ClusterError):
+    """A node sent what makes no sense."""
+
+
+class AskedLink:
+    """The part of `NodeLink` that links share which ask an agent: wishes are kept until the node has answered.
+
+    start_s: after how long a start that is not answered counts as refused.
+    """
+
+    def __init__(self, folder: str, node: str, start_s: float) -> None:
+        self._folder, self._node, self._start_s = folder, node, start_s
+        # Guarded by `changed`, which is told of every change that somebody may wait for.
+        self._changed = threading.Condition()
+        self._status = NodeStatus(node)
+        self._problem: str | None = None
+        self._requests: Message = {}  # what the node has not answered yet
+        self._has_beat = self._was_start_sent = self._is_urgent = self._is_closed = False
+        self._start_until = 0.0
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+        return self._node
+
+    def start(self, spec: Spec) -> None:
+        """See `NodeLink`."""
+        request = {**spec.to_dict(), "start_id": secrets.token_hex(8)}
+        with self._changed:
+            self._status, self._was_start_sent = NodeStatus(self.node), False
+            self._start_until = time.monotonic() + self._start_s
+            try:
+                pack({"start": request})
+            except MessageError as error:
+                return self._refuse("command", f"its files are too large: {error}")
+            self._requests.clear()
+        return self._request("start", request)
+
+    def poll(self) -> NodeStatus:
+        """See `NodeLink`."""
+        with self._changed:
+            if "start" in self._requests and (self._is_closed or time.monotonic() > self._start_until):
+                cause = "given up" if self._is_closed else f"no answer in {self._start_s:.3g} s"
+                self._refuse("unreachable", f"{cause}: {self._problem or 'the node takes its time'}")
+            return replace(self._status, problem=self._problem)
+
+    def beat(self) -> None:
+        """See `NodeLink`."""
+        with self._changed:
+            self._has_beat = True
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        """See `NodeLink`."""
+        self._request("stop", {"cause": cause, "grace_s": grace_s})
+
+    def request_stacks(self, nonce: str) -> None:
+        """See `NodeLink`."""
+        self._request("stacks", nonce)
+
+    def sweep(self) -> None:
+        """See `NodeLink`."""
+        with self._changed:
+            self._status = replace(self._status, swept=None)
+        self._request("sweep", secrets.token_hex(8))
+
+    def _request(self, name: str, wish: Any) -> None:
+        """Ask for it until the node has answered; the next question comes soon."""
+        with self._changed:
+            self._requests[name] = wish
+            self._is_urgent = True
+            self._changed.notify_all()
+
+    def _refuse(self, kind: str, text: str) -> None:
+        """The start has failed; the caller holds `changed`."""
+        self._requests.pop("start", None)
+        self._status = replace(self._status, refusal=StartRefusedError(self.node, kind, text))
+        self._changed.notify_all()
+
+    def _question(self, wait_s: float) -> Message:
+        """What is to be asked now; the caller holds `changed`."""
+        self._is_urgent = False
+        if "start" in self._requests:
+            # The files on the node are left alone: they may be those of an earlier attempt.
+            question = {"start": self._requests["start"], "again": self._was_start_sent, "wait_s": wait_s}
+            self._was_start_sent = True
+            return question
+        question = {"folder": self._folder, "node": self.node, "wait_s": wait_s, **self._requests}
+        if self._has_beat:
+            question["beat"], self._has_beat = True, False
+        return question
+
+    def _take(self, question: Message, answer: Message) -> dict[str, str]:
+        """Believe what makes sense of an answer; what the node could not do, by name. Raises StrangeAnswerError."""
+        said, refused = answer.get("errors"), answer.get("refused")
+        errors = {str(name): one_line(str(text), 500) for name, text in said.items()} if isinstance(said, dict) else {}
+        with self._changed:
+            if "start" in question and "start" in self._requests:
+                if isinstance(refused, dict):
+                    self._refuse(one_line(str(refused.get("kind")), 20), one_line(str(refused.get("text")), 2000))
+                elif "start" in errors:
+                    self._refuse("command", errors["start"])
+                elif "started" in answer:
+                    self._status = replace(self._status, is_begun=True)
+                    self._requests.pop("start")
+            self._problem = f"the node says: {'; '.join(errors.values())}" if errors else None
+            for name in ("stop", "stacks"):
+                if name in question and name not in errors and self._requests.get(name) is question[name]:
+                    del self._requests[name]
+            if "swept" in answer:
+                self._status = replace(self._status, swept=as_pids(answer["swept"]))
+                self._requests.pop("sweep", None)
+            if "status" in answer:
+                self._status = replace(self._status, **as_status(answer["status"]))
+            self._changed.notify_all()
+        return errors
+
+
+def as_status(said: Any) -> dict[str, Any]:
+    """Fields of a `NodeStatus`: phase, supervisor, outcome and health. Raises StrangeAnswerError."""
+    if not isinstance(said, dict) or said.get("phase") not in get_args(Phase):
+        raise StrangeAnswerError("it names a phase that does not exist")
+    facts = {name: said.get(name) for name in ("supervisor", "outcome", "health")}
+    if not all(value is None or isinstance(value, dict) for value in facts.values()):
+        raise StrangeAnswerError("its status makes no sense")
+    try:
+        cleaned = clean_value(facts)
+    except ValueError as error:
+        raise StrangeAnswerError(f"its status {error}") from error
+    return {**cleaned, "phase": said["phase"], "supervisor": cleaned["supervisor"] or {}}
+
+
+def as_integer(value: Any) -> int:
+    """`value` as a number of at most 64 bits; -1 for anything else."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
+    return int(value) if is_integer else -1
+
+
+def as_pids(value: Any) -> tuple[int, ...]:
+    """The process ids in a list."""
+    return tuple(pid for pid in map(as_integer, value if isinstance(value, list) else ()) if pid > 0)[:4096]

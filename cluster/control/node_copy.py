@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
+from cluster.control.link import StrangeAnswerError
 from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
 from engine.runs.records import utc_now
@@ -33,10 +33,6 @@ _LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
 _LEAD_FILES = (*_LEAD_LOGS, "summary.json", "tokenizer.json")
 _OWN_LOG = "mirror.log"
 _IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
-
-
-class CopyError(ClusterError):
-    """A node sent what makes no sense; the connection is not worth keeping."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +85,12 @@ class NodeCopy:
 
     def take(self, heads: Any, data: bytes) -> bool:
         """Write pieces of files. False: they do not go on where the copy ends, or cannot be written now, so that the
-        node must be asked again, from `offsets()`. Raises CopyError."""
+        node must be asked again, from `offsets()`. Raises StrangeAnswerError."""
         at = 0
         for head in _read_heads(heads):
             piece, at = data[at : at + head.count], at + head.count
             if len(piece) != head.count:
-                raise CopyError("it sends fewer bytes than it says")
+                raise StrangeAnswerError("it sends fewer bytes than it says")
             if not self._put(head, piece):
                 return False
         return True
@@ -144,7 +140,7 @@ class NodeCopy:
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.part" if folder else f".{name}.part"  # no node may name such a file
         if head.size is None or head.offset + len(piece) > head.size:
-            raise CopyError(f"{path} is longer than announced")
+            raise StrangeAnswerError(f"{path} is longer than announced")
         if head.size > self._limits.file_bytes:
             self._refused.add(path)
             self._note(f"{path}: too large to copy")
@@ -241,13 +237,13 @@ class NodeCopy:
 
 def _read_heads(heads: Any) -> Iterator[_Head]:
     if not isinstance(heads, list):
-        raise CopyError("its list of files makes no sense")
+        raise StrangeAnswerError("its list of files makes no sense")
     for head in heads:
         if not isinstance(head, Mapping) or not isinstance(head.get("path"), str):
-            raise CopyError("it sends a file that makes no sense")
+            raise StrangeAnswerError("it sends a file that makes no sense")
         numbers = [head.get(name) for name in ("offset", "bytes", "size")]
         if not all(_is_count(number) for number in numbers if number is not None) or None in numbers[:2]:
-            raise CopyError("it sends a piece that makes no sense")
+            raise StrangeAnswerError("it sends a piece that makes no sense")
         offset, count, size = numbers
         assert offset is not None
         assert count is not None

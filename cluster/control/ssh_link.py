@@ -7,20 +7,18 @@ answered when a connection broke is asked for again on the next one.
 from __future__ import annotations
 
 import random
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from cluster.agent.messages import Message, MessageError, pack
+from cluster.agent.messages import Message, Spec
 from cluster.code.program import NoAnswerError, NodeProgram
-from cluster.control.link import NodeSpec, NodeStatus, StartRefusedError
-from cluster.control.node_copy import CopyError, NodeCopy
-from cluster.control.node_status import as_integer, as_pids, as_status
+from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError, as_integer
+from cluster.control.node_copy import NodeCopy
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
@@ -63,8 +61,8 @@ class LinkTiming:
     start_s: float = 60.0
 
 
-class SshLink:
-    """One node of one run over SSH; see `NodeLink`. Its thread begins with `follow` or `start` and ends with `close`.
+class SshLink(AskedLink):
+    """One node of one run over SSH; see `NodeLink`. Its thread begins with `follow` or a wish and ends with `close`.
 
     on_end: told once, when no more connections are needed.
     """
@@ -78,90 +76,45 @@ class SshLink:
         *,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(place.folder, place.node, timing.start_s)
         self._host, self._pool, self._place, self._timing = host, pool, place, timing
         self._on_end = on_end
         self._thread: threading.Thread | None = None
         self._connection: Connection | None = None
-        # Guarded by `changed`, which is told of every change that somebody may wait for.
-        self._changed = threading.Condition()
-        self._status = NodeStatus(place.node)
-        self._problem: str | None = "not connected yet"
+        self._problem = "not connected yet"
         self._heard_at = time.monotonic()
-        self._requests: Message = {}  # what the node has not answered yet
-        self._has_beat = self._is_urgent = self._is_closed = False
-        self._started: StartRefusedError | bool | None = None  # the answer to a start; None: there is none yet
-        self._swept: tuple[int, ...] | None = None
         # Of the thread alone.
         self._copy = NodeCopy(place.run, place.node, lead=place.lead)
         self._clocks: deque[tuple[int, int]] = deque(maxlen=_KEPT_ANSWERS)  # round trip, offset
         self._budget = _LEAST_BYTES
-        self._is_following = self._was_start_sent = False
+        self._is_following = False
 
-    @property
-    def node(self) -> str:
-        """The node's name."""
-        return self._place.node
+    def start(self, spec: Spec) -> None:
+        """See `NodeLink`; whatever the connection does meanwhile."""
+        super().start(spec)
+        if self._status.refusal is None:
+            self.follow()
 
-    def start(self, spec: NodeSpec) -> None:
-        """Start the supervisor, whatever the connection does meanwhile; see `NodeLink.start`."""
-        request = {**spec.to_dict(), "start_id": secrets.token_hex(8)}
-        try:
-            pack({"start": request})
-        except MessageError as error:
-            raise StartRefusedError(self.node, "command", f"its files are too large: {error}") from error
-        deadline = time.monotonic() + self._timing.start_s
-        with self._changed:
-            self._requests, self._status = {"start": request}, NodeStatus(self.node)
-            self._started, self._was_start_sent = None, False
-            self._hurry()
-            self._await(lambda: self._started is not None, deadline)
-            self._requests.pop("start", None)
-            if isinstance(self._started, StartRefusedError):
-                raise self._started
-            if not self._started:
-                cause = "given up" if self._is_closed else f"no answer in {self._timing.start_s:.3g} s"
-                text = f"{cause}: {self._problem or 'the node takes its time'}"
-                raise StartRefusedError(self.node, "unreachable", text)
+    def sweep(self) -> None:
+        """See `NodeLink`."""
+        super().sweep()
+        self.follow()
 
     def follow(self) -> None:
         """Copy what is there and what comes; returns at once."""
         with self._changed:
-            self._begin()
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._serve, name=f"link to {self.node}", daemon=True)
+                self._thread.start()
 
     def poll(self) -> NodeStatus:
         """What is known now. A problem is set as long as the node is not heard, or what it says cannot be kept."""
         with self._changed:
             heard_s = max(0.0, time.monotonic() - self._heard_at)
             offset_ns = min(self._clocks)[1] if self._clocks else 0
-            problem = self._problem or self._copy.problem
-            return replace(self._status, heard_s=heard_s, problem=problem, clock_offset_ns=offset_ns)
-
-    def beat(self) -> None:
-        """Renew the lease soon."""
-        with self._changed:
-            self._has_beat = True
-
-    def stop(self, cause: str, grace_s: float) -> None:
-        """Ask for the end; kept until the node has it."""
-        self._request("stop", {"cause": cause, "grace_s": grace_s})
-
-    def request_stacks(self, nonce: str) -> None:
-        """Ask for stacks; kept until the node has it."""
-        self._request("stacks", nonce)
-
-    def sweep(self, timeout_s: float) -> tuple[int, ...]:
-        """Kill what is left; pids that would not die. Raises SshError when the node does not answer in time."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._swept = None
-            self._request("sweep", secrets.token_hex(8))
-            self._begin()
-            self._await(lambda: self._swept is not None, deadline)
-            self._requests.pop("sweep", None)
-            if (left := self._read_swept()) is not None:
-                return left
-            detail = f"was not seen clearing up within {timeout_s:.3g} s: {self._problem or 'no answer'}"
-        raise SshError(self.node, SshFailure.LOST, detail, "its supervisor ends the run when its lease is over")
+            status = super().poll()
+            problem = status.problem or self._copy.problem
+            return replace(status, heard_s=heard_s, problem=problem, clock_offset_ns=offset_ns)
 
     def close(self) -> None:
         """End the thread once it has asked for what is noted, without waiting for it."""
@@ -182,31 +135,6 @@ class SshLink:
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
-
-    def _read_swept(self) -> tuple[int, ...] | None:
-        return self._swept
-
-    def _request(self, name: str, wish: Any) -> None:
-        """Ask for it, over every new connection until the node has answered; the next one comes soon."""
-        with self._changed:
-            self._requests[name] = wish
-            self._is_urgent = True
-            self._changed.notify_all()
-
-    def _hurry(self) -> None:
-        self._is_urgent = True
-        self._changed.notify_all()
-        self._begin()
-
-    def _begin(self) -> None:
-        if self._thread is None and not self._is_closed:
-            self._thread = threading.Thread(target=self._serve, name=f"link to {self.node}", daemon=True)
-            self._thread.start()
-
-    def _await(self, is_over: Callable[[], bool], deadline: float) -> None:
-        """Wait for `is_over`, the end of the link, or a point of the monotonic clock. The caller holds `changed`."""
-        while not is_over() and not self._is_closed and (left_s := deadline - time.monotonic()) > 0:
-            self._changed.wait(left_s)
 
     def _close_soon(self, thread: threading.Thread) -> None:
         """A dead link is not waited for."""
@@ -230,7 +158,7 @@ class SshLink:
                 self._converse()
             except NoAnswerError as error:
                 self._note_end(str(error), "command" if error.is_python_missing else None)
-            except CopyError as error:
+            except StrangeAnswerError as error:
                 self._note_end(f"it sends what makes no sense: {error}", None)
             except SshError as error:
                 detail = error.detail
@@ -256,7 +184,7 @@ class SshLink:
                 sent_ns = time.time_ns()
                 answer, data = program.ask(question, silence_s=self._timing.silence_s)
                 self._note_clock(sent_ns, time.time_ns(), answer)
-                self._take(question, answer, data)
+                self._heed(question, answer, data)
                 if "files" not in answer:
                     self._pause(_PAUSE_S)
         finally:
@@ -266,51 +194,25 @@ class SshLink:
         with self._changed:
             if self._is_closed and not self._requests:
                 return None
-            self._is_urgent = False
-            wait_s = 0.0 if self._is_closed else _WAIT_S
-            if "start" in self._requests:
-                # The files on the node are left alone: they may be those of an earlier attempt.
-                question = {"start": self._requests["start"], "again": self._was_start_sent, "wait_s": wait_s}
-                self._was_start_sent, self._is_following = True, False
-                return question
-            question = {"folder": self._place.folder, "node": self.node, "wait_s": wait_s, **self._requests}
-            if self._has_beat:
-                question["beat"], self._has_beat = True, False
+            question = self._question(0.0 if self._is_closed else _WAIT_S)
+        if "start" in question:
+            self._is_following = False
+            return question
         if not self._is_following and self._copy.can_go_on():
             question["follow"] = {"lead": self._place.lead, "offsets": self._copy.offsets()}
             self._is_following = True
         question["budget"] = self._budget if self._is_following else 0
         return question
 
-    def _take(self, question: Message, answer: Message, data: bytes) -> None:
-        """Believe what makes sense of an answer. Raises CopyError."""
+    def _heed(self, question: Message, answer: Message, data: bytes) -> None:
+        """The files first: what is final has all of them. Raises StrangeAnswerError."""
         if "files" in answer and not self._copy.take(answer["files"], data):
             self._is_following, self._budget = False, _LEAST_BYTES
-        said = answer.get("errors")
-        errors = {str(name): one_line(str(text), 500) for name, text in said.items()} if isinstance(said, dict) else {}
+        errors = self._take(question, answer)
         self._is_following = self._is_following and "follow" not in errors
-        with self._changed:
-            if "start" in question:
-                self._started = self._started or self._answer_to_start(answer, errors.get("start"))
-            self._problem = f"the node says: {'; '.join(errors.values())}" if errors else None
-            for name in ("stop", "stacks"):
-                if name in question and name not in errors and self._requests.get(name) is question[name]:
-                    del self._requests[name]
-            if "swept" in answer:
-                self._swept = as_pids(answer["swept"])
-                self._requests.pop("sweep", None)
-            if "status" in answer:
-                self._status = replace(self._status, **as_status(answer["status"]))
-            if answer.get("all") is True and self._is_following:
+        if answer.get("all") is True and self._is_following:
+            with self._changed:
                 self._status = replace(self._status, is_synced=self._status.outcome is not None)
-            self._changed.notify_all()
-
-    def _answer_to_start(self, answer: Message, error: str | None) -> StartRefusedError | bool | None:
-        refused = answer.get("refused")
-        if isinstance(refused, dict):
-            kind, text = one_line(str(refused.get("kind")), 20), one_line(str(refused.get("text")), 2000)
-            return StartRefusedError(self.node, kind, text)
-        return StartRefusedError(self.node, "command", error) if error is not None else "started" in answer or None
 
     def _note_clock(self, sent_ns: int, heard_ns: int, answer: Message) -> None:
         """By the way there and back of the fastest answer, and by how fast files come, how many to ask for."""
@@ -332,8 +234,8 @@ class SshLink:
         """The connection is of no more use. refusal: a start that waits need not wait for the next one."""
         with self._changed:
             self._problem = text
-            if refusal is not None and "start" in self._requests and self._started is None:
-                self._started = StartRefusedError(self.node, refusal, text)
+            if refusal is not None and "start" in self._requests:
+                self._refuse(refusal, text)
             self._changed.notify_all()
         self._disconnect()
 

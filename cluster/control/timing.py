@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.control.link import STOP_GRACE_S
+from cluster.agent.messages import STOP_GRACE_S
 
 
 @dataclass(frozen=True)

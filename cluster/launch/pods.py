@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from cluster.control.link import NodeSpec, NodeStatus, Phase
-from cluster.errors import ClusterError
+from cluster.agent.messages import Spec
+from cluster.control.link import NodeStatus, Phase
 from cluster.failure import Failure
 from cluster.launch.kubectl import Answer, Kubectl, KubectlError, Pod
 from cluster.launch.manifest import CONTAINER, JOB_FILE, RUN_LABEL, job_name, resource_of
@@ -216,20 +217,21 @@ class PodLink:
     """`NodeLink` for one pod."""
 
     def __init__(self, job: KubernetesJob, node: NodePlan) -> None:
-        self._job, self._node = job, node
+        self._job, self._node, self._is_sweeping = job, node, False
 
     @property
     def node(self) -> str:
         return self._node.name
 
-    def start(self, spec: NodeSpec) -> None:
+    def start(self, spec: Spec) -> None:
         """Nothing: the pods began with the job."""
 
     def follow(self) -> None:
         self._job.watch()
 
     def poll(self) -> NodeStatus:
-        return self._job.status(self._node)
+        swept = () if self._is_sweeping and self._job.has_ended() else None
+        return replace(self._job.status(self._node), is_begun=True, swept=swept)
 
     def beat(self) -> None:
         """Nothing: a job does not end with its launcher."""
@@ -240,15 +242,10 @@ class PodLink:
     def request_stacks(self, nonce: str) -> None:
         """Nothing: the pods take no questions."""
 
-    def sweep(self, timeout_s: float) -> tuple[int, ...]:
-        """Have the whole job deleted. Raises ClusterError where that cannot be seen."""
+    def sweep(self) -> None:
+        """Have the whole job deleted."""
+        self._is_sweeping = True
         self._job.cancel()
-        deadline = time.monotonic() + timeout_s
-        while not self._job.has_ended():
-            if time.monotonic() > deadline:
-                raise ClusterError(self._job.leftover())
-            time.sleep(0.1)
-        return ()
 
     def close(self) -> None:
         self._job.close()

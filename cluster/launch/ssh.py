@@ -104,24 +104,26 @@ class SshRunner(NamedNodes):
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
-        pool = SharedPool(SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S), len(hosts))
+        pool = SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S)
+        shared = SharedPool(pool, len(hosts), plan.config.cluster.ssh.fan_out)
         links: list[NodeLink] = []
         for host, node in zip(hosts, plan.nodes, strict=True):
             place = NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0)
-            links.append(SshLink(host, pool, place, timing or LinkTiming(), on_end=pool.leave))
+            links.append(SshLink(host, shared, place, timing or LinkTiming(), on_end=shared.leave))
         return links
 
 
 class SharedPool:
     """A pool for so many users that ends with the last of them."""
 
-    def __init__(self, pool: SshPool, users: int) -> None:
-        self._pool, self._users = pool, users
+    def __init__(self, pool: SshPool, users: int, width: int) -> None:
+        self._pool, self._users, self._at_once = pool, users, threading.Semaphore(width)
         self._lock = threading.Lock()
 
     def connect(self, host: Host) -> Connection:
-        """A connection of the pool."""
-        return self._pool.connect(host)
+        """A connection of the pool; not all at once."""
+        with self._at_once:
+            return self._pool.connect(host)
 
     def leave(self) -> None:
         """One user needs no more connections."""

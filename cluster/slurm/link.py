@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.link import TIME_LIMIT, NodeSpec, NodeStatus, StartRefusedError
+from cluster.agent.messages import Spec
+from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.control.local_link import LocalLink
-from cluster.errors import ClusterError
 from cluster.slurm.granted import look_again, node_folder
 from cluster.slurm.job import SlurmJob
 from engine.runs.folder import RunFolder
@@ -39,27 +39,18 @@ class SlurmLink:
         self._run, self._files, self._job = run, LocalLink(run.path, node), job
         self._news: Any = None
         self._heard_at = time.monotonic()
-        self._is_at_limit = False
+        self._is_at_limit = self._is_begun = self._is_sweeping = False
+        self._start_until: float | None = None
+        self._refusal: StartRefusedError | None = None
 
     @property
     def node(self) -> str:
         """The node's name."""
         return self._files.node
 
-    def start(self, spec: NodeSpec) -> None:
-        """Wait for the supervisor, which the job starts. Raises StartRefusedError when it cannot own the run."""
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
-            seen = self._read()
-            outcome = seen.outcome or {}
-            if outcome.get("cause") == "start_failed":
-                raise StartRefusedError(self.node, "command", str(outcome.get("error")))
-            if seen.phase != "none":
-                return
-            if self._job is not None and (self._job.ended_s or 0.0) > _SETTLE_S:
-                raise StartRefusedError(self.node, "command", self._job.describe_end())
-            time.sleep(0.1)
-        raise StartRefusedError(self.node, "unreachable", f"no supervisor began there within {_START_S:g} s")
+    def start(self, spec: Spec) -> None:
+        """Wait for the supervisor, which the job starts."""
+        self._start_until = time.monotonic() + _START_S
 
     def follow(self) -> None:
         """Begin to ask Slurm."""
@@ -67,7 +58,27 @@ class SlurmLink:
             self._job.watch()
 
     def poll(self) -> NodeStatus:
-        """What the files say now, and what Slurm says where they are silent."""
+        """What the files say now, and what Slurm says where they are silent; what became of a start and of a sweep."""
+        if self._start_until is not None and not self._is_begun and self._refusal is None:
+            self._begin(self._read())
+        status = self._look()
+        is_swept = self._is_sweeping and (self._job is None or self._job.ended_s is not None)
+        return replace(status, is_begun=self._is_begun, refusal=self._refusal, swept=() if is_swept else None)
+
+    def _begin(self, seen: NodeStatus) -> None:
+        """Note whether the supervisor has begun, or cannot own the run."""
+        outcome = seen.outcome or {}
+        if outcome.get("cause") == "start_failed":
+            self._refusal = StartRefusedError(self.node, "command", str(outcome.get("error")))
+        elif seen.phase != "none":
+            self._is_begun = True
+        elif self._job is not None and (self._job.ended_s or 0.0) > _SETTLE_S:
+            self._refusal = StartRefusedError(self.node, "command", self._job.describe_end())
+        elif time.monotonic() > (self._start_until or 0.0):
+            text = f"no supervisor began there within {_START_S:g} s"
+            self._refusal = StartRefusedError(self.node, "unreachable", text)
+
+    def _look(self) -> NodeStatus:
         seen, job = self._read(), self._job
         supervisor, outcome = seen.supervisor, seen.outcome
         news = (supervisor.get("updated_at"), (seen.health or {}).get("at"), outcome is not None)
@@ -107,14 +118,11 @@ class SlurmLink:
         """Ask for stacks."""
         self._files.request_stacks(nonce)
 
-    def sweep(self, timeout_s: float) -> tuple[int, ...]:
+    def sweep(self) -> None:
         """Have Slurm end the whole job, which ends every process of it."""
-        if self._job is None:
-            return ()
-        self._job.cancel()
-        if not self._job.wait_ended(timeout_s):
-            raise ClusterError(f"{self.node}: Slurm job {self._job.job_id} has not ended; `scancel {self._job.job_id}`")
-        return ()
+        self._is_sweeping = True
+        if self._job is not None:
+            self._job.cancel()
 
     def close(self) -> None:
         """Ask no more."""

@@ -16,7 +16,6 @@ class Clock:
         self.now = now
         self._plans: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.before_action: Callable[[], None] = lambda: None
 
     def __call__(self) -> float:
         return self.now
@@ -29,8 +28,6 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         end = self.now + seconds
-        if self._plans and self._plans[0][0] <= end:
-            self.before_action()
         while self._plans and self._plans[0][0] <= end:
             self.now, _, action = heapq.heappop(self._plans)
             action()

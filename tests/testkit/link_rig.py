@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from cluster.control.link import NodeLink, NodeSpec, NodeStatus
+from cluster.agent.messages import Spec
+from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
@@ -49,7 +50,7 @@ class RemoteRun:
     def link(self, pool: SshPool, timing: LinkTiming = PATIENT) -> SshLink:
         return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), timing)
 
-    def spec(self, *argv: str, **changes: Any) -> NodeSpec:
+    def spec(self, *argv: str, **changes: Any) -> Spec:
         """`argv` as the whole of this node's part."""
         logs = self.there / "logs" / self.node
         values: dict[str, Any] = {
@@ -67,9 +68,9 @@ class RemoteRun:
             "lease_s": 60.0,
             "stop_grace_s": 3.0,
         }
-        return NodeSpec(**{**values, **changes})
+        return Spec(**{**values, **changes})
 
-    def chatty(self, files: int, lines: int, per_second: float, end_s: float = 0.0, **changes: Any) -> NodeSpec:
+    def chatty(self, files: int, lines: int, per_second: float, end_s: float = 0.0, **changes: Any) -> Spec:
         """Ranks that only write logs."""
         words = (str(files), str(lines), str(per_second), str(end_s))
         return self.spec(sys.executable, "-S", str(KIT / "fake_rank.py"), "lines", *words, **changes)
@@ -96,6 +97,20 @@ def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: flo
         return is_so(link.poll())
 
     return wait_for(look, lambda: f"the node: {link.poll()}", timeout_s, pause_s=0.2)
+
+
+def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:
+    """Return once what `spec` says has begun. Raises StartRefusedError."""
+    link.start(spec)
+    status = wait_for(lambda: (seen := link.poll()) and (seen.is_begun or seen.refusal) and seen, "start", timeout_s)
+    if status.refusal is not None:
+        raise status.refusal
+
+
+def swept(link: NodeLink, timeout_s: float = WAIT_S) -> tuple[int, ...]:
+    """What is left once the node is swept."""
+    link.sweep()
+    return tuple(wait_for(lambda: (seen := link.poll()).swept is not None and (seen.swept,), "sweep", timeout_s)[0])
 
 
 def agents_on(testbed: Testbed, node: str) -> list[psutil.Process]:

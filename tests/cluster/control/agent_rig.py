@@ -18,9 +18,8 @@ from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
-from cluster.agent.messages import READY, Message, MessageReader, pack
+from cluster.agent.messages import READY, Message, MessageReader, Spec, pack
 from cluster.agent.serve import Agent
-from cluster.control.link import NodeSpec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
@@ -304,10 +303,10 @@ def status(phase: str = "running", **facts: object) -> Message:
     return {"phase": phase, "supervisor": {}, "outcome": None, "health": None, **facts}
 
 
-def spec_of(node: FakeNode) -> NodeSpec:
+def spec_of(node: FakeNode) -> Spec:
     """What is started on it."""
     argv = ("true",)
-    return NodeSpec(RUN_ID, NODE, 0, 1, 0, 2, str(node.folder), argv, "/", {"KEY": "value"}, (("config.yaml", "a: 1"),))
+    return Spec(RUN_ID, NODE, 0, 1, 0, 2, str(node.folder), argv, "/", {"KEY": "value"}, (("config.yaml", "a: 1"),))
 
 
 @contextlib.contextmanager

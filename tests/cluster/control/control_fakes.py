@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,9 @@ from testkit.clock import Clock
 from testkit.fake_plan import node_facts
 from testkit.fake_run import Observer
 
+from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeLink, NodeSpec, NodeStatus, Phase, StartRefusedError
+from cluster.control.link import NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.control.outcome import LaunchOutcome
 from cluster.control.stopping import StopRequests
 from cluster.control.timing import LaunchTiming
@@ -38,8 +38,8 @@ class FakeLink:
     obeys_s: float | None = 0.2
     deaf: bool = False
     refusal: StartRefusedError | None = None
-    gate: threading.Event | None = None  # the node begins once it is set
-    is_asked: threading.Event = field(default_factory=threading.Event)  # to begin; without a gate, it also has begun
+    is_begun: bool = False
+    is_held: bool = False  # the node does not answer to a start until `let_go`
     phase: Phase = "none"
     outcome: dict[str, Any] | None = None
     supervisor: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class FakeLink:
     is_synced: bool = True
     states: Mapping[str, str] = field(default_factory=dict)
     stops: list[tuple[float, str, float]] = field(default_factory=list)
-    specs: list[NodeSpec] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
     beats: list[float] = field(default_factory=list)
     sweeps: int = 0
     mute: frozenset[str] = frozenset()  # ranks that write no stacks although they are asked
@@ -56,15 +56,16 @@ class FakeLink:
     is_closed: bool = False
     is_followed: bool = False
 
-    def start(self, spec: NodeSpec) -> None:
-        if self.gate is not None:
-            self.is_asked.set()
-            assert self.gate.wait(60.0)
-        if self.refusal is not None:
-            raise self.refusal
+    def start(self, spec: Spec) -> None:
         self.specs.append(spec)
-        self.phase = "running"
-        self.is_asked.set()
+        if not self.is_held:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Answer to the start."""
+        self.is_held, self.is_begun = False, self.refusal is None
+        if self.is_begun:
+            self.phase = "running"
 
     def follow(self) -> None:
         self.is_followed = True
@@ -74,7 +75,17 @@ class FakeLink:
         problem = None if self.silent_since is None else "timed out"
         synced = self.is_synced and self.outcome is not None
         return NodeStatus(
-            self.node, self.phase, self.outcome, self.health, heard_s, synced, problem, supervisor=self.supervisor
+            self.node,
+            self.phase,
+            self.outcome,
+            self.health,
+            heard_s,
+            synced,
+            problem,
+            supervisor=self.supervisor,
+            is_begun=self.is_begun,
+            refusal=None if self.is_held or not self.specs else self.refusal,
+            swept=() if self.sweeps else None,
         )
 
     def beat(self) -> None:
@@ -97,9 +108,8 @@ class FakeLink:
             }
             self.clock.after(1.0, lambda: self.leave("stacks_done.json", {"nonce": nonce, "ranks": ranks}))
 
-    def sweep(self, timeout_s: float) -> tuple[int, ...]:
+    def sweep(self) -> None:
         self.sweeps += 1
-        return ()
 
     def close(self) -> None:
         self.is_closed = True
@@ -152,17 +162,9 @@ class World:
 
     def lead(self, *, start: bool = True, detached: bool = False, timing: LaunchTiming | None = None) -> LaunchOutcome:
         """Lead the run to its end."""
-        for link in self.links:
-            link.is_asked.clear()
-        self.clock.before_action = self._await_starts if start else lambda: None
         links: list[NodeLink] = list(self.links)
         manner = Manner(start, detached, timing or LaunchTiming(), self.clock)
         return control(self.plan, self.run, links, self.observer, self.stop, manner)
-
-    def _await_starts(self) -> None:
-        """Nodes are asked to begin by threads, in true time: what a test plans waits for them."""
-        if not self.stop.count and all(link.refusal is None for link in self.links):
-            assert all(link.is_asked.wait(60.0) for link in self.links)
 
     def at(self, seconds: float, action: Callable[[], Any]) -> None:
         """Have something done so many seconds after now."""

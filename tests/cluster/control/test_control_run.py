@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from control_fakes import STEPS, World
 
+from cluster.agent.messages import Spec
 from cluster.control.busy import ControllerBusyError, controlling, find_controller
-from cluster.control.link import NodeSpec, StartRefusedError
+from cluster.control.link import StartRefusedError
 from cluster.control.stopping import write_cancel
 from cluster.control.timing import LaunchTiming
 from engine.config.settings import CheckpointConfig
@@ -99,7 +99,10 @@ def test_node_that_cannot_be_reached_after_the_start_may_hold_what_nobody_stops(
 
 
 def test_bug_in_a_link_stops_what_began_and_is_raised(world: World) -> None:
-    world.links[1].refusal = KeyError("bug")  # type: ignore[assignment]
+    def start(spec: Spec) -> None:
+        raise KeyError("bug")
+
+    world.links[1].start = start  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         world.lead()
     assert world.state["state"] == "failed"
@@ -116,9 +119,9 @@ def test_ranks_that_save_a_checkpoint_first_get_the_time_for_it(world: World) ->
 
 
 def test_request_while_a_node_is_being_started_reaches_it_as_soon_as_it_has_begun(world: World) -> None:
-    world.links[1].gate = threading.Event()
+    world.links[1].is_held = True
     world.at(0.5, lambda: (setattr(world.stop, "count", 1), setattr(world.stop, "cause", "Ctrl-C")))
-    world.at(1.0, world.links[1].gate.set)
+    world.at(1.0, world.links[1].let_go)
     outcome = world.lead()
     assert (outcome.status, outcome.leftover) == ("cancelled", ())
     assert [[cause for _, cause, _ in link.stops] for link in world.links] == [["Ctrl-C"], ["Ctrl-C"]]
@@ -425,24 +428,15 @@ def test_failing_observer_has_everything_killed_and_is_passed_on(world: World) -
 
 
 def test_node_that_is_just_being_started_when_its_launcher_breaks_is_killed_as_well(world: World) -> None:
-    link, may_begin = world.links[1], threading.Event()
-    begin = link.start
-
-    def start(spec: NodeSpec) -> None:
-        link.is_asked.set()
-        may_begin.wait(200)
-        begin(spec)
+    world.links[1].is_held = True
 
     def fail() -> None:
-        assert link.is_asked.wait(200)
         raise BrokenPipeError("the reader left")
 
-    link.start = start  # type: ignore[method-assign]
     world.observer.act = fail
     with pytest.raises(BrokenPipeError):
         world.lead()
-    may_begin.set()
-    assert [(cause, grace) for _, cause, grace in link.stops] == [("exception", 0.0)]
+    assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("exception", 0.0)]] * 2
 
 
 def test_logs_that_do_not_arrive_are_waited_for_and_then_said_to_be_missing(world: World) -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.agent.serve import NodeTail
-from cluster.control.node_copy import CopyError, CopyLimits, NodeCopy
+from cluster.control.link import StrangeAnswerError
+from cluster.control.node_copy import CopyLimits, NodeCopy
 
 LOG = "logs/node1/rank0000.log"
 ERROR = "logs/node1/rank0000.error.json"
@@ -180,7 +181,7 @@ def test_files_that_change_are_replaced_whole(run):
 
     assert (run / ERROR).read_bytes() == b""
     assert files(run) == [ERROR]
-    with pytest.raises(CopyError, match="longer than announced"):
+    with pytest.raises(StrangeAnswerError, match="longer than announced"):
         put(copy, ERROR, 0, b"abc", size=2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from testkit import KIT
-from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
+from testkit.link_rig import RemoteRun, agents_on, begin, led_until, start_launcher, swept
 from testkit.waiting import wait_for
 
 from cluster.ssh.pool import SshPool
@@ -45,7 +45,7 @@ def peak_bytes(pid: int) -> int:
 def start_all(runs: Sequence[RemoteRun], pool: SshPool, *numbers: float) -> None:
     for run in runs:
         link = run.link(pool)
-        link.start(run.chatty(int(numbers[0]), int(numbers[1]), *numbers[2:]))
+        begin(link, run.chatty(int(numbers[0]), int(numbers[1]), *numbers[2:]))
         link.close()
         assert link.join(10.0)
 
@@ -53,7 +53,7 @@ def start_all(runs: Sequence[RemoteRun], pool: SshPool, *numbers: float) -> None
 def sweep(run: RemoteRun, pool: SshPool) -> None:
     link = run.link(pool)
     link.follow()
-    assert link.sweep(30.0) == ()
+    assert swept(link) == ()
     link.close()
     assert link.join(10.0)
 
@@ -92,14 +92,13 @@ def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed
     launcher = start_launcher(testbed4, [run])
     try:
         link = run.link(pool)
-        link.start(run.spec("sh", "-c", f"{endless} & {flood}; wait"))
+        begin(link, run.spec("sh", "-c", f"{endless} & {flood}; wait"))
         link.close()
         assert link.join(10.0)
-        bridges = wait_for(lambda: agents_on(testbed4, run.node), "a bridge")
         copied = 1_000_000 * 100 + size
         peaks: list[int] = []
         while sum(run.log(rank).stat().st_size for rank in (0, 1) if run.log(rank).exists()) < copied:
-            for bridge in bridges:
+            for bridge in agents_on(testbed4, run.node):  # that of the closed link may still be ending
                 with contextlib.suppress(OSError, IndexError):  # it ends with its connection
                     peaks.append(peak_bytes(bridge.pid))
             time.sleep(0.1)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.link_rig import led_until
+from testkit.link_rig import begin, led_until, swept
 from testkit.supervise_rig import Rig
 from testkit.waiting import wait_for
 
-from cluster.control.link import NodeSpec, StartRefusedError
+from cluster.agent.messages import Spec
+from cluster.control.link import StartRefusedError
 from cluster.control.local_link import LocalLink
 
 
@@ -26,15 +27,15 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         made.close()
 
 
-def open_local(rig: Rig, mode: str, **changes: Any) -> tuple[LocalLink, NodeSpec]:
+def open_local(rig: Rig, mode: str, **changes: Any) -> tuple[LocalLink, Spec]:
     spec = rig.spec(mode, folder=str(rig.folder), **changes)
-    return LocalLink(Path(spec["folder"]), spec["node"]), NodeSpec(**spec)
+    return LocalLink(Path(spec["folder"]), spec["node"]), Spec(**spec)
 
 
 def test_a_run_is_started_followed_and_stopped(rig):
     link, spec = open_local(rig, "polite", lease_s=30.0)
     assert (link.poll().phase, link.poll().outcome) == ("none", None)
-    link.start(spec)
+    begin(link, spec)
     link.follow()
     led_until(link, lambda seen: seen.phase == "running" and len(seen.supervisor.get("ranks", {})) == 2)
     assert not link.poll().is_synced
@@ -49,33 +50,33 @@ def test_a_run_is_started_followed_and_stopped(rig):
 
 def test_a_second_start_of_the_same_run_is_refused_while_the_first_lives(rig):
     link, spec = open_local(rig, "wait")
-    link.start(spec)
+    begin(link, spec)
     with pytest.raises(StartRefusedError) as caught:
-        link.start(spec)
+        begin(link, spec)
     assert caught.value.kind == "exists"
 
-    assert link.sweep(20.0) == ()
+    assert swept(link) == ()
     assert rig.processes() == []
-    link.start(spec)  # another attempt
-    assert link.sweep(20.0) == ()
+    begin(link, spec)  # another attempt
+    assert swept(link) == ()
 
 
 def test_a_spec_that_makes_no_sense_is_refused_in_words(rig):
     link, spec = open_local(rig, "wait", cwd="nowhere")
     with pytest.raises(StartRefusedError, match="cwd is no absolute path") as caught:
-        link.start(spec)
+        begin(link, spec)
 
     assert caught.value.kind == "command"
 
 
 def test_ranks_are_swept_when_their_supervisor_was_killed(rig):
     link, spec = open_local(rig, "wait")
-    link.start(spec)
+    begin(link, spec)
     wait_for(lambda: len(link.poll().supervisor.get("ranks", {})) == 2, "the ranks")
     os.kill(link.poll().supervisor["pid"], signal.SIGKILL)
     wait_for(lambda: link.poll().phase == "lost", "the loss")
 
-    assert link.sweep(20.0) == ()
+    assert swept(link) == ()
     assert rig.processes() == []
 
 
@@ -86,4 +87,4 @@ def test_a_folder_that_is_gone_is_a_problem_in_words_and_raises_nothing(tmp_path
         assert "No such file" in (link.poll().problem or "")
 
     assert link.poll().phase == "none"
-    assert link.sweep(5.0) == ()
+    assert swept(link) == ()

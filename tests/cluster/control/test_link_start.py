@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from agent_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, spec_of, status
+from testkit.link_rig import begin
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -69,7 +69,7 @@ def test_a_start_whose_answer_is_lost_is_asked_for_again_as_the_same(run, node, 
     node.wire.script = supervisors.script()
     link = node.link(run)
     with closing(link):
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
         link.follow()
         wait_for(lambda: link.poll().phase == "running")
 
@@ -82,7 +82,7 @@ def test_a_run_that_was_there_before_is_refused_not_taken_over(run, node):
     node.wire.script = supervisors.script()
     link = node.link(run)
     with closing(link), pytest.raises(StartRefusedError, match="node1: this run was started here before") as caught:
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
 
     assert caught.value.kind == "exists"
 
@@ -106,7 +106,7 @@ def test_the_files_of_an_earlier_attempt_are_not_copied_before_the_start_is_answ
     node.wire.script = script
     with closing(link):
         link.follow()
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
         wait_for(lambda: (run / LOG).exists())
 
     assert asked == [False] * 3
@@ -114,9 +114,9 @@ def test_the_files_of_an_earlier_attempt_are_not_copied_before_the_start_is_answ
 
 def test_files_too_large_for_a_message_are_refused_before_anything_is_sent(run, node):
     link = node.link(run)
-    spec = replace(spec_of(node), files=(("config.yaml", "x" * (9 << 20)),))
+    spec = spec_of(node)._replace(files=(("config.yaml", "x" * (9 << 20)),))
     with closing(link), pytest.raises(StartRefusedError, match="too large"):
-        link.start(spec)
+        begin(link, spec)
 
     assert node.wire.connects == 0
 
@@ -125,7 +125,7 @@ def test_who_cannot_be_reached_refuses_the_start_in_words(run, node):
     node.wire.refusals.extend(SshError(NODE, SshFailure.TIMEOUT, "no answer", "is the node up?") for _ in range(1000))
     link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, start_s=2.0))
     with closing(link), pytest.raises(StartRefusedError) as caught:
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
 
     assert caught.value.kind == "unreachable"
     assert str(caught.value) == "node1: no answer in 2 s: no answer; is the node up?"
@@ -136,12 +136,12 @@ def test_who_cannot_be_reached_refuses_the_start_in_words(run, node):
 def test_what_only_a_person_can_mend_is_not_tried_again(run, node, kind):
     node.wire.refusals.extend(SshError(NODE, kind, "text") for _ in range(1000))
     link = node.link(run, LinkTiming(start_s=20.0))
-    begin = machine_time()
+    since = machine_time()
     with closing(link), pytest.raises(StartRefusedError, match="node1: text") as caught:
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
 
     assert caught.value.kind == "unreachable"
-    assert machine_time() - begin < 5
+    assert machine_time() - since < 5
 
 
 def test_a_start_ends_when_its_link_is_closed(run, node):
@@ -150,11 +150,11 @@ def test_a_start_ends_when_its_link_is_closed(run, node):
     threading.Timer(0.2, link.close).start()
 
     with pytest.raises(StartRefusedError, match="given up"):
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
     assert link.join(5.0)
     link.follow(), link.beat(), link.stop("x", 0.0), link.request_stacks("n"), link.close()
     with pytest.raises(StartRefusedError):
-        link.start(spec_of(node))
+        begin(link, spec_of(node))
 
 
 def test_the_end_of_a_link_is_told_once_also_when_it_never_began(run, node):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from testkit import KIT
 from testkit.fake_plan import fake_torchrun
-from testkit.link_rig import RemoteRun, agents_on, led_until, start_launcher
+from testkit.link_rig import RemoteRun, agents_on, begin, led_until, start_launcher, swept
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
@@ -71,7 +71,7 @@ class Led:
         last = self.run.link(self.pool)
         last.follow()
         try:
-            assert last.sweep(30.0) == ()
+            assert swept(last) == ()
         finally:
             last.close()
             last.join(10.0)
@@ -91,12 +91,12 @@ def led(testbed: Testbed, tmp_path: Path) -> Iterator[Led]:
 def test_a_run_is_started_followed_stopped_and_swept(led):
     link = led.link()
     torchrun = fake_torchrun(2, "polite")
-    link.start(led.run.spec(*torchrun, cwd=str(KIT)))
+    begin(link, led.run.spec(*torchrun, cwd=str(KIT)))
     link.follow()
     led_until(link, lambda seen: seen.phase == "running" and len(seen.supervisor.get("ranks", {})) == 2)
     led_until(link, lambda seen: led.run.log(1).exists() and seen.health)
     with pytest.raises(StartRefusedError) as caught:
-        led.link().start(led.run.spec(*torchrun))
+        begin(led.link(), led.run.spec(*torchrun))
     assert caught.value.kind == "exists"
     link.stop("Ctrl-C", 10.0)
     outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
@@ -105,13 +105,13 @@ def test_a_run_is_started_followed_stopped_and_swept(led):
     assert led.run.check_logs(2)
     assert (led.run.run / "nodes" / led.node / "run.json").read_text() == "{}\n"
     assert abs(link.poll().clock_offset_ns) < 50_000_000  # nodes of a testbed share our clock
-    assert link.sweep(20.0) == ()
+    assert swept(link) == ()
 
 
 @pytest.mark.parametrize("kind", ["link_down", "sshd_killed"])
 def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
     link = led.link()
-    link.start(led.run.chatty(4, 800, 200.0))
+    begin(link, led.run.chatty(4, 800, 200.0))
     link.follow()
     led_until(link, lambda seen: led.run.log(3).exists())
     if kind == "link_down":
@@ -135,7 +135,7 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
 @pytest.mark.thorough
 def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led):
     link = led.link()
-    link.start(led.run.chatty(1, 1_000_000, 100.0))
+    begin(link, led.run.chatty(1, 1_000_000, 100.0))
     link.follow()
     led_until(link, lambda seen: seen.phase == "running")
     led.fault("link_down")
@@ -151,7 +151,7 @@ def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led)
 @pytest.mark.thorough
 def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led):
     link = led.link()
-    link.start(led.run.chatty(1, 1_000_000, 100.0, lease_s=5.0))
+    begin(link, led.run.chatty(1, 1_000_000, 100.0, lease_s=5.0))
     link.follow()
     led_until(link, lambda seen: seen.phase == "running")
     led.fault("link_down")
@@ -168,7 +168,7 @@ def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led
 @pytest.mark.thorough
 def test_a_launcher_killed_at_any_moment_is_followed_by_one_that_goes_on(led):
     first = led.link()
-    first.start(led.run.chatty(4, 7500, 300.0))  # for longer than three launchers take to begin
+    begin(first, led.run.chatty(4, 7500, 300.0))  # for longer than three launchers take to begin
     first.close()
     assert first.join(10.0)
     for pause_s in (1.5, 0.9, 1.2):
@@ -193,7 +193,7 @@ def test_a_start_over_a_link_that_is_cut_meanwhile_starts_once(led):
     led.fault("link_down")
     mending = threading.Timer(2.0, led.mend)
     mending.start()
-    link.start(led.run.chatty(1, 100, 100.0, 1.0))
+    begin(link, led.run.chatty(1, 100, 100.0, 1.0))
     mending.join()
     link.follow()
     led_until(link, lambda seen: seen.is_synced)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from cluster.agent.folder import NodeFiles, make_folder, parse_spec
+from cluster.agent.folder import NodeFiles, make_folder
 from cluster.agent.memory import MemoryWatch
+from cluster.agent.messages import parse_spec
 from cluster.agent.supervisor import Supervisor
 
 if __name__ == "__main__":

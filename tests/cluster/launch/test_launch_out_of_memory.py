@@ -19,8 +19,8 @@ from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes
 
 from cluster.agent.memory import memory_groups
+from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeSpec
 from cluster.control.local_link import LocalLink
 from cluster.control.outcome import LaunchOutcome, SilentObserver
 from cluster.control.stopping import StopRequests
@@ -39,7 +39,7 @@ class OtherMachine(LocalLink):
         super().__init__(run, node)
         self._proc = proc
 
-    def start(self, spec: NodeSpec) -> None:
+    def start(self, spec: Spec) -> None:
         command = [sys.executable, str(Path(__file__).with_name("memory_supervisor.py")), str(self._proc)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)

@@ -12,8 +12,8 @@ import pytest
 from testkit.supervise_rig import PYTHON_PATH, Rig
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import Spec, parse_spec
 from cluster.agent.memory import MemoryWatch, memory_groups, memory_limit_bytes, oom_counter
+from cluster.agent.messages import Spec, parse_spec
 from cluster.agent.processes import resident_bytes
 from cluster.agent.supervisor import Supervisor
 

@@ -199,7 +199,7 @@ _UNWRITABLE = """
 import json, os, sys
 from cluster.agent import supervisor
 from cluster.agent.folder import NodeFiles, make_folder
-from cluster.agent.folder import parse_spec
+from cluster.agent.messages import parse_spec
 supervisor._PATIENCE_S = float(sys.argv[1])
 spec = parse_spec(json.load(sys.stdin))
 files = NodeFiles(spec.folder, spec.node)
