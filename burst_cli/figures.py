@@ -54,10 +54,12 @@ def plain(value: float | None, digits: int = 4) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A short time: 250 ms, 1.25 s."""
+    """A short time: 250 ms, 1.25 s, 2,590 s."""
     if value is None:
         return DASH
-    return f"{1000 * value:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+    if value < 0.9995:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
 def seconds_between(middle: float, low: float, high: float) -> str:

@@ -3,119 +3,158 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from burst_cli.compose import compose
 from burst_cli.config.conf_dirs import list_options, search_path
-from burst_cli.plan.memory import MemoryReport, report_memory
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import settle_run
+from engine.planning.memory.auto import MemoryChoice, advice_for, settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of
-from engine.planning.memory.cost import planned_flops
-from engine.planning.memory.fit import sequence_topology
-from engine.planning.memory.predictor import Predict, shared_predictor
+from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
+from engine.planning.memory.policy import policy_name
+from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.degrees import known_cp_size
-from engine.planning.methods.presets import legal_attention
 from engine.planning.methods.preview import AttentionPreview, preview_attention
+from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import Flops
 from engine.planning.time.machine import Machine
+from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import StepTime, predict_step
 
 
 @dataclass(frozen=True)
-class MemoryRequest:
-    """How memory is planned.
+class Request:
+    """How configurations are planned.
 
+    machine     None: that of the configuration, else this one's
     device      as in `engine.planning.memory.capacity.capacity_of`
-    predicted   False: memory is left out, and memory=auto counts as a policy that costs nothing
+    memory      False: memory is left out, and memory=auto counts as a policy that costs nothing
+    advised     look for what to change
     predict     None: in a process of its own
     """
 
+    machine: Machine | None = None
     device: str | None = None
-    predicted: bool = True
+    memory: bool = True
+    advised: bool = True
     predict: Predict | None = None
 
 
-ONE_RANK = Topology(1, 1)
-
-
 @dataclass(frozen=True)
-class Candidate:
-    """A method by the name that was asked for: a preview with its configuration, or the rules that it violates.
+class MemoryReport:
+    """What one rank needs at its worst moment, beside what there is; `advice`: what would make it fit."""
 
-    world      all ranks of the run; `group` those that share a sequence
-    preview    of the group
-    """
-
-    name: str
-    config: RunConfig | None = None
-    world: Topology = ONE_RANK
-    group: Topology = ONE_RANK
-    preview: AttentionPreview | None = None
-    memory: MemoryReport | None = None
-    problems: tuple[str, ...] = ()
-    ranking: tuple[RankedMethod, ...] = ()  # what attention=auto chose from, best first
-    step: StepTime | None = None  # with a machine
+    config: RunConfig
+    capacity: Capacity
+    prediction: MemoryPrediction
+    choice: MemoryChoice
+    advice: tuple[str, ...] = ()
 
     @property
-    def legal_preview(self) -> AttentionPreview:
-        """The preview of a candidate that is legal."""
-        assert self.preview is not None, self.problems
-        return self.preview
+    def fit(self) -> Fit:
+        """Of the prediction."""
+        return predicted_fit(self.prediction, self.capacity)
 
     @property
-    def legal_config(self) -> RunConfig:
-        """The configuration of a candidate that is legal."""
-        assert self.config is not None, self.problems
-        return self.config
-
-    @property
-    def world_size(self) -> int:
-        """All ranks of the run."""
-        return self.world.size
-
-    def flops(self) -> Flops:
-        """FLOPs of one optimizer step over all ranks, pairs as the masks count them."""
-        return flops_of(self.legal_config, self.group)
+    def policy(self) -> str:
+        """The checkpoint policy in words."""
+        return policy_name(self.config.memory)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of `burst plan --json`."""
-        if self.preview is None:
-            return {"preset": self.name, "legal": False, "problems": list(self.problems)}
-        flops = self.flops()
+        """The part `memory` of `burst plan --json`; bytes are of one rank, host_capacity_bytes of a node."""
         return {
-            "preset": self.preview.method.preset,
-            "legal": True,
-            "problems": [],
-            "warnings": self.preview.warnings,
-            "exp": self.legal_config.exp,
-            "seq_len": self.legal_config.train.seq_len,
-            "world_size": self.world_size,
-            "cp_size": self.group.size,
-            "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
-            "planned_ranks": list(self.preview.planned_ranks),
-            "attention": self.preview.to_dict(),
-            "candidates": [method.to_dict() for method in self.ranking],
-            "memory": self.memory.to_dict() if self.memory else None,
-            "flops": {
-                "model": flops.model,
-                "model_full_attention": flops.model_full_attention,
-                "hardware": flops.hardware,
-            },
-            "time": self.preview.time_to_dict(),
-            "step_time": self.step.to_dict() if self.step else None,
+            **self.prediction.to_dict(),
+            **self.capacity.to_dict(),
+            "fits": self.fit.fits,
+            "headroom_bytes": self.fit.headroom_bytes,
+            "by": "fake_step",
+            "policy": self.policy,
+            "reason": self.choice.reason,
+            "candidates": [candidate.to_dict() for candidate in self.choice.candidates],
+            "advice": list(self.advice),
         }
 
 
-def flops_of(config: RunConfig, group: Topology) -> Flops:
-    """FLOPs of one optimizer step over all ranks; `group`: the ranks that share a sequence. Pairs by the masks."""
-    groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    return planned_flops(config, legal_attention(config, group), groups)
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that can run, settled; `world`: all its ranks, `name`: of its method, as it was asked for.
+
+    ranking   what attention=auto chose from, best first
+    advice    what would cost less; None: nothing does, or nobody looked
+    """
+
+    name: str
+    config: RunConfig
+    world: Topology
+    machine: Machine
+    step: StepTime
+    memory: MemoryReport | None = None
+    ranking: tuple[RankedMethod, ...] = ()
+    advice: Recommendation | None = None
+
+    @property
+    def group(self) -> Topology:
+        """The ranks that share a sequence."""
+        return sequence_topology(self.config, self.world)
+
+    @cached_property
+    def preview(self) -> AttentionPreview:
+        """Attention's plans; made when somebody looks, which takes longer than the time of a step."""
+        return preview_attention(self.config, self.group, self.machine)
+
+    def run_to_dict(self, price: float | None) -> dict[str, Any]:
+        """All steps of the run; `price`: of a device hour."""
+        steps = self.config.train.steps
+        hours = steps * self.step.seconds / 3600
+        device_hours = hours * self.world.size
+        return {
+            "steps": steps,
+            "tokens": steps * self.step.tokens,
+            "hours": hours,
+            "device_hours": device_hours,
+            "cost": None if price is None else price * device_hours,
+        }
+
+    def to_dict(self, price: float | None = None) -> dict[str, Any]:
+        """The document of `burst plan --json`."""
+        preview = self.preview
+        return {
+            "preset": preview.method.preset,
+            "legal": True,
+            "problems": [],
+            "warnings": preview.warnings,
+            "exp": self.config.exp,
+            "seq_len": self.config.train.seq_len,
+            "world_size": self.world.size,
+            "cp_size": self.group.size,
+            "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
+            "planned_ranks": list(preview.planned_ranks),
+            "attention": preview.to_dict(),
+            "candidates": [method.to_dict() for method in self.ranking],
+            "memory": self.memory.to_dict() if self.memory else None,
+            "flops": asdict(self.step.flops),
+            "time": preview.time_to_dict(),
+            "step_time": self.step.to_dict(),
+            "run": self.run_to_dict(price),
+            "recommendation": self.advice.to_dict() if self.advice else None,
+        }
+
+
+@dataclass(frozen=True)
+class Illegal:
+    """A method that cannot run here, and the rules that it violates."""
+
+    name: str
+    problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its place in the document of `burst plan --json`."""
+        return {"preset": self.name, "legal": False, "problems": list(self.problems)}
 
 
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:
@@ -144,28 +183,38 @@ def names_to_compare(
     return names
 
 
-def plan_one(
-    overrides: Sequence[str],
-    config_dirs: Sequence[Path],
-    machine: Machine | None,
-    memory: MemoryRequest,
-) -> Candidate:
+def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Request) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
-    config = compose(overrides, config_dirs).config
-    world = world_topology(config)
-    machine = machine and machine.shared_by(world.local_ranks)
-    capacity = capacity_of(config, world.local_ranks, device=memory.device)
-    config = _computing_on(config, capacity)
-    if not memory.predicted and config.memory.activation_checkpoint == "auto":
-        config = replace(config, memory=replace(config.memory, activation_checkpoint="none"))
-    predict = memory.predict or shared_predictor().predict
-    attention, choice = settle_run(config, world, capacity, predict, machine)
-    group = sequence_topology(choice.config, world)
-    preview = preview_attention(choice.config, group, machine)
-    report = report_memory(choice, world, capacity, predict, machine) if memory.predicted else None
-    name = preview.method.preset
-    step = None if machine is None else predict_step(choice.config, world, machine)
-    return Candidate(name, choice.config, world, group, preview, report, ranking=attention.candidates, step=step)
+    asked = compose(overrides, config_dirs).config
+    world = world_topology(asked)
+    capacity = capacity_of(asked, world.local_ranks, device=request.device)
+    asked = _computing_on(asked, capacity)
+    if not request.memory and asked.memory.activation_checkpoint == "auto":
+        asked = replace(asked, memory=replace(asked.memory, activation_checkpoint="none"))
+    machine = (request.machine or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
+    if request.memory and request.predict is None:
+        shared_predictor().start()  # it loads torch meanwhile
+    predict = request.predict or shared_predictor().predict
+    attention, choice = settle_run(asked, world, capacity, predict, machine)
+    step = predict_step(choice.config, world, machine)
+    plan = Plan(choice.config.attention.preset, choice.config, world, machine, step, ranking=attention.candidates)
+    if not request.memory:
+        return plan
+    plan = replace(plan, memory=report_memory(choice, world, capacity, predict, machine))
+    if request.advised and plan.memory is not None and plan.memory.fit.fits:
+        plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
+    return plan
+
+
+def report_memory(
+    choice: MemoryChoice, world: Topology, capacity: Capacity, predict: Predict, machine: Machine
+) -> MemoryReport:
+    """The report of a settled configuration on the ranks of `world`."""
+    config = choice.config
+    report = MemoryReport(config, capacity, choice.prediction or predict(config, world), choice)
+    if report.fit.fits:
+        return report
+    return replace(report, advice=choice.advice or tuple(advice_for(config, world, capacity, predict, machine)))
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
@@ -177,26 +226,24 @@ def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
 
 
 def plan_each(
-    names: Sequence[str],
-    overrides: Sequence[str],
-    config_dirs: Sequence[Path],
-    machine: Machine | None,
-    memory: MemoryRequest,
-) -> list[Candidate]:
-    """One candidate per option of attention, in that order.
+    names: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], request: Request
+) -> list[Plan | Illegal]:
+    """One plan per option of attention, in that order.
 
     Raises ConfigError when none is legal: then the mistake is not in the method.
     """
-    candidates = []
+    found: list[Plan | Illegal] = []
     for name in names:
         try:
-            planned = plan_one([*overrides, f"attention={name}"], config_dirs, machine, memory)
-            candidates.append(replace(planned, name=name))
+            planned = plan_one([*overrides, f"attention={name}"], config_dirs, replace(request, advised=False))
+            found.append(replace(planned, name=name))
         except ConfigError as error:
-            candidates.append(Candidate(name, problems=error.problems))
-    if all(candidate.preview is None for candidate in candidates):
-        raise ConfigError(list(dict.fromkeys(text for candidate in candidates for text in candidate.problems)))
-    return candidates
+            found.append(Illegal(name, error.problems))
+    if all(isinstance(one, Illegal) for one in found):
+        raise ConfigError(
+            list(dict.fromkeys(text for one in found if isinstance(one, Illegal) for text in one.problems))
+        )
+    return found
 
 
 def world_topology(config: RunConfig) -> Topology:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.plan.memory import candidates_table
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck
+from burst_cli.plan.table import candidates_table
 from cluster.launch.manifest import FORMS, JOB_FILE
 from cluster.launch.runner import runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan

@@ -14,7 +14,7 @@ from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 
 if TYPE_CHECKING:
-    from burst_cli.plan.candidates import Candidate
+    from burst_cli.plan.candidates import Plan
     from engine.planning.time.machine import Machine
 
 app = new_verb()
@@ -48,8 +48,8 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="Predict seconds on this device and compare memory with it: a100, h100, h200, b200, l40s, cpu, ... Bytes "
-        "such as 80e9: memory alone.",
+        help="The machine that is planned for: a100, h100, h200, b200, l40s, cpu, ..., or a profile (FILE.json) that "
+        "`burst bench machine` measured. Bytes such as 80e9: memory alone. Default: as configured, else this machine.",
         autocompletion=complete_device,
     ),
 ]
@@ -62,14 +62,22 @@ MemoryByOption = Annotated[
 ]
 
 
+CompareOption = Annotated[
+    str | None, typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side.")
+]
+PriceOption = Annotated[
+    float | None, typer.Option("--price", min=0, help="Of one device hour, for the cost of the run.")
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="All of it: steps, bytes, buffers, memory by component, what was chosen from.")
+]
+
+
 @app.command()
 def plan(
     overrides: OverridesArgument = None,
     config_dir: ConfigDirOption = None,
-    compare: Annotated[
-        str | None,
-        typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side."),
-    ] = None,
+    compare: CompareOption = None,
     compare_all: Annotated[bool, typer.Option("--all", help="Plan every option of attention= side by side.")] = False,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Number of ranks, where the configuration does not say it.")
@@ -80,7 +88,7 @@ def plan(
     machine_fields: MachineFieldsOption = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png; needs --device."),
+        typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png."),
     ] = None,
     device: DeviceOption = None,
     machine: Annotated[str | None, typer.Option("--machine", hidden=True)] = None,
@@ -88,59 +96,64 @@ def plan(
     shown_pass: Annotated[
         Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
     ] = Pass.all,
+    price: PriceOption = None,
+    details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a configuration will do without doing it: attention's steps and bytes per link, memory, predicted time.
+    """Tell what a configuration will do without doing it: does it fit, how fast, what it costs, and what would help.
 
-    Attention is shown per layer, of the ranks that share one sequence; memory of the rank that needs most, at the
-    worst moment of a step. Nothing is trained and no GPU is needed.
+    Nothing is trained and no GPU is needed: a step is rehearsed without values for its memory, and its plans are
+    replayed on a model of the machine for its time. Advice is what saves most device seconds per token.
 
     \b
-    burst plan exp=tiny
-        the method of this experiment
+    burst plan exp=llama8b_1m --ranks 32 --nodes 4 --device h100 --price 2.5
+        the answer, in six lines
+    burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto --details
+        how it comes about, and the checkpoint policies it was chosen from
     burst plan exp=llama8b_1m --ranks 16 --nodes 2 --all
         which methods are legal there, and what each moves
-    burst plan exp=llama8b_1m --ranks 8 --device h100 --picture plan.svg
-        predicted seconds, and a picture of who computes and sends when
-    burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto
-        the fastest checkpoint policy that fits there, and what it was chosen from
+    burst plan exp=tiny --device cpu --picture plan.svg
+        a picture of who computes and sends when
 
-    Balance is the work of the busiest rank over the mean: 1 is perfect.
-
-    Exposed is the time that communication adds to the computation, after all that hides behind tiles.
+    In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
+    busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
     """
+    from rich.text import Text
+
     from burst_cli import render
-    from burst_cli.plan import candidates as plan_candidates
-    from burst_cli.plan.table import comparison_table, plan_view
+    from burst_cli.plan import candidates as planning
+    from burst_cli.plan.table import answer_view, comparison_table, details_view
     from engine.config.errors import ConfigError
 
     if machine is not None:
         raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
     chosen = _machine(device, machine_fields or [])
     if picture is not None:
-        _check_picture(picture, chosen, comparing=compare is not None or compare_all)
-    place = plan_candidates.placement_overrides(ranks, nodes)
-    names = plan_candidates.names_to_compare(compare, compare_all, overrides or [], config_dir or [])
-    request = plan_candidates.MemoryRequest(device, memory_by is MemoryBy.exact)
+        _check_picture(picture, comparing=compare is not None or compare_all)
+    settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
+    names = planning.names_to_compare(compare, compare_all, overrides or [], dirs)
+    request = planning.Request(chosen, device, memory=memory_by is MemoryBy.exact)
+    console = render.stdout()
     if names:
-        candidates = plan_candidates.plan_each(names, [*(overrides or []), *place], config_dir or [], chosen, request)
+        plans = planning.plan_each(names, settings, dirs, request)
         if as_json:
-            render.emit_json({"plans": [candidate.to_dict() for candidate in candidates]})
+            render.emit_json({"plans": [one.to_dict() for one in plans]})
         else:
-            console = render.stdout()
-            console.print(comparison_table(candidates, console.width))
+            console.print(comparison_table(plans, console.width))
         return
-    candidate = plan_candidates.plan_one([*(overrides or []), *place], config_dir or [], chosen, request)
+    found = planning.plan_one(settings, dirs, request)
     if picture is not None:
-        _draw(candidate, picture, shown_pass)
+        _draw(found, picture, shown_pass)
     if as_json:
-        render.emit_json(candidate.to_dict() | ({"picture": str(picture)} if picture else {}))
-    else:
-        render.stdout().print(plan_view(candidate, picture))
+        render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
+        return
+    console.print(answer_view(found, price, picture), soft_wrap=True)
+    if details:
+        console.print(Text(), details_view(found))
 
 
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
-    """The speeds of a device that is named; None where there is none, or only a number of bytes."""
+    """The device that is named, with changes; None where none is, or only a number of bytes."""
     from engine.config.errors import ConfigError
     from engine.planning.time.devices import find_machine
 
@@ -169,7 +182,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> None:
+def _check_picture(path: Path, *, comparing: bool) -> None:
     """Say what is wrong with a request for a picture before anything is planned."""
     from engine.config.errors import ConfigError
 
@@ -178,15 +191,13 @@ def _check_picture(path: Path, machine: Machine | None, *, comparing: bool) -> N
         problems.append(f"--picture {path}: expected a file that ends in .svg or .png")
     if not path.absolute().parent.is_dir():
         problems.append(f"--picture {path}: no such folder: {path.parent}; create it first")
-    if machine is None:
-        problems.append(f"--picture {path}: shows predicted times; name a device, such as --device h100")
     if comparing:
         problems.append(f"--picture {path}: shows one plan; leave out --compare and --all, and give attention=NAME")
     if problems:
         raise ConfigError(problems)
 
 
-def _draw(candidate: Candidate, path: Path, shown: Pass) -> None:
+def _draw(plan: Plan, path: Path, shown: Pass) -> None:
     from engine.config.errors import ConfigError
 
     try:
@@ -195,5 +206,5 @@ def _draw(candidate: Candidate, path: Path, shown: Pass) -> None:
         raise ConfigError(
             f"--picture {path}: matplotlib is not installed ({error}); run: pip install 'burst-train[picture]'"
         ) from error
-    passes = candidate.legal_preview.every_pass
-    draw_schedule(candidate, [one for one in passes if shown in (Pass.all, one.direction)], path)
+    passes = plan.preview.every_pass
+    draw_schedule(plan, [one for one in passes if shown in (Pass.all, one.direction)], path)

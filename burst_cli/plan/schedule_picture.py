@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from burst_cli.figures import percent, seconds
-from burst_cli.plan.candidates import Candidate
+from burst_cli.plan.candidates import Plan
 from engine.planning.methods.preview import PassPreview
 from engine.planning.methods.topology import Topology
 from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
@@ -74,13 +74,13 @@ class _Rows:
         return top + offset, _LANE_HEIGHT
 
 
-def draw_schedule(candidate: Candidate, passes: Sequence[PassPreview], path: Path) -> None:
+def draw_schedule(candidate: Plan, passes: Sequence[PassPreview], path: Path) -> None:
     """Write the schedule of some passes of one layer, side by side on one scale of time, as .svg or .png."""
     named = [(one.direction, one.timeline) for one in passes if one.timeline is not None]
     timelines = [timeline for _, timeline in named]
     assert timelines, "a picture needs the timelines that a machine gives"
-    topology = candidate.legal_preview.topology
-    ranks = shown_ranks(topology, candidate.legal_preview.planned_ranks)
+    topology = candidate.preview.topology
+    ranks = shown_ranks(topology, candidate.preview.planned_ranks)
     intervals = [[i for i in timeline.intervals if i.rank in ranks] for timeline in timelines]
     used = {i.lane for group in intervals for i in group if i.kind in _ARRIVALS}
     rows = _Rows(ranks, tuple(lane for lane in _CHANNELS if lane in used))
@@ -170,8 +170,8 @@ def _legend(figure: Figure, styles: Mapping[str, tuple[str, str]], bottom: float
         )
 
 
-def _title(candidate: Candidate, ranks: Sequence[int]) -> tuple[str, str]:
-    preview, config = candidate.legal_preview, candidate.legal_config
+def _title(candidate: Plan, ranks: Sequence[int]) -> tuple[str, str]:
+    preview, config = candidate.preview, candidate.config
     topology, method = preview.topology, preview.method
     total = sum(one.timeline.total_s for one in preview.every_pass if one.timeline)
     machine = preview.machine.name if preview.machine else "no machine"

@@ -1,4 +1,4 @@
-"""Plans as tables. Pure: candidates in, rich renderables out."""
+"""Plans as people read them: the answer in six lines, the details, methods side by side. Pure: plans in, text out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, count, percent, seconds
-from burst_cli.plan.candidates import Candidate
-from burst_cli.plan.memory import memory_view
+from burst_cli.figures import binary_bytes, count, count_of, percent, seconds
+from burst_cli.plan.candidates import Illegal, MemoryReport, Plan
+from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
 from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
 from engine.planning.time.machine import Machine
+from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
 
 _CELL_PADDING = 3  # one blank on each side and the rule
 _LINK_NAMES = {"intra": "inside the node", "inter": "between nodes", "host": "to and from host memory"}
+_BAR_WIDTH = 60
+_BAR_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "white", "white")
+_SHOWN_CANDIDATES = 12
 
 
 @dataclass(frozen=True)
@@ -29,30 +33,101 @@ class Figure:
     cell: Callable[[PassPreview], str]
 
 
-def plan_view(candidate: Candidate, picture: Path | None = None) -> RenderableType:
-    """One plan: the method, both passes, the buffers, the FLOPs."""
-    preview = candidate.legal_preview
-    parts: list[RenderableType] = [*_headings(candidate), Text()]
+def answer_view(plan: Plan, price: float | None = None, picture: Path | None = None) -> RenderableType:
+    """What a run is decided by: does it fit, how fast, what does it cost, what would help."""
+    step, world = plan.step, plan.world
+    nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+    what = f"{plan.config.exp}, attention={plan.name}: {plan.config.train.seq_len:,} tokens on "
+    lines = [
+        ("plan", f"{what}{count_of('rank', world.size)}{nodes}"),
+        ("memory", _fit_words(plan.memory)),
+        ("step", _step_words(step)),
+        ("speed", _speed_words(step)),
+        ("run", _run_words(plan, price)),
+    ]
+    lines += [("advice", text) for text in _advice(plan)]
+    lines += [] if picture is None else [("picture", str(picture))]
+    return Text("\n").join(Text.assemble((f"{name:8}", "bold"), text) for name, text in lines)
+
+
+def _fit_words(report: MemoryReport | None) -> str:
+    if report is None:
+        return "not predicted"
+    has, room = binary_bytes(report.capacity.device_bytes), binary_bytes(abs(report.fit.headroom_bytes))
+    needs = f"{binary_bytes(report.prediction.needed_bytes)} of {has} on {report.capacity.device_name}"
+    if report.fit.fits:
+        return f"fits: {needs}, {room} free; memory: {report.policy}"
+    return f"DOES NOT FIT: {needs}, {room} short; memory: {report.policy}"
+
+
+def _step_words(step: StepTime) -> str:
+    """Seconds, and the parts that matter."""
+    attention, others = 0.0, dict[str, float]()
+    for name, value in asdict(step.parts).items():
+        if name.startswith("attention_") and name != "attention_exposed":
+            attention += value
+        else:
+            others[name.replace("attention_", "").replace("_", " ")] = value
+    parts = sorted({"attention": attention, **others}.items(), key=lambda part: -part[1])
+    shown = [f"{name} {percent(value / step.seconds)}" for name, value in parts if value >= 0.005 * step.seconds]
+    return f"{seconds(step.seconds)} on {step.machine}: {', '.join(shown)}"
+
+
+def _speed_words(step: StepTime) -> str:
+    words = f"{count(step.tokens_per_s_per_device)} tokens/s per device"
+    if step.peak_flops_per_s is None:
+        return f"{words}; MFU unknown: set train.peak_flops_per_device"
+    model, full, hardware = (
+        percent(step.mfu(flops)) for flops in (step.flops.model, step.flops.model_full_attention, step.flops.hardware)
+    )
+    return f"{words}, MFU {model} causal-aware ({full} as if nothing were masked; HFU {hardware})"
+
+
+def _run_words(plan: Plan, price: float | None) -> str:
+    run = plan.run_to_dict(price)
+    cost = "" if price is None else f", {run['cost']:,.2f} at {price:g} each"
+    length = f"{run['steps']:,} steps, {count(run['tokens'])} tokens: {run['hours']:.3g} hours"
+    return f"{length}, {run['device_hours']:.3g} {_unit(plan)}{cost}"
+
+
+def _unit(plan: Plan) -> str:
+    return "rank-hours" if plan.machine.is_cpu else "GPU-hours"
+
+
+def _advice(plan: Plan) -> list[str]:
+    """One sentence; none where nobody looked."""
+    if plan.memory is None:
+        return []
+    if not plan.memory.fit.fits:
+        return list(plan.memory.advice[:1])
+    unit = _unit(plan)
+    if plan.advice is None:
+        return [f"no other method or policy, nor half or twice the ranks, saves {LEAST_SAVING:.0%} of the {unit}"]
+    found = plan.advice
+    return [f"{found.change} saves {percent(found.saving)} of the {unit}: {seconds(found.step.seconds)} a step"]
+
+
+def details_view(plan: Plan) -> RenderableType:
+    """Behind the answer: the method, every pass, the buffers, memory, what was chosen from, the FLOPs."""
+    preview = plan.preview
+    parts: list[RenderableType] = [*_headings(plan), Text()]
     for layer in preview.layers:
         if len(preview.layers) > 1:
             others = f" and {layer.count - 1} like it" if layer.count > 1 else ""
             parts.append(Text(f"layer {layer.first}{others}", style="bold"))
-        parts += [_passes_table(layer, preview.machine), Text()]
+        parts += [_passes_table(layer, plan.machine), Text()]
     parts += [_buffers_table(preview), Text()]
-    if candidate.ranking:
-        parts += [_ranking_table(candidate), Text()]
-    if candidate.memory is not None:
-        parts += [*memory_view(candidate.memory), Text()]
-    parts += _footer(candidate)
-    if picture is not None:
-        parts.append(Text.assemble(("picture     ", "bold"), str(picture)))
-    return Group(*parts)
+    if plan.ranking:
+        parts += [_ranking_table(plan), Text()]
+    if plan.memory is not None:
+        parts += [*memory_view(plan.memory), Text()]
+    return Group(*parts, *_footer(plan))
 
 
-def comparison_table(candidates: Sequence[Candidate], width: int) -> RenderableType:
+def comparison_table(candidates: Sequence[Plan | Illegal], width: int) -> RenderableType:
     """Legal candidates side by side, a row each if that fits into `width` columns, else a column; then the others."""
-    legal = [candidate for candidate in candidates if candidate.preview]
-    illegal = [candidate for candidate in candidates if not candidate.preview]
+    legal = [candidate for candidate in candidates if isinstance(candidate, Plan)]
+    illegal = [candidate for candidate in candidates if isinstance(candidate, Illegal)]
     columns = _comparison_columns(legal)
     cells = [[cell(candidate) for _, cell in columns] for candidate in legal]
     headings = [heading for heading, _ in columns]
@@ -69,26 +144,25 @@ def comparison_table(candidates: Sequence[Candidate], width: int) -> RenderableT
     return Group(*parts)
 
 
-def _headings(candidate: Candidate) -> list[Text]:
-    method = candidate.legal_preview.method
+def _headings(candidate: Plan) -> list[Text]:
+    method = candidate.preview.method
     heading = f"layout {method.layout}, {_degrees(candidate)} (heads x inner ring x outer ring)"
     return [
-        Text.assemble((f"{candidate.legal_config.exp}  ", "bold"), f"attention={candidate.name}"),
         _placement(candidate),
         Text.assemble(("method      ", "bold"), heading),
         Text.assemble(("backward    ", "bold"), f"{method.backward_circulates} circulates; {method.reason}"),
     ]
 
 
-def _placement(candidate: Candidate) -> Text:
-    topology, train = candidate.group, candidate.legal_config.train
+def _placement(candidate: Plan) -> Text:
+    topology, train = candidate.group, candidate.config.train
     where = f"{topology.size} ranks on {topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
-    groups = candidate.world_size // topology.size
+    groups = candidate.world.size // topology.size
     times = f", {groups} such groups" if groups > 1 else ""
     return Text.assemble(("sequence    ", "bold"), f"{train.seq_len:,} tokens on {where}{times}; {train.compute_dtype}")
 
 
-def _passes_table(layer: LayerPreview, machine: Machine | None) -> Table:
+def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
     table = _table("per layer and rank", *(one.direction for one in layer.every_pass), numbers=True)
     figures = [
         Figure("steps", lambda one: str(one.steps)),
@@ -98,13 +172,10 @@ def _passes_table(layer: LayerPreview, machine: Machine | None) -> Table:
         *(_link_figure(link) for link in _LINK_NAMES),
         Figure("buffers on the device", lambda one: _extra_buffers(one, "device")),
         Figure("buffers in host memory", lambda one: _extra_buffers(one, "host")),
+        Figure(f"predicted seconds ({machine.name})", lambda one: seconds(_seconds(one))),
+        Figure("  computing (busiest rank)", lambda one: seconds(one.timeline.busiest_s if one.timeline else None)),
+        Figure("  exposed communication", _exposed),
     ]
-    if machine is not None:
-        figures += [
-            Figure(f"predicted seconds ({machine.name})", lambda one: seconds(_seconds(one))),
-            Figure("  computing (busiest rank)", lambda one: seconds(one.timeline.busiest_s if one.timeline else None)),
-            Figure("  exposed communication", _exposed),
-        ]
     for figure in figures:
         table.add_row(figure.heading, *(figure.cell(one) for one in layer.every_pass))
     return table
@@ -151,7 +222,7 @@ def _buffer_cells(buffers: Buffers) -> tuple[str, ...]:
     return what, buffers.where, str(buffers.slots), f"{buffers.rows:,}", binary_bytes(buffers.size_bytes)
 
 
-def _ranking_table(candidate: Candidate) -> Table:
+def _ranking_table(candidate: Plan) -> Table:
     """What attention=auto chose from, best first."""
     headings = ("heads x inner x outer", "backward", "attention per step", "exposed", "buffers")
     table = _table("methods, best first", *headings)
@@ -166,10 +237,10 @@ def _ranking_table(candidate: Candidate) -> Table:
     return table
 
 
-def _footer(candidate: Candidate) -> list[Text]:
-    preview, flops = candidate.legal_preview, candidate.flops()
+def _footer(candidate: Plan) -> list[Text]:
+    preview, step = candidate.preview, candidate.step
     lines = [Text.assemble(("warning: ", "yellow"), text) for text in preview.warnings]
-    if candidate.legal_config.attention.documents:
+    if candidate.config.attention.documents:
         text = "packed documents depend on the data: planned as one sequence, the most work that a batch can be"
         lines.append(Text.assemble(("note: ", "yellow"), text))
     if len(preview.planned_ranks) < candidate.group.size:
@@ -178,31 +249,15 @@ def _footer(candidate: Candidate) -> list[Text]:
             f"the largest of ranks {', '.join(map(str, preview.planned_ranks))}, whose plans were made"
         )
         lines.append(Text.assemble(("note: ", "yellow"), text))
-    time = preview.time_to_dict()
-    if time is not None:
-        lines.append(
-            Text.assemble(
-                (f"{time['layers']} layers   ", "bold"),
-                f"{seconds(time['seconds'])} of attention, forward and backward, on {time['machine']}, "
-                f"{seconds(time['exposed_s'])} of it exposed",
-            )
-        )
-    if candidate.step is not None:
-        lines.append(_step_line(candidate.step))
-    step = f"model {count(flops.model)}, hardware {count(flops.hardware)}, as if nothing were masked "
-    lines.append(Text.assemble(("FLOPs/step  ", "bold"), step + count(flops.model_full_attention)))
-    lines.append(Text("Buffers of the rank that needs most; the working ones are what the method adds.", style="dim"))
-    lines.append(_bytes_note())
-    return lines
-
-
-def _step_line(step: StepTime) -> Text:
-    """The whole step, its parts that take time, and what follows for throughput."""
-    shown = [(name, value) for name, value in asdict(step.parts).items() if value >= 0.001 * step.seconds]
-    parts = ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in shown)
-    reached = f"{count(step.tokens_per_s_per_device)} tokens/s per device"
-    reached += f", MFU {percent(step.mfu(step.flops.model))}"
-    return Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {parts}; {reached}")
+    parts = [f"{name.replace('_', ' ')} {seconds(value)}" for name, value in asdict(step.parts).items() if value]
+    flops = f"model {count(step.flops.model)}, hardware {count(step.flops.hardware)}, as if nothing were masked "
+    return [
+        *lines,
+        Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {', '.join(parts)}"),
+        Text.assemble(("FLOPs/step  ", "bold"), flops + count(step.flops.model_full_attention)),
+        Text("Buffers of the rank that needs most; the working ones are what the method adds.", style="dim"),
+        _bytes_note(),
+    ]
 
 
 def _bytes_note() -> Text:
@@ -212,55 +267,56 @@ def _bytes_note() -> Text:
     )
 
 
-def _comparison_columns(legal: Sequence[Candidate]) -> list[tuple[str, Callable[[Candidate], str]]]:
-    def both(cell: Callable[[PassPreview], str]) -> Callable[[Candidate], str]:
-        return lambda candidate: " / ".join(cell(one) for one in candidate.legal_preview.passes)
+def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan], str]]]:
+    def both(cell: Callable[[PassPreview], str]) -> Callable[[Plan], str]:
+        return lambda candidate: " / ".join(cell(one) for one in candidate.preview.passes)
 
     def link(name: str) -> Callable[[PassPreview], str]:
         return lambda one: binary_bytes(links_to_dict(one.busiest_links)[name])
 
-    columns: list[tuple[str, Callable[[Candidate], str]]] = [
+    columns: list[tuple[str, Callable[[Plan], str]]] = [
         ("attention", lambda candidate: candidate.name),
-        ("layout", lambda candidate: candidate.legal_preview.method.layout),
+        ("layout", lambda candidate: candidate.preview.method.layout),
         ("heads x rings", _degrees),
-        ("backward", lambda candidate: candidate.legal_preview.method.backward_circulates),
+        ("backward", lambda candidate: candidate.preview.method.backward_circulates),
         ("steps", both(lambda one: str(one.steps))),
         ("tiles", both(lambda one: str(one.tiles))),
-        ("balance", lambda candidate: f"{max(one.balance for one in candidate.legal_preview.passes):.2f}"),
+        ("balance", lambda candidate: f"{max(one.balance for one in candidate.preview.passes):.2f}"),
         *((f"{name} node" if name != "host" else name, both(link(name))) for name in _used_links(legal)),
         ("device buffers", both(lambda one: _extra_buffers(one, "device"))),
     ]
     if all(candidate.memory for candidate in legal):
         columns.append(("memory of a rank", _memory_cell))
-    if all(candidate.legal_preview.machine for candidate in legal):
-        columns += [
-            ("seconds", both(lambda one: seconds(_seconds(one)))),
-            ("exposed", both(_exposed)),
-        ]
-    return columns
+    return [
+        *columns,
+        ("seconds", both(lambda one: seconds(_seconds(one)))),
+        ("exposed", both(_exposed)),
+        ("step", lambda candidate: seconds(candidate.step.seconds)),
+        ("MFU", lambda candidate: percent(candidate.step.mfu(candidate.step.flops.model))),
+    ]
 
 
-def _memory_cell(candidate: Candidate) -> str:
+def _memory_cell(candidate: Plan) -> str:
     assert candidate.memory is not None
     needed = binary_bytes(candidate.memory.prediction.needed_bytes)
     return needed if candidate.memory.fit.fits else f"{needed}, does not fit"
 
 
-def _degrees(candidate: Candidate) -> str:
-    method = candidate.legal_preview.method
+def _degrees(candidate: Plan) -> str:
+    method = candidate.preview.method
     return f"{method.head_parallel_size} x {method.ring_inner_size} x {method.ring_outer_size}"
 
 
-def _used_links(legal: Sequence[Candidate]) -> list[str]:
+def _used_links(legal: Sequence[Plan]) -> list[str]:
     """Inside the node and between nodes always; host memory where somebody uses it."""
-    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.legal_preview.every_pass)
+    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
     return ["intra", "inter", "host"] if uses_host else ["intra", "inter"]
 
 
-def _fastest(legal: Sequence[Candidate]) -> int | None:
-    """Index of the candidate with the least predicted time; None without predictions or choice."""
-    totals = [sum(_seconds(one) or 0.0 for one in candidate.legal_preview.every_pass) for candidate in legal]
-    return totals.index(min(totals)) if len(totals) > 1 and all(totals) else None
+def _fastest(legal: Sequence[Plan]) -> int | None:
+    """Index of the candidate with the shortest step; None without a choice."""
+    steps = [candidate.step.seconds for candidate in legal]
+    return steps.index(min(steps)) if len(steps) > 1 else None
 
 
 def _as_rows(headings: Sequence[str], cells: Sequence[Sequence[str]], best: int | None) -> Table:
@@ -286,3 +342,110 @@ def _table(*headings: str, numbers: bool = False) -> Table:
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if numbers and index else "left", overflow="fold")
     return table
+
+
+def memory_view(report: MemoryReport) -> list[RenderableType]:
+    """Components, the peak as a bar, whether it fits, what it was chosen from."""
+    parts: list[RenderableType] = [_components_table(report), _bar(report), _verdict(report)]
+    parts += [Text.assemble(("  • ", "yellow"), text) for text in report.advice]
+    if report.choice.candidates:
+        parts += [Text(), candidates_table(report.choice), _candidates_note(report.choice)]
+    return parts
+
+
+def _components_table(report: MemoryReport) -> Table:
+    """A row per component: on the device and on the host."""
+    found = report.prediction
+    peaks = {"device": found.device_peak_bytes, "host": found.host_peak_bytes}
+    places = [place for place, peak in peaks.items() if peak or place == "device"]
+    table = Table("memory of a rank", *places, header_style="bold", padding=(0, 1))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for component in found.components["device"]:
+        sizes = [found.components[place].get(component, 0) for place in places]
+        if any(sizes):
+            table.add_row(component, *(binary_bytes(size) if size else "" for size in sizes))
+    table.add_section()
+    table.add_row("peak", *(binary_bytes(peaks[place]) for place in places), style="bold")
+    table.add_row("in phase", found.phase, style="dim")
+    return table
+
+
+def _bar(report: MemoryReport) -> Text:
+    """The peak by component against the capacity; every character is a sixtieth of the larger of the two."""
+    best, capacity = report.prediction, report.capacity.device_bytes
+    whole = max(best.needed_bytes, capacity)
+    sizes = {**best.components["device"], "reserve": best.needed_bytes - best.device_peak_bytes}
+    bar, legend = Text("[", style="bold"), Text("             ")
+    drawn = done = 0
+    for (name, size), color in zip(sizes.items(), (*_BAR_COLORS, "bright_black"), strict=False):
+        done += size
+        width = round(_BAR_WIDTH * done / whole) - drawn
+        drawn += width
+        if width > 0:
+            bar.append("█" * width, style=color)
+            legend.append("■ ", style=color).append(f"{name}  ")
+    edge = round(_BAR_WIDTH * capacity / whole)
+    free = max(0, edge - drawn)
+    bar.append("·" * free).append("]", style="bold")
+    if edge < drawn:
+        bar.append(f" capacity ends at {edge} of {drawn}", style="red")
+    return Text.assemble(("device       ", "bold"), bar, "\n", legend)
+
+
+def _verdict(report: MemoryReport) -> Text:
+    best, capacity, fit = report.prediction, report.capacity, report.fit
+    needs = f"{binary_bytes(best.needed_bytes)} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
+    if not capacity.host_is_device and best.needed_bytes > best.device_peak_bytes:
+        reserve = binary_bytes(best.needed_bytes - best.device_peak_bytes)
+        needs += f" ({reserve} of it context, communicators and fragmentation)"
+    if best.host_peak_bytes and not capacity.host_is_device:
+        has = (
+            "an unknown amount" if capacity.host_bytes_per_node is None else binary_bytes(capacity.host_bytes_per_node)
+        )
+        needs += f", {binary_bytes(best.host_peak_bytes * capacity.local_ranks)} of {has} of host memory per node"
+    room = binary_bytes(abs(fit.headroom_bytes))
+    if fit.fits:
+        head = ("fits         ", "bold green")
+        tail = f"; {room} stay free"
+    else:
+        where = "the device" if not fit.device else "host memory"
+        head = ("does not fit ", "bold red")
+        tail = f"; {room} per rank are missing in {where}"
+    return Text.assemble(head, f"{report.policy}: {needs}{tail}; predicted by a rehearsal of the step")
+
+
+def candidates_table(choice: MemoryChoice) -> Table:
+    """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
+    headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "step")
+    table = Table("memory=auto, best first", "fits", *headings, header_style="bold", padding=(0, 1))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for candidate in choice.candidates[:_SHOWN_CANDIDATES]:
+        table.add_row(*_candidate_cells(candidate), style="bold" if candidate.memory == choice.config.memory else None)
+    return table
+
+
+def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:
+    found, fit, cost = candidate.prediction, candidate.fit, candidate.cost
+    fits = "not tried" if fit is None else "yes" if fit.fits else f"no, {binary_bytes(-fit.headroom_bytes)} short"
+    return (
+        candidate.name,
+        fits,
+        binary_bytes(found.needed_bytes) if found else "",
+        binary_bytes(found.host_peak_bytes) if found and found.host_peak_bytes else "",
+        binary_bytes(cost.kept_bytes),
+        binary_bytes(cost.moved_bytes) if cost.moved_bytes else "",
+        count(cost.linear_flops) if cost.linear_flops else "",
+        count(cost.attention_flops) if cost.attention_flops else "",
+        seconds(candidate.step_s) if candidate.step_s else "",
+    )
+
+
+def _candidates_note(choice: MemoryChoice) -> Text:
+    hidden = len(choice.candidates) - _SHOWN_CANDIDATES
+    more = f" {hidden} more in --json." if hidden > 0 else ""
+    return Text(
+        f"{choice.reason}. Not tried: slower ones, and those that keep too much for the memory there is.{more}",
+        style="dim",
+    )

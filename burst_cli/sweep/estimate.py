@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from burst_cli.plan.candidates import flops_of, group_topology
+from burst_cli.plan.candidates import group_topology
 from burst_cli.plan.memory_check import MemoryPlanner, check_memory
 from burst_cli.values import seconds_between
 from cluster.facts import MachineFacts
@@ -23,6 +23,7 @@ from cluster.plan import choose_backend
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
+from engine.planning.memory.cost import planned_flops
 from engine.planning.methods.auto import check_attention
 from engine.planning.methods.presets import legal_attention
 from engine.planning.time.devices import published_peak
@@ -190,6 +191,7 @@ def work_of(config: RunConfig) -> Work:
     """What a run of the settled `config` computes, by the counts of `engine.planning.time.flops`."""
     world_size, group = config.cluster.world_size, group_topology(config)
     assert world_size is not None
-    preset = legal_attention(config, group).preset
-    flops = flops_of(config, group).hardware
-    return Work(config.model.name, preset, config.train.seq_len, world_size, config.train.steps, float(flops))
+    method = legal_attention(config, group)
+    groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+    flops = planned_flops(config, method, groups).hardware
+    return Work(config.model.name, method.preset, config.train.seq_len, world_size, config.train.steps, float(flops))

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console, Group
 
 from burst_cli.compose import compose
-from burst_cli.plan.memory import MemoryReport, memory_view, report_memory
+from burst_cli.plan.candidates import MemoryReport, report_memory
+from burst_cli.plan.table import memory_view
 from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.memory.auto import MemoryChoice, settle_memory
 from engine.planning.memory.capacity import Capacity
