@@ -67,6 +67,10 @@ class Value(NamedTuple):
         """What a slot must have in common with this value."""
         return Home(self.kind, self.heads, self.where)
 
+    def on(self, rank: int) -> Value:
+        """The same value as one who numbers ranks otherwise calls it."""
+        return Value(self.number, rank, *self[2:])
+
     def view(self, rows: Rows | None = None) -> View:
         """View of some rows of the block (all by default); slot numbers are value numbers until allocation."""
         rows = rows or self.rows
@@ -176,14 +180,28 @@ class PlanBuilder:
         return AttentionPlan(self.direction, self.size, plans)
 
 
+class Span(NamedTuple):
+    """Steps at which messages are posted and waited for."""
+
+    post: int
+    wait: int
+
+
 class Lane:
     """The builder as one ring inside a larger group sees it.
 
-    Members are numbered from 0, steps from `first_step`; values are of some of the heads.
+    Members are numbered from 0, steps from `first_step`; values are of some of the heads. With `spans` each of the
+    ring's steps takes several, given by its number; what comes after the last takes one.
     """
 
     def __init__(
-        self, builder: PlanBuilder, members: Sequence[int], *, first_step: int = 0, heads: HeadPart | None = None
+        self,
+        builder: PlanBuilder,
+        members: Sequence[int],
+        *,
+        first_step: int = 0,
+        heads: HeadPart | None = None,
+        spans: Sequence[Span] = (),
     ) -> None:
         self.direction = builder.direction
         self.ranks = tuple(index for index, rank in enumerate(members) if rank in builder.ranks)
@@ -192,37 +210,37 @@ class Lane:
         self._members = tuple(members)
         self._first_step = first_step
         self._heads = heads
+        self._spans = spans
 
     def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
         """As PlanBuilder.value, of this lane's heads unless `home` says otherwise."""
         home = home if isinstance(home, Home) else Home(home, self._heads)
-        return self._builder.value(self._members[rank], home, rows, pin)._replace(rank=rank)
+        return self._builder.value(self._members[rank], home, rows, pin).on(rank)
 
     def tile(self, step: int, rank: int, tile: Tile) -> None:
         """As PlanBuilder.tile."""
-        self._builder.tile(self._at(step), self._members[rank], tile)
+        self._builder.tile(self._at(step).post, self._members[rank], tile)
 
     def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
         """As PlanBuilder.op."""
-        self._builder.op(self._at(step), phase, self._members[rank], op)
+        span = self._at(step)
+        self._builder.op(span.post if phase == "pre" else span.wait, phase, self._members[rank], op)
 
     def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
         """As PlanBuilder.message."""
-        outside = [value._replace(rank=self._members[value.rank]) for value in (src, dst)]
-        self._builder.message(self._at(post), self._at(wait), channel, outside[0], outside[1], rows)
-
-    def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
-        """As PlanBuilder.move."""
-        outside = [value._replace(rank=self._members[value.rank]) for value in (src, dst)]
-        self._builder.move(self._at(post), self._at(wait), outside[0], outside[1], rows)
+        outside = (src.on(self._members[src.rank]), dst.on(self._members[dst.rank]))
+        self._builder.message(self._at(post).post, self._at(wait).wait, channel, *outside, rows)
 
     def reach(self, step: int) -> None:
         """Count `step` as used, for planners that skip what touches no planned rank."""
         self._at(step)
 
-    def _at(self, step: int) -> int:
-        self.last_step = max(self.last_step, self._first_step + step)
-        return self._first_step + step
+    def _at(self, step: int) -> Span:
+        if not self._spans:
+            self.last_step = max(self.last_step, self._first_step + step)
+            return Span(self._first_step + step, self._first_step + step)
+        late = step - len(self._spans)
+        return self._spans[step] if late < 0 else Span(*[self._spans[-1].wait + 1 + late] * 2)
 
 
 def _slot_of(value: Value) -> Slot:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Value
-from engine.planning.schedule.exchange import Exchange, HeadGroup, Span, kv_gradient_kind, return_kv
+from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.exchange import Exchange, HeadGroup, kv_gradient_kind, return_kv
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind
 from engine.planning.schedule.ring import Operands, circulate, keeps_last, last_home
 from engine.planning.sequence.visibility import Visibility
@@ -118,4 +118,4 @@ class _Blocks:
 
 def _ring_of(blocks: list[list[Value]], head: int) -> list[Value]:
     """One part of the heads of every block, each with its index in the ring as rank."""
-    return [values[head]._replace(rank=index) for index, values in enumerate(blocks)]
+    return [values[head].on(index) for index, values in enumerate(blocks)]

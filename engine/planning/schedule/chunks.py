@@ -17,17 +17,19 @@ Sources: Yao et al. 2024 (FPDT); turning around, value forwarding and the combin
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from engine.planning.schedule.allocate import Home, PlanBuilder, Rows, Value
-from engine.planning.schedule.exchange import Exchange, HeadGroup, Span, kv_gradient_kind, return_kv
-from engine.planning.schedule.plan import AttentionPlan, Channel, Kind, LocalOp
+import numpy as np
+import numpy.typing as npt
+
+from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.exchange import Exchange, HeadGroup, kv_gradient_kind, return_kv
+from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind
 from engine.planning.schedule.residency import Arrive, Block, Chunking, Finish, Held, Residency, residencies
-from engine.planning.schedule.ring import Route, clip, tile_of
+from engine.planning.schedule.ring import Circulation, Journey, Operands, Place, Route, tile_of
 from engine.planning.sequence.mask import Band
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.sequence.visibility import Flags, RowTable, Visibility
 
 
 def plan_chunks(visibility: Visibility, exchange: Exchange, builder: PlanBuilder) -> AttentionPlan:
@@ -46,45 +48,57 @@ def _has_rows(rows: Rows) -> bool:
     return rows.start < rows.stop
 
 
+def _chunks(chosen: npt.ArrayLike) -> set[int]:
+    return set(np.flatnonzero(chosen).tolist())
+
+
 class _Visit(NamedTuple):
-    """Tiles of one query chunk of a ring member at one step, against keys `kv` of the values given."""
+    """Tiles of one query chunk of a ring member at one step, against keys `kv`, for one part of the heads."""
 
     step: int
     member: int
     chunk: int
+    head: int
     bands: list[Band]
-    kv: list[Value]
-    kv_sums: list[Value]
+    kv: Value
+    kv_sums: Value | None
 
 
 class _Work:
-    """What both passes share: the order of tiles, trips of keys around the ring, and tiles."""
+    """What both passes share: which chunks see each other, trips of keys around the ring, and tiles."""
 
     def __init__(self, visibility: Visibility, exchange: Exchange, builder: PlanBuilder) -> None:
         method = exchange.method
-        self.visibility = visibility
-        self.whole = Visibility(visibility.mask.all_queries(), visibility.layout)
         self.exchange = exchange
         self.chunking = Chunking(method.chunk_store, method.prefetch_chunks)
         self.ring = Route(method.ring_inner_size, method.ring_outer_size)
         self.builder = builder
         self.backward = builder.direction == "backward"
         self.blocks = [Block(HeadGroup(exchange, builder, i), self.chunking) for i in range(exchange.grid.ring_size)]
+        self.mask, self.fine = visibility.mask, visibility.of_chunks(exchange.chunks)
+        self.needed = self._needed(self.fine)  # keys [home, key chunk, member, query chunk], counted in the chunk
+        self.sees = self.needed.exists
         self.visits: list[_Visit] = []
         self.last_step = 0
-        self._bands: dict[tuple[int, int], dict[tuple[int, int], list[Band]]] = {}
-        self._seers: dict[tuple[int, int], dict[int, list[int]]] = {}
 
-    def bands(self, member: int, home: int) -> dict[tuple[int, int], list[Band]]:
-        """What queries of a member see of the keys of `home`, by (query chunk, key chunk)."""
-        if (member, home) not in self._bands:
-            found: defaultdict[tuple[int, int], list[Band]] = defaultdict(list)
-            for band in self.visibility.bands(member, home):
-                for i in self.blocks[member].touched(band.q_start, band.q_stop):
-                    for j in self.blocks[home].touched(band.k_start, band.k_stop):
-                        found[i, j] += clip(band, self.blocks[member].rows(i), self.blocks[home].rows(j))
-            self._bands[member, home] = {pair: bands for pair, bands in found.items() if bands}
-        return self._bands[member, home]
+    def _needed(self, fine: Visibility) -> RowTable:
+        shape = (self.ring.size, self.exchange.chunks) * 2
+        table = fine.needed("kv", blocks=range(fine.layout.size), readers=())
+        return RowTable(table.start.reshape(shape), table.stop.reshape(shape))
+
+    @functools.cached_property
+    def seen_at_all(self) -> Flags:
+        """As `sees`, by all queries of the mask, even if only some ask now."""
+        if self.mask.query_stop is None:
+            return self.sees
+        return self._needed(Visibility(self.mask.all_queries(), self.fine.layout)).exists
+
+    def bands(self, member: int, query: int, home: int, key: int) -> list[Band]:
+        """What a query chunk of a member sees of a key chunk of `home`, in rows of their blocks."""
+        q, k = self.blocks[member].rows(query).start, self.blocks[home].rows(key).start
+        count = self.exchange.chunks
+        found = self.fine.bands(member * count + query, home * count + key)
+        return [Band(b.q_start + q, b.q_stop + q, b.k_start + k, b.k_stop + k, b.low, b.high) for b in found]
 
     def planned_blocks(self) -> Iterator[tuple[int, Block]]:
         """Ring members with a planned rank: what stays on others is their affair."""
@@ -92,7 +106,7 @@ class _Work:
 
     def uses(self, member: int) -> list[tuple[int, int]]:
         """(step, chunk) of the queries of a member, steps ascending."""
-        return sorted((visit.step, visit.chunk) for visit in self.visits if visit.member == member)
+        return sorted({(visit.step, visit.chunk) for visit in self.visits if visit.member == member})
 
     def all_uses(self, member: int) -> list[tuple[int, int]]:
         """As `uses`; chunks that see nothing are named once, after all others, because their sums are zero."""
@@ -104,126 +118,78 @@ class _Work:
     def tiles(self, member: int, queries: Held, sums: Held) -> None:
         """Tiles of all visits, over the residencies of queries and sums."""
         for visit in self.visits:
-            if visit.member != member:
-                continue
-            q, acc = queries.at(visit.chunk, visit.step), sums.at(visit.chunk, visit.step)
-            for head in range(len(q)):
-                kv_sums = visit.kv_sums[head] if visit.kv_sums else None
+            if visit.member == member:
+                q, acc = (held.at(visit.chunk, visit.step)[visit.head] for held in (queries, sums))
                 for band in visit.bands:
-                    tile = tile_of(band, q[head], visit.kv[head], acc[head], kv_sums)
-                    self.builder.tile(visit.step, q[head].rank, tile)
-
-    # ---- keys in the outer loop -----------------------------------------------------------------------------------
-
-    def trips(self) -> Iterator[tuple[int, list[Span]]]:
-        """(key chunk, steps of its stops on the way around the ring), one after the other; no message."""
-        start = 0
-        for chunk in range(self.exchange.chunks):
-            spans = []
-            for stop in range(self.ring.size):
-                pairs = [(self.visitor(home, stop), home) for home in range(self.ring.size)]
-                tiles = max(len(self.seers(member, home, chunk)) for member, home in pairs)
-                steps = self.chunking.pace * max(1, tiles)
-                spans.append(Span(start, start + steps - 1))
-                start += steps
-            yield chunk, spans
+                    self.builder.tile(visit.step, q.rank, tile_of(band, q, visit.kv, acc, visit.kv_sums))
 
     def planned(self, uses: Iterable[tuple[int, int]]) -> list[Residency]:
         """Residencies for some uses."""
         return residencies(uses, self.chunking.lead)
 
-    def seen(self, home: int, chunk: int) -> bool:
-        """Whether anybody sees a key chunk."""
-        return any(self.seers(member, home, chunk) for member in range(self.ring.size))
+    # ---- keys in the outer loop -----------------------------------------------------------------------------------
 
-    def visitor(self, home: int, stop: int) -> int:
-        """The member that a key chunk of `home` visits at a stop."""
-        return self.ring.visitor(home, *divmod(stop, self.ring.inner))
+    def trips(self) -> Iterator[tuple[int, list[Span]]]:
+        """(key chunk, steps of its stops on the way around the ring), one after the other; no message."""
+        homes, stops = np.ogrid[: self.ring.size, : self.ring.size]
+        visitors = self.ring.visitor(homes, *np.divmod(stops, self.ring.inner))
+        tiles = np.take_along_axis(self.sees.sum(axis=3), visitors[:, None], axis=2).max(axis=0)  # [chunk, stop]
+        start = 0
+        for chunk in range(self.exchange.chunks):
+            spans = []
+            for count in tiles[chunk].tolist():
+                steps = self.chunking.pace * max(1, count)
+                spans.append(Span(start, start + steps - 1))
+                start += steps
+            yield chunk, spans
 
-    def seers(self, member: int, home: int, chunk: int) -> list[int]:
-        """Query chunks of a member that see a key chunk, in turn from either end."""
-        key = member, home
-        if key not in self._seers:
-            by_chunk: defaultdict[int, list[int]] = defaultdict(list)
-            for i, j in sorted(self.bands(member, home)):
-                by_chunk[j].append(i)
-            self._seers[key] = {j: found[::-1] if j % 2 else found for j, found in by_chunk.items()}
-        return self._seers[key].get(chunk, [])
+    def travel(self, chunk: int, spans: list[Span], kv: dict[int, list[Value]], sums: dict[int, list[Value]]) -> None:
+        """One trip of a key chunk of every member, of which the planned ones are given."""
+        heads = self.exchange.grid.heads
+        for head in range(heads):
+            part = HeadPart(head, heads) if heads > 1 else None
+            lane = Lane(self.builder, self.exchange.grid.ring(head), heads=part, spans=spans)
+            if lane.ranks:
+                values = [self._of(lane, *given, chunk, head) for given in ((Kind.KV, kv), (Kind.DKV, sums))]
+                _Trip(self, lane, chunk, spans, values).travel()
 
-    def travel(self, home: int, chunk: int, spans: list[Span], kv: list[Value], sums: list[Value]) -> None:
-        """One trip of a key chunk: messages, visits and in backward the sums that come home."""
-        stops = [s for s in range(self.ring.size) if self.seers(self.visitor(home, s), home, chunk)]
-        held = self._carry(home, spans, stops, kv, self._needed(home, chunk, stops))
-        travelling: dict[int, list[Value]] = {}
-        for stop in stops:
-            member = self.visitor(home, stop)
-            if self.backward and stop:
-                travelling[stop] = self._started(member, held[stop], spans[stop])
-            for turn, query in enumerate(self.seers(member, home, chunk)):
-                step = spans[stop].post + turn * self.chunking.pace
-                bands = self.bands(member, home)[query, chunk]
-                self.visits.append(_Visit(step, member, query, bands, held[stop], travelling.get(stop, sums)))
-        if self.backward:
-            self._bring_home(spans, travelling, sums)
+    def _of(self, lane: Lane, kind: Kind, held: dict[int, list[Value]], chunk: int, head: int) -> list[Value]:
+        """A value of every member, numbered as in the ring; on ranks that are not planned it only has its rows."""
+        return [
+            held[home][head].on(home) if home in held else lane.value(home, kind, block.rows(chunk))
+            for home, block in enumerate(self.blocks)
+        ]
 
-    def _needed(self, home: int, chunk: int, stops: list[int]) -> dict[int, Rows]:
-        """Keys of the chunk that a stop or a later one needs."""
-        needed: dict[int, Rows] = {}
-        later: Rows | None = None
-        for stop in reversed(stops):
-            member = self.visitor(home, stop)
-            bands = [band for i in self.seers(member, home, chunk) for band in self.bands(member, home)[i, chunk]]
-            own = Rows(min(band.k_start for band in bands), max(band.k_stop for band in bands))
-            needed[stop] = later = own.hull(later)
-        return needed
 
-    def _carry(
-        self, home: int, spans: list[Span], stops: list[int], kv: list[Value], needed: dict[int, Rows]
-    ) -> dict[int, list[Value]]:
-        """The chunk at every stop that uses it: inside a ring hop by hop, to the next ring from where it came in."""
-        inner = self.ring.inner
-        held = {0: kv}
-        entry = before = 0
-        for stop in (s for s in stops if s):
-            cycle = stop // inner
-            if cycle == entry // inner:
-                span, channel, source = spans[stop - 1], Channel.PAYLOAD_INNER, held[before]
-            else:  # hides behind the whole cycle before
-                post = max(spans[(cycle - 1) * inner].post, spans[entry].post)
-                span, channel, source = Span(post, spans[cycle * inner - 1].wait), Channel.PAYLOAD_OUTER, held[entry]
-                entry = stop
-            held[stop] = self._pass(span, channel, source, self.visitor(home, stop), needed[stop])
-            before = stop
-        return held
+class _Trip(Circulation):
+    """A key chunk of every member goes around the ring; every stop's sum goes home while the next stop computes."""
 
-    def _pass(self, span: Span, channel: Channel, source: list[Value], member: int, rows: Rows) -> list[Value]:
-        """Messages of some rows to another member, one per part of the heads."""
-        arrived = self.blocks[member].group.parts(source[0].kind, rows)
-        for src, dst in zip(source, arrived, strict=True):
-            self.builder.message(*span, channel, src, dst, rows)
-        return arrived
+    straight = True
 
-    def _started(self, member: int, kv: list[Value], span: Span) -> list[Value]:
-        """Sums of dK, dV for keys that visit a member, zero."""
-        group = self.blocks[member].group
-        values = group.parts(Kind.DKV, kv[0].rows)
-        group.each(span.post, "init", values)
-        return values
+    def __init__(self, work: _Work, lane: Lane, chunk: int, spans: list[Span], values: list[list[Value]]) -> None:
+        self.work, self.chunk, self.spans = work, chunk, spans
+        operands = Operands([], values[0], [], values[1])
+        super().__init__(work.fine, work.exchange.method, lane, operands, work.ring)
 
-    def _bring_home(self, spans: list[Span], travelling: dict[int, list[Value]], sums: list[Value]) -> None:
-        """Every stop's sum goes straight home while the next stop computes."""
-        narrow = self.exchange.narrow_gradients
-        for stop, values in travelling.items():
-            channel = Channel.GRADIENT_INNER if stop < self.ring.inner else Channel.GRADIENT_OUTER
-            span = spans[stop + 1] if stop + 1 < len(spans) else Span(spans[stop].wait + 1, spans[stop].wait + 1)
-            for src, dst in zip(values, sums, strict=True):
-                sent = src
-                if narrow:
-                    sent = self.builder.value(src.rank, Home(Kind.DKV_WIRE, src.heads), src.rows)
-                    self.builder.op(span.post, "pre", src.rank, LocalOp("copy", sent.view(), src.view()))
-                arrived = self.builder.value(dst.rank, sent.home, src.rows)
-                self.builder.message(*span, channel, sent, arrived, src.rows)
-                self.builder.op(span.wait, "after", dst.rank, LocalOp("add", dst.view(src.rows), arrived.view()))
+    def _needed(self) -> RowTable:
+        """Keys of the chunk that each stop needs."""
+        work = self.work
+        hull = RowTable(*(rows[:, self.chunk] for rows in work.needed)).hull(axis=2)
+        first = np.array([block.rows(self.chunk).start for block in work.blocks])[:, None]
+        rows = RowTable(hull.start + first, hull.stop + first).where(hull.exists)
+        index = np.arange(self.route.size)[:, None, None], self.rank
+        return RowTable(rows.start[index], rows.stop[index])
+
+    def _compute(self, journey: Journey, place: Place) -> None:
+        """Visits of the query chunks that see the keys, in turn from either end."""
+        work, home, member = self.work, journey.home, int(self.rank[journey.home, *place])
+        sums = self._started(journey, place) or (self.operands.kv_sums[home] if self.backward else None)
+        seers = np.flatnonzero(work.sees[home, self.chunk, member]).tolist()
+        step, head = self.spans[self.step[place]].post, journey.held[place].heads
+        for query in seers[::-1] if self.chunk % 2 else seers:
+            bands = work.bands(member, query, home, self.chunk)
+            work.visits.append(_Visit(step, member, query, head.index if head else 0, bands, journey.held[place], sums))
+            step += work.chunking.pace
 
 
 class _Passing(NamedTuple):
@@ -259,16 +225,15 @@ class _Forward(_Work):
     def _passing(self, member: int) -> _Passing:
         """What passes through the ranks of a head group, spread over the steps that have tiles."""
         block = self.blocks[member]
-        if self.visibility.mask.query_stop is None or not block.exchanged:
+        if self.mask.query_stop is None or not block.exchanged:
             return _Passing({}, {}, {})
-        worked_on = {visit.chunk for visit in self.visits if visit.member == member}
-        queries = self._wanted_queries(member) - worked_on
-        keys = {chunk for chunk in self._wanted_keys(member) if not self.seen(member, chunk)}
+        queries = _chunks(self.seen_at_all[:, :, member].any(axis=(0, 1)) & ~self.sees[:, :, member].any(axis=(0, 1)))
+        keys = _chunks(self.seen_at_all[member].any(axis=(1, 2)) & ~self.sees[member].any(axis=(1, 2)))
         every = [chunk for chunk in range(block.count) if _has_rows(block.rows(chunk))]
         kept = {chunk for chunk in every if not _has_rows(block.asking_rows(chunk))}
         passing = _Passing({}, {}, {})
         waiting = sorted(queries | keys | kept)
-        tiles = max((visit.step for visit in self.visits), default=0) // self.chunking.pace
+        tiles = self.last_step // self.chunking.pace
         gap = max(1, tiles // (len(waiting) + 1))  # in tiles; one after another where there are enough of them
         for turn, chunk in enumerate(waiting, 1):
             for index, chunks in enumerate((queries, keys, kept)):
@@ -276,43 +241,37 @@ class _Forward(_Work):
                     passing[index][chunk] = self.chunking.pace * (gap * turn + gap * index // 3)
         return passing
 
-    def _wanted_queries(self, member: int) -> set[int]:
-        """Query chunks that backward, in which all queries ask, will work on."""
-        bands = [band for home in range(self.ring.size) for band in self.whole.bands(member, home)]
-        return {chunk for band in bands for chunk in self.blocks[member].touched(band.q_start, band.q_stop)}
-
-    def _wanted_keys(self, home: int) -> set[int]:
-        """As `_wanted_queries`, of keys."""
-        bands = [band for member in range(self.ring.size) for band in self.whole.bands(member, home)]
-        return {chunk for band in bands for chunk in self.blocks[home].touched(band.k_start, band.k_stop)}
-
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
-        pairs = self.bands(0, 0)
         rows: list[list[tuple[int, int]]] = [[] for _ in range(self.exchange.chunks)]
-        for i, j in sorted(pairs):
+        for j, i in np.argwhere(self.sees[0, :, 0]).tolist():
             rows[i].append((i, j))
         order = [pair for i, row in enumerate(rows) for pair in (row[::-1] if i % 2 else row)]
         steps = {pair: self.chunking.pace * n for n, pair in enumerate(order)}
-        self.visits = [_Visit(step, 0, i, pairs[i, j], [], []) for (i, j), step in steps.items()]
         self.last_step = max(steps.values(), default=0)
         uses = [(step, j) for (_, j), step in steps.items()]
         uses += [(step, j) for j, step in self._passing(0).keys.items()]
         keys = self.blocks[0].read(self.planned(sorted(uses)), *self._operand(self.blocks[0], Kind.KV, "kv", "ring_kv"))
-        self.visits = [_Visit(step, 0, i, pairs[i, j], keys.at(j, step), []) for (i, j), step in steps.items()]
+        for (i, j), step in steps.items():
+            bands = self.bands(0, i, 0, j)
+            for head in self.blocks[0].group.planned_heads:
+                self.visits.append(_Visit(step, 0, i, head, bands, keys.at(j, step)[head], None))
 
     def _send_keys(self) -> None:
         """Keys in the outer loop, each chunk once around the ring."""
-        operands = [self._operand(block, Kind.KV, "kv", "ring_kv") for block in self.blocks]
+        operands = {home: self._operand(block, Kind.KV, "kv", "ring_kv") for home, block in self.planned_blocks()}
         for chunk, spans in self.trips():
             stay = Residency(chunk, spans[0].post, spans[-1].wait)
-            for home, (block, operand) in enumerate(zip(self.blocks, operands, strict=True)):
-                if self.seen(home, chunk):
-                    keys = block.read([stay], *operand).at(chunk, stay.first)
-                    self.travel(home, chunk, spans, keys, [])
+            kv = {
+                home: self.blocks[home].read([stay], *operand).at(chunk, stay.first)
+                for home, operand in operands.items()
+                if self.sees[home, chunk].any()
+            }
+            self.travel(chunk, spans, kv, {})
             self.last_step = stay.last
-        for home, (block, operand) in enumerate(zip(self.blocks, operands, strict=True)):
-            block.read([Residency(chunk, step, step) for chunk, step in self._passing(home).keys.items()], *operand)
+        for home, operand in operands.items():
+            passing = self._passing(home).keys.items()
+            self.blocks[home].read([Residency(chunk, step, step) for chunk, step in passing], *operand)
 
     def _operand(self, block: Block, kind: Kind, pin: str, ring_pin: str) -> tuple[list[Value], Arrive | None]:
         """Where an input lies, and how its chunks get there if that takes an exchange."""
@@ -350,18 +309,19 @@ class _Backward(_Work):
             self.tiles(member, queries, self._query_sums(block, self.planned(self.all_uses(member))))
 
     def _send_keys(self) -> None:
-        keys = [block.whole(Kind.KV, "ring_kv" if block.exchanged else "kv") for block in self.blocks]
-        finishes = [self._kv_finish(block) for block in self.blocks]
+        blocks = dict(self.planned_blocks())
+        whole = {home: block.whole(Kind.KV, "ring_kv" if block.exchanged else "kv") for home, block in blocks.items()}
+        finishes = {home: self._kv_finish(block) for home, block in blocks.items()}
         for chunk, spans in self.trips():
             # The sum of the last stop comes home one step later.
             stay = Residency(chunk, spans[0].post, spans[-1].wait + (self.ring.size > 1))
-            for home, block in enumerate(self.blocks):
-                if block.rows(chunk).start == block.rows(chunk).stop:
-                    continue
-                sums = block.sum([stay], block.whole(Kind.DKV), finishes[home]).at(chunk, stay.first)
-                if self.seen(home, chunk):
-                    values = block.read([stay], keys[home]).at(chunk, stay.first)
-                    self.travel(home, chunk, spans, values, sums)
+            kv, sums = dict[int, list[Value]](), dict[int, list[Value]]()
+            for home, block in blocks.items():
+                if _has_rows(block.rows(chunk)):
+                    sums[home] = block.sum([stay], block.whole(Kind.DKV), finishes[home]).at(chunk, stay.first)
+                    if self.sees[home, chunk].any():
+                        kv[home] = block.read([stay], whole[home]).at(chunk, stay.first)
+            self.travel(chunk, spans, kv, sums)
             self.last_step = stay.last
 
     def _kv_finish(self, block: Block) -> Finish:

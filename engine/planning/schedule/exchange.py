@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.planning.methods.grid import Blocks, Grid, chunk_count
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.schedule.allocate import Home, PlanBuilder, Rows, Value
+from engine.planning.schedule.allocate import Home, PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.plan import Channel, HeadPart, Kind, LocalOp, OpName
 from engine.planning.sequence.layout import piece_rows
 
@@ -77,13 +77,6 @@ class Exchange:
         return Rows(*piece_rows(self.rows(ring_index), self.grid.heads, self.chunks, head, chunk))
 
 
-class Span(NamedTuple):
-    """Steps at which messages are posted and waited for."""
-
-    post: int
-    wait: int
-
-
 class HeadGroup:
     """The ranks that hold the pieces of one ring member's block; lists of values have one per rank, in order.
 
@@ -96,7 +89,8 @@ class HeadGroup:
         self.ring_index = ring_index
         self._home_chunks: dict[tuple[int, int], Rows] = {}
         self.ranks = exchange.grid.head_group(ring_index)
-        self.is_planned = any(rank in builder.kept for rank in self.ranks)
+        self.planned_heads = [head for head, rank in enumerate(self.ranks) if rank in builder.kept]
+        self.is_planned = bool(self.planned_heads)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
         """Values of the ranks' parts of the heads (of all heads if one rank has them).

@@ -8,7 +8,6 @@ something else reads first, and those of results that nothing reaches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +21,18 @@ def store_first(steps: Iterable[Step], slots: Mapping[int, Slot]) -> tuple[Step,
     """The same steps with as few `init` as possible; `slots` by the number that views have."""
     rows = _Rows(slots)
     changed = [
-        replace(
-            step,
-            pre=tuple(op for given in step.pre for op in rows.ops(given)),
-            post=tuple(map(rows.touched_by, step.post)),
-            tiles=tuple(map(rows.tile, step.tiles)),
-            after=tuple(op for given in step.after for op in rows.ops(given)),
+        Step(
+            step.index,
+            tuple(op for given in step.pre for op in rows.ops(given)),
+            tuple(map(rows.touched_by, step.post)),
+            tuple(map(rows.tile, step.tiles)),
+            step.wait,
+            tuple(op for given in step.after for op in rows.ops(given)),
         )
         for step in steps
     ]
     rows.finish()
-    return tuple(replace(step, pre=rows.needed(step.pre), after=rows.needed(step.after)) for step in changed)
+    return tuple(Step(s.index, rows.needed(s.pre), s.post, s.tiles, s.wait, rows.needed(s.after)) for s in changed)
 
 
 class _Rows:

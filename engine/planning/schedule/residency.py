@@ -8,15 +8,15 @@ stays on the device (a store and the next fetch of its rows must not overlap):
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.exchange import HeadGroup, Span, Where
+from engine.planning.schedule.allocate import Rows, Span, Value
+from engine.planning.schedule.exchange import HeadGroup, Where
 from engine.planning.schedule.plan import Kind
 
 Arrive = Callable[[int, int, list[Value]], object]  # (chunk, step, values): fill a chunk before `step`
@@ -94,7 +94,6 @@ class Block:
         self.host = chunking.store == "host"
         self.exchanged = len(group.ranks) > 1
         self._rows = [group.exchange.chunk(group.ring_index, chunk) for chunk in range(self.count)]
-        self._starts, self._stops = [rows.start for rows in self._rows], [rows.stop for rows in self._rows]
 
     @property
     def count(self) -> int:
@@ -104,11 +103,6 @@ class Block:
     def rows(self, chunk: int) -> Rows:
         """Rows of a chunk."""
         return self._rows[chunk]
-
-    def touched(self, start: int, stop: int) -> list[int]:
-        """Chunks that have some of the rows [start, stop)."""
-        chunks = range(bisect_right(self._stops, start), bisect_left(self._starts, stop))
-        return [chunk for chunk in chunks if self._starts[chunk] < self._stops[chunk]]
 
     def asking_rows(self, chunk: int) -> Rows:
         """Rows of a chunk that ask; fewer than it has, or none, where forward runs again for the first rows."""

@@ -114,49 +114,57 @@ def circulate(visibility: Visibility, method: AttentionMethod, builder: PlanBuil
     which no rank is planned are not looked at.
     """
     if builder.ranks:
-        _Circulation(visibility, method, builder, operands).emit()
+        Circulation(visibility, method, builder, operands, route_of(method, builder.direction)).emit()
     if isinstance(builder, Lane):  # the same for all members, whatever they have to do
         builder.reach(route_of(method, builder.direction).size - 1 + 2 * (builder.direction == "backward"))
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a block is at one step of its way around the ring; each rank is visited once."""
 
     cycle: int
     inner_step: int
 
 
-_START = _Place(0, 0)
+_START = Place(0, 0)
 
 
 @dataclass(frozen=True)
-class _Journey:
+class Journey:
     """One block's way around the ring, and the values it makes on planned ranks."""
 
     home: int
-    held: dict[_Place, Value] = field(default_factory=dict)  # the block
-    sums: dict[_Place, Value] = field(default_factory=dict)
+    held: dict[Place, Value] = field(default_factory=dict)  # the block
+    sums: dict[Place, Value] = field(default_factory=dict)
 
 
-class _Circulation:
+class Circulation:
     """Emits one pass; all methods write into the builder. What touches no planned rank is skipped: arrays over all
     visits [home, cycle, inner step] say what does, and only that is emitted one by one.
     """
 
+    straight = False  # whether gradients go home from every visit by themselves
+
     def __init__(
-        self, visibility: Visibility, method: AttentionMethod, builder: PlanBuilder | Lane, operands: Operands
+        self,
+        visibility: Visibility,
+        method: AttentionMethod,
+        builder: PlanBuilder | Lane,
+        operands: Operands,
+        route: Route,
     ) -> None:
         self.visibility = visibility
         self.builder = builder
-        self.route = route_of(method, builder.direction)
+        self.route = route
         self.kept = frozenset(builder.ranks)
         self.backward = builder.direction == "backward"
         self.gathers = method.kv_transport == "all_gather"
+        self.straight = self.straight or self.gathers
         self.circulates = method.backward_circulates if self.backward and not self.gathers else "kv"
         self.leaves_last = keeps_last(method) and not self.backward
         self.reversed = keeps_last(method) and self.backward
         # Behind a window no step waits for the last hop, and a tail would add one.
-        tails = self.backward and not self.reversed and not self.gathers and visibility.mask.window is None
+        tails = self.backward and not self.reversed and not self.straight and visibility.mask.window is None
         self.tail = min(method.deferred_local_tiles, self.route.inner) if tails else 0
         self.operands = operands
         self.payload = operands.kv if self.circulates == "kv" else operands.query
@@ -180,11 +188,15 @@ class _Circulation:
         for value in (*self.operands.sums, *self.operands.kv_sums):
             if value.rows.stop:
                 self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+        self.travel()
+
+    def travel(self) -> None:
+        """Emit every block's journey."""
         messages, tiles = _by_home(self.received), _by_home(self.needed.exists & self.planned)
         if self.backward:
             sums, ends = _by_home(self.chained), _by_home(self.ends)
         for home in range(self.route.size):
-            journey = _Journey(home)
+            journey = Journey(home)
             self._send_payload(journey, messages[home])
             for place in tiles[home]:
                 self._compute(journey, place)
@@ -193,11 +205,11 @@ class _Circulation:
                     self._pass_sum_on(journey, place)
                 self._return_gradients(journey, ends[home])
 
-    def _steps(self) -> dict[_Place, int]:
+    def _steps(self) -> dict[Place, int]:
         """The step of every (cycle, inner step): the own node first, but for what is kept for the tail."""
         inner, late = self.route.inner, max(0, self.tail - 1)
-        remote = [_Place(cycle, index) for cycle in range(1, self.route.outer) for index in range(inner)]
-        own = [_Place(0, index) for index in range(inner)]
+        remote = [Place(cycle, index) for cycle in range(1, self.route.outer) for index in range(inner)]
+        own = [Place(0, index) for index in range(inner)]
         return {place: step for step, place in enumerate([*own[: inner - late], *remote, *own[inner - late :]])}
 
     def _ranks(self) -> Integers:
@@ -252,7 +264,7 @@ class _Circulation:
         self.carried.start[:, :, 0], self.carried.stop[:, :, 0] = cycles.from_here_on(axis=1)
         self.received = receives & (self.planned | source_is_planned)
 
-    def _send_payload(self, journey: _Journey, received: list[_Place]) -> None:
+    def _send_payload(self, journey: Journey, received: list[Place]) -> None:
         """Messages that bring the block to all who need it."""
         journey.held[_START] = self.payload[int(self.rank[journey.home, 0, 0])]
         if self.shortcut:
@@ -262,36 +274,35 @@ class _Circulation:
             if self.gathers:
                 before, when = _START, (max(0, step - 1 - self.route.inner), step - 1, inside)
             elif place.inner_step:
-                before = _Place(place.cycle, int(self.source[journey.home, *place]))
+                before = Place(place.cycle, int(self.source[journey.home, *place]))
                 when = (step - 1, step - 1, Channel.PAYLOAD_INNER)
             else:
-                before = _Place(int(self.source[journey.home, *place]), 0)
-                when = (self.step[_Place(place.cycle - 1, 0)], step - 1, Channel.PAYLOAD_OUTER)
+                before = Place(int(self.source[journey.home, *place]), 0)
+                when = (self.step[Place(place.cycle - 1, 0)], step - 1, Channel.PAYLOAD_OUTER)
             self._pass_on(journey, when, before, place, _rows(self.carried, journey.home, place))
 
-    def _send_last(self, journey: _Journey) -> None:
+    def _send_last(self, journey: Journey) -> None:
         """The message that brings the block straight to who keeps it, hidden behind the tiles of the last cycle."""
-        place = _Place(self.route.outer - 1, self.route.inner - 1)
+        place = Place(self.route.outer - 1, self.route.inner - 1)
         rows = _rows(self.needed, journey.home, place)
         if rows.start < rows.stop:
             wait = self.step[place] - 1
-            post = min(self.step[_Place(place.cycle, 0)], wait) if place.cycle else wait
+            post = min(self.step[Place(place.cycle, 0)], wait) if place.cycle else wait
             self._pass_on(journey, (post, wait, self._inside(place)), _START, place, rows)
 
     @staticmethod
-    def _inside(place: _Place) -> Channel:
+    def _inside(place: Place) -> Channel:
         """Of a message between home and a visit."""
         return Channel.PAYLOAD_OUTER if place.cycle else Channel.PAYLOAD_INNER
 
     def _pass_on(
-        self, journey: _Journey, when: tuple[int, int, Channel], before: _Place, after: _Place, rows: Rows
+        self, journey: Journey, when: tuple[int, int, Channel], before: Place, after: Place, rows: Rows
     ) -> None:
         """Send rows of the block from one visit to another."""
         sender, receiver = (int(self.rank[journey.home, *place]) for place in (before, after))
         kind = self.payload[sender].kind
         if before not in journey.held:  # on a rank that is not planned
-            whole = Rows(0, self.visibility.layout.rows(journey.home))
-            journey.held[before] = self.builder.value(sender, kind, whole)
+            journey.held[before] = self.builder.value(sender, kind, journey.held[_START].rows)
         stays = self.leaves_last and self.step[after] == self.route.size - 1
         arrived = self.operands.kv_last[receiver] if stays else self.builder.value(receiver, kind, rows)
         self.builder.message(*when, journey.held[before], arrived, rows)
@@ -299,13 +310,9 @@ class _Circulation:
 
     # ---- tiles --------------------------------------------------------------------------------------------------
 
-    def _compute(self, journey: _Journey, place: _Place) -> None:
-        """Tiles of a visit, and in backward the gradient sum that they add to."""
-        step, rank = self.step[place], int(self.rank[journey.home, *place])
-        travelling = None
-        if self.backward and self.adds[journey.home, *place]:
-            travelling = self._sum(journey, place)
-            self.builder.op(step, "pre", rank, LocalOp("init", travelling.view()))
+    def _compute(self, journey: Journey, place: Place) -> None:
+        """Tiles of a visit."""
+        step, rank, travelling = self.step[place], int(self.rank[journey.home, *place]), self._started(journey, place)
         pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
         now: Sequence[Band] = self.visibility.bands(*pair, of="q" if pair[0] in self.kept else "kv")
         if rank == journey.home and self.tail:
@@ -315,7 +322,15 @@ class _Circulation:
         for band in now:
             self._tile(step, rank, band, journey.held[place], travelling)
 
-    def _sum(self, journey: _Journey, place: _Place) -> Value:
+    def _started(self, journey: Journey, place: Place) -> Value | None:
+        """The gradient sum that travels and that a visit adds to, set to zero; None: it adds to none."""
+        if not (self.backward and self.adds[journey.home, *place]):
+            return None
+        found = self._sum(journey, place)
+        self.builder.op(self.step[place], "pre", found.rank, LocalOp("init", found.view()))
+        return found
+
+    def _sum(self, journey: Journey, place: Place) -> Value:
         """The gradient sum that a visit adds to."""
         if place not in journey.sums:
             rank, rows = int(self.rank[journey.home, *place]), _rows(self.summed, journey.home, place)
@@ -339,7 +354,7 @@ class _Circulation:
         at_home = self.rank == np.arange(self.route.size)[:, None, None]
         self.adds = self.needed.exists & ~at_home
         self.summed = self.needed.where(self.adds)
-        if self.gathers:
+        if self.straight:
             self.chained = np.zeros_like(self.adds)
             self.ends = self.adds & (self.planned | self.planned[:, :1, :1])
             return
@@ -350,7 +365,7 @@ class _Circulation:
         is_last = self.adds & (np.cumsum(self.adds, axis=2) == self.adds.sum(axis=2, keepdims=True))
         self.ends = is_last & (self.planned | self.at_planned_node[:, None, None])
 
-    def _return_gradients(self, journey: _Journey, ends: list[_Place]) -> None:
+    def _return_gradients(self, journey: Journey, ends: list[Place]) -> None:
         """The sums of all cycles come home: straight inside the node, over a relay from others."""
         target = (self.operands.kv_sums if self.circulates == "kv" else self.operands.sums)[journey.home]
         home_cycle = self.route.outer - 1 if self.reversed else 0
@@ -358,7 +373,7 @@ class _Circulation:
         arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
         for place in ends:
             post, tail = self.step[place] + 1, self._sum(journey, place)
-            if self.gathers or place.cycle == home_cycle:
+            if self.straight or place.cycle == home_cycle:
                 channel = Channel.GRADIENT_INNER if place.cycle == home_cycle else Channel.GRADIENT_OUTER
                 self._add(post, target, self._hop(post, post, channel, tail, target.rank))
             else:
@@ -367,9 +382,9 @@ class _Circulation:
         for relay, tails in arrivals.items():
             self._collect(relay, tails, target)
 
-    def _pass_sum_on(self, journey: _Journey, place: _Place) -> None:
+    def _pass_sum_on(self, journey: Journey, place: Place) -> None:
         """Add the sum of the visit before to this one's, one step late so that the hop hides behind the tile."""
-        before = _Place(place.cycle, int(self.added_before[journey.home, *place]))
+        before = Place(place.cycle, int(self.added_before[journey.home, *place]))
         source, target, step = self._sum(journey, before), self._sum(journey, place), self.step[place]
         self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, source, target.rank))
 
@@ -443,7 +458,7 @@ def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
     return first, rest
 
 
-def _rows(table: RowTable, home: int, place: _Place) -> Rows:
+def _rows(table: RowTable, home: int, place: Place) -> Rows:
     return Rows(int(table.start[home, *place]), int(table.stop[home, *place]))
 
 
@@ -457,9 +472,9 @@ def _before(chosen: Flags, axis: int, otherwise: int) -> Integers:
     return before
 
 
-def _by_home(chosen: Flags) -> list[list[_Place]]:
+def _by_home(chosen: Flags) -> list[list[Place]]:
     """The chosen visits of every block, in order."""
-    places: list[list[_Place]] = [[] for _ in chosen]
+    places: list[list[Place]] = [[] for _ in chosen]
     for home, cycle, index in np.argwhere(chosen).tolist():
-        places[home].append(_Place(cycle, index))
+        places[home].append(Place(cycle, index))
     return places

@@ -168,6 +168,16 @@ def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[
     )
 
 
+def chunk_layout(layout: Layout, chunks: int) -> Layout:
+    """Every chunk of every rank's rows as a block of its own: that of rank r and chunk c is number r * chunks + c."""
+    segments = tuple(
+        tuple(_rows_of(own, *piece_rows(layout.rows(rank), 1, chunks, 0, chunk)))
+        for rank, own in enumerate(layout.segments)
+        for chunk in range(chunks)
+    )
+    return Layout(layout.name, layout.seq_len, segments)
+
+
 def _rows_of(segments: Sequence[Segment], first: int, stop: int) -> list[Segment]:
     """Rows [first, stop) of a list of segments."""
     parts = []

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import PlanError
-from engine.planning.sequence.layout import Layout
+from engine.planning.sequence.layout import Layout, chunk_layout
 from engine.planning.sequence.mask import Band, Mask, normalise
 from engine.planning.sequence.rectangles import UNBOUNDED
 
@@ -67,6 +67,13 @@ class Visibility:
         self._segments = _Segments.of(layout)
         self._bands: dict[tuple[Operand, int], dict[int, tuple[Band, ...]]] = {}
         self._needed: dict[tuple[object, ...], RowTable] = {}
+        self._of_chunks: dict[int, Visibility] = {}
+
+    def of_chunks(self, chunks: int) -> Visibility:
+        """What chunks of the blocks see of each other; see `chunk_layout`."""
+        if chunks not in self._of_chunks:
+            self._of_chunks[chunks] = Visibility(self.mask, chunk_layout(self.layout, chunks))
+        return self._of_chunks[chunks]
 
     def bands(self, q_rank: int, kv_rank: int, *, of: Operand = "q") -> tuple[Band, ...]:
         """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once.
