@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 app = new_verb()
 
+LocalOption = Annotated[
+    bool,
+    typer.Option("--local", help="This machine, whatever is named: for init containers and prologs of schedulers."),
+]
+
 
 @dataclass(frozen=True)
 class Output:
@@ -39,6 +44,7 @@ def check_nodes(
     overrides: OverridesArgument = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
+    local: LocalOption = False,
     config_dir: ConfigDirOption = None,
     only: Annotated[
         list[str] | None,
@@ -103,13 +109,11 @@ def check_nodes(
     if dry_run and not collectives:
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     output = _output(Output(as_json, names_only, expand, show_all, watch))
-    options = CheckOptions(
-        read_selection(only or (), skip or ()),
-        timeout_s=timeout,
-        cuda_smoke=cuda_smoke,
-    )
+    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
     config = compose(overrides or (), config_dir or ()).config
-    targets = _find_hosts(config, hosts, hostfile, overrides or ())
+    if local and (hosts is not None or hostfile is not None):
+        raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
+    targets = () if local else _find_hosts(config, hosts, hostfile, overrides or ())
     if collectives:
         from burst_cli.nodes.collectives import check_collectives
 

@@ -67,6 +67,8 @@ class KubernetesJob:
     def close(self) -> None:
         self._is_closed = True
         self._wake.set()
+        with contextlib.suppress(OSError):
+            self._note()  # what the links have told already may not be written down yet
 
     # --- while it waits: see `QueuedJob` --------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class KubernetesJob:
         """What whoever looks at the run folder sees of the nodes."""
         for node in self.plan.nodes:
             status = self.status(node)
-            if self._noted.get(node.node_rank) != status:
+            if self._noted.get(node.node_rank) != status or status.phase == "running":
                 self._noted[node.node_rank] = status
                 pod = self._pods.get(node.node_rank)
                 place: dict[str, object] = {"phase": status.phase, "pod": pod and pod.name, "host": pod and pod.host}

@@ -115,8 +115,13 @@ def test_watching_shows_everything_once_and_then_changes(capsys: pytest.CaptureF
     assert out.count("no change; usable: n1 (1 of 2 nodes") == 1
 
 
-def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
-    result = burst("check-nodes", "--only", "host.memory,host.nofile", "--json")
+@pytest.mark.parametrize("words", [(), ("--local", "cluster.nodes=n9")])
+def test_without_nodes_or_when_asked_to_this_machine_is_checked(
+    burst: Burst, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    if words:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")  # as in a prolog
+    result = burst("check-nodes", *words, "--only", "host.memory,host.nofile", "--json")
     document = json.loads(result.out)
     (node,) = document["nodes"].values()
     assert {finding["check"] for finding in node["findings"]} <= {"host.memory", "host.nofile"}
@@ -129,6 +134,7 @@ def test_without_nodes_this_machine_is_checked(burst: Burst) -> None:
         (["--json", "--list"], "give one of them"),
         (["--watch", "5", "--list"], "--watch prints changes"),
         (["--expand"], "give --list"),
+        (["--local", "--hosts", "n1"], "takes no --hosts"),
         (["--only", "gpus"], "expected a group"),
         (["--skip", "ssh"], "is not usable"),
         (["--hosts", "n[1-"], "not in the grammar"),
