@@ -17,6 +17,7 @@ from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_p
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
+from engine.planning.time.devices import find_device
 from engine.planning.time.step_time import StepTime, predict_step
 from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
@@ -56,8 +57,13 @@ class MemoryPlanner:
     def predict_time(self, config: RunConfig) -> StepTime | None:
         """A step on the configured or detected machine; None where it is not known, or the step cannot be planned."""
         try:
-            machine = machine_of(config, self.capacity(config).device_name)
-            return predict_step(config, world_of(config), machine.shared_by(config.cluster.ranks_per_node or 1))
+            if config.memory.activation_checkpoint == "auto":  # taken for one that costs nothing
+                config = replace(config, memory=replace(config.memory, activation_checkpoint="none"))
+            device, cluster = self.capacity(config).device_name, config.cluster
+            if cluster.machine.name == "auto" and find_device(device) is None:
+                return None
+            machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank)
+            return predict_step(config, world_of(config), machine)
         except ConfigError:
             return None
 

@@ -1,16 +1,16 @@
 """Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand.
 
-What it takes is told by runs that were measured, else by the peak of a known device.
+What it takes is told by runs that were measured, else by the prediction for a known machine.
 
-The time of a step is its FLOPs over a rate. The rate is that of the run most like the cell: same model, ranks and
-device are a must; then the same method, then the nearest length (rates change with the length of a sequence). Without
-such a run it is a share of the device's peak that this field reaches; without a known device there is no estimate.
+The time of a step is its FLOPs over a rate: that of the run most like the cell. Same model, ranks and device are a
+must; then the same method, then the nearest length (rates change with the length of a sequence). Without such a run it
+is the step that `burst plan` predicts of the machine; without a known one there is no estimate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,13 +26,9 @@ from engine.config.settings import RunConfig
 from engine.planning.memory.cost import planned_flops
 from engine.planning.methods.auto import check_attention
 from engine.planning.methods.presets import legal_attention
-from engine.planning.time.devices import published_peak
+from engine.planning.time.step_time import StepTime
 
-# Of the dense peak; published long-context training reaches 35% to 55% with the mask counted.
-ASSUMED_MFU = 0.4
 ASSUMED_START_S = 60.0
-# float32, measured on cores of servers: 40e9 to 100e9.
-ASSUMED_CORE_FLOPS = 60e9
 
 
 @dataclass(frozen=True)
@@ -100,19 +96,19 @@ def measured_runs(records: Iterable[Mapping[str, Any]]) -> list[Measured]:
     return found
 
 
-def estimate(work: Work, measured: Sequence[Measured], peak_flops_per_s: float | None) -> Estimate | None:
-    """What `work` is expected to take; peak: of one device, None when it is not known."""
+def estimate(work: Work, measured: Sequence[Measured], predict: Callable[[], StepTime | None]) -> Estimate | None:
+    """What `work` is expected to take; `predict` is asked where no run is like it, and may know no machine."""
     like = [run for run in measured if (run.model, run.world_size) == (work.model, work.world_size)]
     if like:
         best = min(like, key=lambda run: (run.preset != work.preset, abs(math.log(run.seq_len / work.seq_len))))
         step_s = work.flops_per_step / best.flops_per_s
         source = f"the rate of run {best.run_id} ({best.preset}, {best.seq_len})"
         return Estimate(best.start_s + work.steps * step_s, work.world_size, source, step_s)
-    if peak_flops_per_s is None:
+    step = predict()
+    if step is None:
         return None
-    step_s = work.flops_per_step / (ASSUMED_MFU * peak_flops_per_s * work.world_size)
-    source = f"{ASSUMED_MFU:.0%} of the device's peak, assumed"
-    return Estimate(ASSUMED_START_S + work.steps * step_s, work.world_size, source, step_s)
+    seconds, source = ASSUMED_START_S + work.steps * step.seconds, f"the prediction for {step.machine}"
+    return Estimate(seconds, work.world_size, source, step.seconds)
 
 
 def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, float] | None:
@@ -168,23 +164,11 @@ class LaunchJudge:
         return problems[0] if problems else None
 
     def estimate(self, config: RunConfig) -> Estimate | None:
-        """From runs like it, else from the peak of the device."""
+        """From runs like it, else from the prediction."""
         if config.cluster.world_size is None:
             return None
-        work = work_of(self.planner.settle_attention(config))
-        return estimate(work, self.measured, self._peak(config))
-
-    def _peak(self, config: RunConfig) -> float | None:
-        train = config.train
-        if train.peak_flops_per_device is not None:
-            return train.peak_flops_per_device
-        try:
-            known = published_peak(self.planner.capacity(config).device_name, train.compute_dtype)
-        except ConfigError:
-            return None
-        if known is None and config.cluster.backend == "gloo":
-            return ASSUMED_CORE_FLOPS * (config.cluster.threads_per_rank or 1)
-        return known.flops_per_s if known is not None else None
+        settled = self.planner.settle_attention(config)
+        return estimate(work_of(settled), self.measured, lambda: self.planner.predict_time(settled))
 
 
 def work_of(config: RunConfig) -> Work:

@@ -46,13 +46,14 @@ from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
 
 _WINDOWS = 3  # that a median is of
-_LONG_WINDOWS = 3  # a size whose call takes so many windows is the last one
+_LONG_WINDOWS = 10  # a size whose call takes so many windows is the last one
 _SIDES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
 _HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
 _LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
 _LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+_SHARED = 1.5  # a rank that sends alone is so much faster: then its node has one link
 _NO_LINK = [(1.0, 1e-6), (1e6, 1e-4)]  # of a rank that has nobody to send to
 Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
 
@@ -112,9 +113,12 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
     _say("a layer")
     layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
     _say("links")
-    links = {kind: _messages(watch, cell, kind) for kind in ("intra", "inter")}
-    inter_latency_s, inter_rate = _affine(links["inter"] or links["intra"] or _NO_LINK)
-    intra_latency_s, intra_rate = _affine(links["intra"] or links["inter"] or _NO_LINK)
+    intra, inter = (_messages(watch, cell, kind) for kind in ("intra", "inter"))
+    inter_alone = _messages(watch, cell, "inter", one_per_node=True)
+    shared_nic = bool(inter) and _affine(inter_alone)[1] > _SHARED * _affine(inter)[1]
+    inter = inter_alone if shared_nic else inter
+    inter_latency_s, inter_rate = _affine(inter or intra or _NO_LINK)
+    intra_latency_s, intra_rate = _affine(intra or inter or _NO_LINK)
     machine = Machine(
         name="measured",
         forward_flops_per_s=_by_share(forward)[0],
@@ -128,6 +132,7 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
         intra_latency_s=intra_latency_s,
         inter_bytes_per_s=inter_rate,
         inter_latency_s=inter_latency_s,
+        shared_nic=shared_nic,
         message_compute_share=_message_share(watch, cell),
         host_bytes_per_s=_host_link(watch),
         host_latency_s=10e-6,
@@ -143,7 +148,7 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
     )
     _say("training steps")
     series = {"product_flops_per_s": products, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
-    series |= {"elementwise_bytes_per_s": layer, **{f"{kind}_message_s": times for kind, times in links.items()}}
+    series |= {"elementwise_bytes_per_s": layer, "intra_message_s": intra, "inter_message_s": inter}
     return with_overheads(watch, cell, machine), series
 
 
@@ -234,14 +239,17 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
     return found
 
 
-def _messages(watch: Stopwatch, cell: MachineCell, kind: str) -> Series:
-    """Seconds of a message by its bytes, all ranks sending at once; nothing where there is no such link."""
+def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: bool = False) -> Series:
+    """Seconds of a message by its bytes, all ranks sending at once, or one of each node; nothing where there is no such
+    link.
+    """
+    idles = one_per_node and dist.get_rank() % cell.setup.local_ranks > 0
     found: Series = []
     for size in _MESSAGES[watch.device.type]:
         exchange = _exchange(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
         if exchange is None or (found and watch.is_long(found[-1][1])):
             break
-        found.append((float(size), watch.seconds(exchange)))
+        found.append((float(size), watch.seconds((lambda: None) if idles else exchange)))
     return found
 
 

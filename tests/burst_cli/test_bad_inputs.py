@@ -146,12 +146,12 @@ ONE_CORE = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads
 
 def test_steps_of_minutes_on_the_cpu_are_refused_and_a_shorter_sequence_is_named(burst, tmp_path: Path) -> None:
     result = burst("launch", "exp=small", *ONE_CORE)
-    # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core gives 24 GFLOP/s.
-    words = ("too slow: 1:10:26 h per step is expected on the CPU", "or train.seq_len=4096 (2:48 min per step)")
+    # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
+    words = ("too slow: 28:21 min per step is expected on the CPU", "or train.seq_len=8192 (2:44 min per step)")
     assert_refused(result.code, result.err, *words)
     assert not (tmp_path / "runs").exists()
-    shorter = burst("launch", "exp=small", *ONE_CORE, "train.seq_len=4096", "--dry-run")
-    assert (shorter.code, "expected: 2:48 min per step, 46:32:56 for 1000 steps" in shorter.out) == (0, True)
+    shorter = burst("launch", "exp=small", *ONE_CORE, "train.seq_len=8192", "--dry-run")
+    assert (shorter.code, "expected: 2:44 min per step, 45:36:31 for 1000 steps" in shorter.out) == (0, True)
 
 
 def test_forced_plan_warns_and_keeps_what_is_known(burst) -> None:

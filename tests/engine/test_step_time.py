@@ -87,6 +87,13 @@ def test_nothing_hides_what_computing_loses_to_the_messages_of_fsdp() -> None:
     assert parts.gradients * 1e9 == pytest.approx(max(0.5 * 4 * elsewhere, 4 * HEAD * 3 / 4))
 
 
+def test_fsdp_packs_and_unpacks_what_its_messages_carry() -> None:
+    parts = step_on(only(elementwise_bytes_per_s=1e9), *SMALL, "train.compute_dtype=bfloat16").parts
+    numbers = 2 * LAYER + 2 * HEAD + VECTORS
+    assert parts.weights * 1e9 == pytest.approx(2 * (2 + 2) * numbers)  # two gathers, read and written
+    assert parts.gradients * 1e9 == pytest.approx((2 + 4) * numbers)
+
+
 def test_copies_of_the_model_sum_their_gradients_over_the_links_between_them() -> None:
     two = ["parallel.dp_replicate_size=2", "cluster.topology_nodes=2", "train.compute_dtype=bfloat16"]
     parts = step_on(only(inter_bytes_per_s=1e6), *SMALL, *two).parts

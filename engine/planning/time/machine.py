@@ -135,17 +135,20 @@ class Machine:
         """Seconds between the post of a message by both ends and its first byte."""
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
-    def shared_by(self, local_ranks: int) -> Machine:
-        """As one of `local_ranks` ranks of a node sees it: fewer share its cores, and each is so much faster."""
-        if self.local_ranks in (None, local_ranks):
+    def shared_by(self, local_ranks: int, threads: int | None = None) -> Machine:
+        """As one of `local_ranks` ranks of a node sees it, each of so many threads; a GPU is nobody else's.
+
+        Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's.
+        """
+        if not self.is_cpu:
             return self
-        faster = self.local_ranks / local_ranks
+        faster = (threads or 1) if self.local_ranks is None else self.local_ranks / local_ranks
         changes = {
             name: getattr(self, name) * (faster if name.endswith("_per_s") else 1 / faster)
             for name in machine_fields()
             if name.endswith(("_per_s", "_overhead_s")) and not name.startswith("inter")
         }
-        return replace(self, local_ranks=local_ranks, **changes)
+        return replace(self, local_ranks=local_ranks if self.local_ranks else None, **changes)
 
 
 def share_at(shares: Shares, size: float) -> float:

@@ -278,7 +278,10 @@ class _Step:
         weights_s = max(embedding * gather_s, times * gather_s - forward_s) + max(0.0, times * gather_s - hidden)
         gradients_s = max(embedding * reduce_s, times * reduce_s - backward_s)
         lost_s = times * self.machine.message_compute_share * self._ring_s(shards, within_nodes=True)
-        return max(weights_s, 2 * self.element * lost_s), max(gradients_s, GRADIENT_BYTES * lost_s)
+        # What a message carries is packed before or unpacked after it: read and written once.
+        packed_s = times * self.parameters.total / self.tp_size / self.machine.elementwise_bytes_per_s
+        weights_s = max(weights_s, 2 * self.element * lost_s) + 2 * 2 * self.element * packed_s
+        return weights_s, max(gradients_s, GRADIENT_BYTES * lost_s) + (self.element + GRADIENT_BYTES) * packed_s
 
     def _ring_s(self, ranks: int, apart: int = 1, *, within_nodes: bool = False) -> float:
         """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`;

@@ -13,7 +13,10 @@ from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import build_sweep, check_legal
 from burst_cli.sweep.request import choose_lanes
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig, TrainConfig
+from engine.config.settings import ModelConfig, RunConfig, TrainConfig
+from engine.planning.methods.topology import Topology
+from engine.planning.time.devices import find_machine
+from engine.planning.time.step_time import predict_step
 
 
 class Judge:
@@ -139,24 +142,30 @@ WORK = Work("7b", "burst", 4096, 8, steps=10, flops_per_step=1e15)
 RUN = Measured("r1", "7b", "burst", 2048, 8, flops_per_s=1e14, start_s=30.0)
 
 
+def unknown() -> None:
+    """What is predicted for a device that nobody knows."""
+
+
 def test_estimate_takes_the_rate_of_the_run_most_like_the_cell() -> None:
     near = replace(RUN, run_id="near", seq_len=4096, flops_per_s=2e14)
     other_method = replace(RUN, run_id="ring", preset="ring", seq_len=4096, flops_per_s=9e14)
-    found = estimate(WORK, [RUN, other_method, near], None)
+    found = estimate(WORK, [RUN, other_method, near], unknown)
     assert found is not None
     assert found.seconds == 30.0 + 10 * 1e15 / 2e14
     assert "run near" in found.source
 
 
-def test_estimate_without_a_run_like_it_rests_on_the_peak_and_says_so() -> None:
-    found = estimate(WORK, [replace(RUN, world_size=4), replace(RUN, model="14b")], 1e15)
+def test_estimate_without_a_run_like_it_rests_on_the_prediction_and_says_so() -> None:
+    config = RunConfig(model=ModelConfig(num_layers=1))
+    step = predict_step(config, Topology(1, 1), find_machine("h100"))
+    found = estimate(WORK, [replace(RUN, world_size=4), replace(RUN, model="14b")], lambda: step)
     assert found is not None
-    assert found.seconds == 60.0 + 10 * 1e15 / (0.4 * 1e15 * 8)
-    assert "assumed" in found.source
+    assert (found.step_s, found.seconds) == (step.seconds, 60.0 + 10 * step.seconds)
+    assert found.source == "the prediction for h100"
 
 
 def test_estimate_of_an_unknown_device_is_none() -> None:
-    assert estimate(WORK, [], None) is None
+    assert estimate(WORK, [], unknown) is None
 
 
 def test_measured_runs_are_completed_ones_that_say_enough() -> None:

@@ -92,7 +92,13 @@ def test_ranks_that_share_cores_have_a_part_of_their_rates_and_of_nobodys_networ
     assert eight.layer_overhead_s == pytest.approx(4 * 1e-3)
     assert eight.inter_bytes_per_s == MEASURED.inter_bytes_per_s
     assert eight.shared_by(2).tile_overhead_s == pytest.approx(MEASURED.tile_overhead_s)
-    assert find_machine("h100").shared_by(8) == find_machine("h100")
+    assert find_machine("h100").shared_by(8, 4) == find_machine("h100")
+
+
+def test_a_core_of_the_table_is_that_of_one_thread() -> None:
+    core = find_machine("cpu")
+    assert core.shared_by(4, 3).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
+    assert core.shared_by(4).tile_overhead_s == core.tile_overhead_s
 
 
 @pytest.mark.parametrize(
