@@ -11,15 +11,16 @@ from typing import Any, TypeVar
 from cluster.checks.finding import Check, Finding
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.survey.section import NodeProbe, Question, UnreadableError
+from cluster.survey.facts import NodeFacts
+from cluster.survey.section import Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 T = TypeVar("T")
 # Findings of one check of what `look` gave: one for every device that is not as it should be, at least one.
 Judge = Callable[[Check, Any], Iterable[Finding]]
-# A test of nodes with each other, over their open connections, with the answers to their probes.
-TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeProbe]], list[Finding]]
-Compare = Callable[[Mapping[str, NodeProbe], ClusterConfig], list[Finding]]
+# A test of nodes with each other, over their open connections, with their facts.
+TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeFacts]], list[Finding]]
+Compare = Callable[[Mapping[str, NodeFacts]], list[Finding]]
 
 
 def _nothing(*_: Any) -> Mapping[str, Any]:
@@ -32,23 +33,21 @@ class CheckGroup:
 
     name: first part of the names of its checks, and the word of --only and --skip; groups may share it.
     questions: what nodes are asked, with the variables `settings` exported.
-    look: the answer of one node, read; where there is nothing of the kind, what is to be said of that, if anything. May
-    raise UnreadableError.
+    look: what the judges need of the facts; where there is nothing of the kind, what is to be said of that, if
+    anything. May raise UnreadableError.
     judges: `check_pcie` of group `gpu` makes the findings of `gpu.pcie`; its docstring is what `--explain` says.
     traits: what must be the same on all nodes, by check ({"gpu.driver": "550.54"}); None or left out: not known.
-    compare: findings that rest on the answers of several nodes. between: tests that need several nodes at once, by
+    compare: findings that rest on several nodes. between: tests that need several nodes at once, by
     check. compared: what `--explain` says of checks that only these two know.
     """
 
     name: str
     judges: tuple[Judge, ...]
-    look: Callable[[NodeProbe, ClusterConfig], Any] = field(default=lambda probe, config: probe)
+    look: Callable[[NodeFacts], Any] = field(default=lambda facts: facts)
     questions: tuple[Question, ...] = ()
     settings: Callable[[ClusterConfig], Mapping[str, str | None]] = _nothing
     traits: Callable[[Any], Mapping[str, str | None]] = _nothing
-    compare: Callable[[Mapping[str, NodeProbe], ClusterConfig], list[Finding]] = field(
-        default=lambda probes, config: []
-    )
+    compare: Compare = field(default=lambda nodes: [])
     between: Callable[[ClusterConfig], Mapping[str, TestBetween]] = _nothing
     compared: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,21 +56,21 @@ class CheckGroup:
         """Its checks by name."""
         return {f"{self.name}.{judge.__name__.removeprefix('check_')}": judge for judge in self.judges}
 
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
+    def check(self, facts: NodeFacts) -> list[Finding]:
         """Findings of one node, at least one for every check that applies: OK is a finding, too."""
-        checks = {Check(probe.node, name): judge for name, judge in self.checks.items()}
+        checks = {Check(facts.node, name): judge for name, judge in self.checks.items()}
         try:
-            view = self.look(probe, config)
+            view = self.look(facts)
         except UnreadableError as error:
             return [_unreadable(check, error) for check in checks]
         if view is None or isinstance(view, Finding):
             return [] if view is None else [view]
         return [finding for check, judge in checks.items() for finding in run_check(check, judge, view)]
 
-    def told(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
+    def told(self, facts: NodeFacts) -> dict[str, str]:
         """The traits of one node."""
         try:
-            view = self.look(probe, config)
+            view = self.look(facts)
         except UnreadableError:
             return {}
         traits = self.traits(view) if view is not None else {}

@@ -27,6 +27,7 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError
@@ -89,10 +90,10 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class _Node:
-    """What is known of one node. probe: None when it could not be asked. traits: what all nodes must have alike."""
+    """What is known of one node. facts: None when it could not be asked. traits: what all nodes must have alike."""
 
     findings: tuple[Finding, ...]
-    probe: NodeProbe | None = None
+    facts: NodeFacts | None = None
     traits: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,7 +120,7 @@ def check_nodes(
             except Exception as error:
                 # Whatever a strange server makes a library stumble over is the matter of that node alone.
                 return _Node((broken(Check(host.name, REACH), error),))
-            return _judge(probe, answer_findings(probe), options.groups, config)
+            return _judge(NodeFacts(probe, config), answer_findings(probe), options.groups)
 
         def tell(outcome: Outcome[_Node]) -> None:
             observer.finished(report(outcome, _node(outcome).findings))
@@ -131,7 +132,7 @@ def check_nodes(
         outcomes = fan_out(hosts, work, width=config.ssh.fan_out, on_outcome=tell)
         nodes = {name: _node(outcome) for name, outcome in outcomes.items()}
         observer.phase("comparing nodes")
-        findings, notes = _compare(nodes, options.groups, config)
+        findings, notes = _compare(nodes, options.groups)
         if tests:
             observer.phase("testing between nodes")
         for finding in _test_between(tests, connections.opened, nodes):
@@ -145,8 +146,8 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions | None = Non
     config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
     begin = time.monotonic()
     probe = survey_here(**options.question(config))
-    node = _judge(probe, answer_findings(probe)[1:], options.groups, config)
-    findings, notes = _compare({probe.node: node}, options.groups, config, clocks=False)
+    node = _judge(NodeFacts(probe, config), answer_findings(probe)[1:], options.groups)
+    findings, notes = _compare({probe.node: node}, options.groups, clocks=False)
     elapsed_s = time.monotonic() - begin
     report = NodeReport(probe.node, options.selection.apply(probe.node, findings[probe.node]), elapsed_s)
     return FleetReport({probe.node: report}, elapsed_s, notes)
@@ -210,33 +211,33 @@ def _node(outcome: Outcome[_Node]) -> _Node:
     return _Node((Check(outcome.host.name, REACH, "a connection").fail(one_line(str(outcome.error), 400), ""),))
 
 
-def _judge(probe: NodeProbe, findings: Iterable[Finding], groups: Sequence[CheckGroup], config: ClusterConfig) -> _Node:
+def _judge(facts: NodeFacts, findings: Iterable[Finding], groups: Sequence[CheckGroup]) -> _Node:
     """`findings` with those of all groups, and what is to be compared; a group that breaks is UNKNOWN."""
     found, traits = [*findings], dict[str, str]()
     for group in groups:
         try:
-            found += group.check(probe, config)
-            traits |= group.told(probe, config)
+            found += group.check(facts)
+            traits |= group.told(facts)
         except Exception as error:
-            found.append(broken(Check(probe.node, group.name), error))
+            found.append(broken(Check(facts.node, group.name), error))
     names = {finding.check.partition(".")[0] for finding in found}
     silent = {group.name for group in groups} - names
-    found += [Check(probe.node, name).unknown("no check of this group gave a result") for name in sorted(silent)]
-    return _Node(tuple(found), probe, traits)
+    found += [Check(facts.node, name).unknown("no check of this group gave a result") for name in sorted(silent)]
+    return _Node(tuple(found), facts, traits)
 
 
 def _compare(
-    nodes: Mapping[str, _Node], groups: Sequence[CheckGroup], config: ClusterConfig, *, clocks: bool = True
+    nodes: Mapping[str, _Node], groups: Sequence[CheckGroup], *, clocks: bool = True
 ) -> tuple[dict[str, list[Finding]], tuple[str, ...]]:
     """(findings of nodes with what a look at all of them adds, what is wrong with this machine).
 
     Only nodes that answered are compared.
     """
-    probes = {name: node.probe for name, node in nodes.items() if node.probe is not None}
-    added = profile_findings({name: nodes[name].traits for name in probes})
+    told = {name: node.facts for name, node in nodes.items() if node.facts is not None}
+    added = profile_findings({name: nodes[name].traits for name in told})
     for group in groups:
-        added += _guarded(group.name, probes, partial(group.compare, probes, config))
-    skews, note = clock_findings(list(probes.values())) if clocks else ([], "")
+        added += _guarded(group.name, told, partial(group.compare, told))
+    skews, note = clock_findings([facts.probe for facts in told.values()]) if clocks else ([], "")
     added += skews
     by_node: dict[str, list[Finding]] = {name: [] for name in nodes}
     for finding in added:
@@ -249,13 +250,11 @@ def _test_between(
     tests: Mapping[str, TestBetween], connections: Mapping[str, Connection], nodes: Mapping[str, _Node]
 ) -> list[Finding]:
     """The tests that need several nodes at once, over their open connections; with fewer than two there are none."""
-    probes = {name: node.probe for name, node in nodes.items() if node.probe is not None and name in connections}
-    if len(probes) < 2:
+    told = {name: node.facts for name, node in nodes.items() if node.facts is not None and name in connections}
+    if len(told) < 2:
         return []
-    reached = {name: connections[name] for name in probes}
-    return [
-        finding for name, test in tests.items() for finding in _guarded(name, probes, partial(test, reached, probes))
-    ]
+    reached = {name: connections[name] for name in told}
+    return [finding for name, test in tests.items() for finding in _guarded(name, told, partial(test, reached, told))]
 
 
 def _guarded(check: str, nodes: Iterable[str], test: Callable[[], list[Finding]]) -> list[Finding]:

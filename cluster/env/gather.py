@@ -10,8 +10,9 @@ from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
-from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface, explain_interface, read_interfaces
+from cluster.survey.adapters import GPUDIRECT, PORTS
+from cluster.survey.facts import NodeFacts
+from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface
 from cluster.survey.nvidia_smi import LSPCI, SMI, GpuAddress, parse_gpu_addresses
 from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
 from engine.config.cluster import ClusterConfig
@@ -85,9 +86,9 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
     Raises ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand off
     on a node that has it.
     """
+    facts = NodeFacts(probe, config)
     try:
-        adapters = parse_adapters(probe.section("ib.ports"))
-        interfaces = read_interfaces(probe)
+        adapters, interfaces = facts.adapters, facts.interfaces
     except UnreadableError as error:
         look = node_command(probe.node, "check-nodes", "--only", "ib,net", reached_by=reached_by)
         raise ClusterError(
@@ -95,26 +96,25 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
             f"Look at it with `{look}`"
         ) from error
     notes: list[str] = []
-    choice = explain_interface(interfaces, config.interface)
     return NodeEnvironmentFacts(
         node=probe.node,
         ports=adapters.ports,
         interfaces=interfaces,
-        gpus=_gpus(probe, adapters, notes),
-        interface=choice.interface,
-        interface_reason=choice.reason,
+        gpus=_gpus(facts, notes),
+        interface=facts.interface.interface,
+        interface_reason=facts.interface.reason,
         gateways=_gateways(probe.section("env.routes")),
         storage=_storage(probe.section("env.storage"), notes),
         lower_interfaces=_lower(probe.section("env.lower"), interfaces),
         cores=_cores(probe.section("env.cores")),
-        driver=_driver(probe.section("ib.gpudirect")),
+        driver=_driver(facts),
         notes=tuple(notes),
     )
 
 
-def _gpus(probe: NodeProbe, adapters: Adapters, notes: list[str]) -> tuple[GpuAddress, ...]:
+def _gpus(facts: NodeFacts, notes: list[str]) -> tuple[GpuAddress, ...]:
     """As nvidia-smi counts them; where it does not answer, in the order of the PCI bus, which is its order, too."""
-    gpus = parse_gpu_addresses(probe)
+    gpus, adapters = parse_gpu_addresses(facts.probe), facts.adapters
     if gpus or not adapters.gpu_paths:
         return gpus
     notes.append(
@@ -156,9 +156,9 @@ def _cores(section: Section) -> int | None:
     return int(text) if section.ok and re.fullmatch(r"[1-9]\d{0,5}", text) else None
 
 
-def _driver(section: Section) -> DriverFacts:
+def _driver(facts: NodeFacts) -> DriverFacts:
     try:
-        found = parse_gpudirect(section)
+        found = facts.gpudirect
     except UnreadableError:
         return DriverFacts()
     dma_buf = (

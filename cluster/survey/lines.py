@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.survey.section import NodeProbe, UnreadableError
+from cluster.survey.section import Section, UnreadableError
 
 _SAMPLE_CHARACTERS = 160
 
@@ -26,11 +26,11 @@ class Filesystem:
 class Answer:
     """One section that ended well. Raises UnreadableError for any other."""
 
-    def __init__(self, probe: NodeProbe, name: str) -> None:
-        self.section = probe.section(name)
+    def __init__(self, section: Section) -> None:
+        self.section = section
         self.lines = self.section.output.splitlines()
         if self.section.tool_missing:
-            text = f"a tool of the probe is missing ({name})"
+            text = f"a tool of the probe is missing ({section.name})"
             raise UnreadableError(text, self._sample(), "install coreutils and awk on the node")
         if not self.section.ok:
             raise UnreadableError(self.section.trouble(), self._sample())

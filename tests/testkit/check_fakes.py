@@ -21,6 +21,7 @@ from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
+from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section
 from engine.config.cluster import ClusterConfig
@@ -199,27 +200,28 @@ class Groups:
         return {name: value for group in self.all for name, value in group.settings(config).items() if value}
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        return [finding for group in self.all for finding in group.check(probe, config)]
+        return [finding for group in self.all for finding in group.check(NodeFacts(probe, config))]
 
     def traits(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
-        return {trait: value for group in self.all for trait, value in group.told(probe, config).items()}
+        return {trait: value for group in self.all for trait, value in group.told(NodeFacts(probe, config)).items()}
 
     def compare(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        return [finding for group in self.all for finding in group.compare(probes, config)]
+        nodes = {node: NodeFacts(probe, config) for node, probe in probes.items()}
+        return [finding for group in self.all for finding in group.compare(nodes)]
 
 
-def check_disk(check: Check, probe: NodeProbe) -> list[Finding]:
+def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """`ok` is OK, `warn` and `fail` what they say, and anything that did not end properly UNKNOWN."""
-    section = probe.section("host.disk")
+    section = facts.probe.section("host.disk")
     if not section.ok:
         return [check.unknown(section.trouble())]
     severities = {"ok": Verdict.OK, "warn": Verdict.WARN, "fail": Verdict.FAIL}
     return [check.finding(severities.get(section.output, Verdict.UNKNOWN), section.output)]
 
 
-def told_traits(probe: NodeProbe) -> dict[str, str]:
+def told_traits(facts: NodeFacts) -> dict[str, str]:
     """Section `host.traits` holds `CHECK=VALUE` lines."""
-    section = probe.section("host.traits")
+    section = facts.probe.section("host.traits")
     return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import CheckGroup, known
-from cluster.checks.groups.host import HostView, judge_room
+from cluster.checks.groups.host import judge_room
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import NodeProbe, Question, SectionState, UnreadableError
+from cluster.survey.section import Question, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 # The first engine with `docker run --gpus`.
@@ -81,13 +82,13 @@ class Image:
     size_bytes: int
 
 
-def check_docker(check: Check, view: HostView) -> list[Finding]:
+def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
     """The container engine answers and is new enough."""
     try:
-        answer = _answer(view)
-        version = engine_version(view)
+        answer = _answer(facts)
+        version = engine_version(facts)
     except UnreadableError as error:
-        return [_silent(check, view, error)]
+        return [_silent(check, facts, error)]
     folder, driver = (one_line(str(answer.json(name)), 80) for name in ("DockerRootDir", "Driver"))
     check = check.expecting(f"{OLDEST_DOCKER[0]}.{OLDEST_DOCKER[1]:02} or newer")
     numbers = re.match(r"(\d{1,4})\.(\d{1,4})", version)
@@ -99,10 +100,10 @@ def check_docker(check: Check, view: HostView) -> list[Finding]:
     return [check.ok(text)]
 
 
-def _silent(check: Check, view: HostView, error: UnreadableError) -> Finding:
+def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
     """Why no engine answers; SKIP where none is needed."""
-    section, command = view.probe.section("host.docker"), view.config.container.command
-    if not view.in_containers:
+    section, command = facts.section(ENGINE), facts.config.container.command
+    if not facts.in_containers:
         return check.skip(f"{'not installed' if section.tool_missing else 'does not answer'}; {_NOT_NEEDED}")
     check, why = check.expecting("an engine that answers"), one_line(section.output, 200)
     if section.tool_missing:
@@ -115,28 +116,28 @@ def _silent(check: Check, view: HostView, error: UnreadableError) -> Finding:
     return check.unknown(str(error), f"run `{command} info` on the node", why)
 
 
-def check_docker_disk(check: Check, view: HostView) -> list[Finding]:
+def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """The engine's folder can hold the image twice: it is packed and unpacked there."""
     try:
-        folder, room = _engine_room(view)
+        folder, room = _engine_room(facts)
     except UnreadableError as error:
-        return [_not_answering(check, view, error)]
+        return [_not_answering(check, facts, error)]
     check = check.on(folder).expecting(f"at least {gib(DOCKER_FREE_BYTES[1])} free")
     if room is None:
         return [check.unknown("its file system could not be asked", f"run `df {folder}` on the node")]
-    if not view.in_containers:
+    if not facts.in_containers:
         return [check.ok(f"{gib(room.free_bytes)} free; {_NOT_NEEDED}")]
     return [judge_room(check, room, DOCKER_FREE_BYTES)]
 
 
-def check_docker_gpu(check: Check, view: HostView) -> list[Finding]:
+def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
     """Containers can be given GPUs: the NVIDIA runtime or CDI is set up."""
     check = check.expecting("GPUs reach containers")
     try:
-        answer = _answer(view)
+        answer = _answer(facts)
         runtimes = answer.json("Runtimes")
     except UnreadableError as error:
-        return [_not_answering(check, view, error)]
+        return [_not_answering(check, facts, error)]
     if "gpus" not in answer.lines:
         return [check.skip("the NVIDIA driver is not loaded")]
     ways = [f"runtime {name}" for name in sorted(runtimes if isinstance(runtimes, dict) else ()) if "nvidia" in name]
@@ -145,53 +146,55 @@ def check_docker_gpu(check: Check, view: HostView) -> list[Finding]:
     if ways:
         return [check.ok(", ".join(one_line(way, 60) for way in ways))]
     text = "no NVIDIA runtime, hook or CDI device list"
-    if not view.in_containers:
+    if not facts.in_containers:
         return [check.skip(f"{text}; {_NOT_NEEDED}")]
     return [check.fail(text, "install nvidia-container-toolkit, then restart docker")]
 
 
-def _not_answering(check: Check, view: HostView, error: UnreadableError) -> Finding:
-    return check.unknown("the container engine does not answer") if view.in_containers else _silent(check, view, error)
+def _not_answering(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
+    return (
+        check.unknown("the container engine does not answer") if facts.in_containers else _silent(check, facts, error)
+    )
 
 
-def _answer(view: HostView) -> Answer:
+def _answer(facts: NodeFacts) -> Answer:
     """Section host.docker. Raises UnreadableError when no engine answers: a version of the server is the only proof."""
-    answer = view.answer("host.docker")
+    answer = facts.answer(ENGINE)
     version = answer.json("ServerVersion")
     if not isinstance(version, str) or not version:
         raise answer.unreadable("the engine's daemon does not answer")
     return answer
 
 
-def engine_version(view: HostView) -> str:
+def engine_version(facts: NodeFacts) -> str:
     """Raises UnreadableError."""
-    return str(_answer(view).json("ServerVersion"))
+    return str(_answer(facts).json("ServerVersion"))
 
 
-def _engine_room(view: HostView) -> tuple[str, Filesystem | None]:
+def _engine_room(facts: NodeFacts) -> tuple[str, Filesystem | None]:
     """(the engine's folder, its file system; None when that could not be asked). Raises UnreadableError."""
-    answer = _answer(view)
+    answer = _answer(facts)
     return str(answer.json("DockerRootDir")), answer.filesystem("docker") if answer.values("docker") else None
 
 
-def check_image(check: Check, view: HostView) -> list[Finding]:
+def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
     """The image of the configuration is there, and the same one on all nodes."""
-    name = view.config.container.image
-    if not view.in_containers or name is None:
+    name = facts.config.container.image
+    if not facts.in_containers or name is None:
         return [check.skip(_NOT_NEEDED if name else "cluster.container.image is not set")]
-    if _is_absent(view):
+    if _is_absent(facts):
         return [check.warn(f"{name} is not on the node", "distribute it with `burst image push`")]
-    image = read_image(view)
+    image = read_image(facts)
     return [check.ok(f"{name}: {image.identity[:12]}, {gib(image.size_bytes)}")]
 
 
-def read_image(view: HostView) -> Image:
+def read_image(facts: NodeFacts) -> Image:
     """Raises UnreadableError when the node has no such image.
 
     The identity is over architecture, system, time of creation and layers: an engine's own id differs between the two
     ways in which Docker stores images.
     """
-    answer = view.answer("host.image")
+    answer = facts.answer(IMAGE)
     line, decoder, values = answer.value("image"), json.JSONDecoder(), []
     try:
         while line:
@@ -206,19 +209,18 @@ def read_image(view: HostView) -> Image:
     return Image(identity, int(answer.number("size")))
 
 
-def compare_images(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+def compare_images(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     """Of nodes that lack the image while others have it, and of those whose engine cannot take it: twice its size
     without it, once beside it. Its size is known from any node that has it."""
-    views, name = {node: HostView(probe, config) for node, probe in probes.items()}, config.container.image
-    if name is None or config.container.runtime != "docker":
-        return []
-    images = {node: known(read_image, view) for node, view in views.items()}
+    nodes = {node: facts for node, facts in nodes.items() if facts.in_containers and facts.config.container.image}
+    images = {node: known(read_image, facts) for node, facts in nodes.items()}
     having = [image for image in images.values() if image is not None]
     size = max((image.size_bytes for image in having), default=0)
     found = []
-    for node, view in views.items():
+    for node, facts in nodes.items():
+        name = facts.config.container.image
         try:
-            folder, room = _engine_room(view)
+            folder, room = _engine_room(facts)
         except UnreadableError:
             room = None
         needed = size if images[node] is not None else 2 * size
@@ -226,15 +228,15 @@ def compare_images(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> li
             check = Check(node, "host.docker_disk", f"at least {gib(needed)} free for {name}", folder)
             remedy = "remove images that nobody uses: `docker image prune -a`"
             found.append(check.fail(f"{gib(room.free_bytes)} free", remedy))
-        if having and _is_absent(view):
-            text = f"{name} is on {len(having)} of {len(views)} nodes and not on this one"
+        if having and _is_absent(facts):
+            text = f"{name} is on {len(having)} of {len(nodes)} nodes and not on this one"
             found.append(Check(node, "host.image").fail(text, "distribute it with `burst image push`"))
     return found
 
 
-def _is_absent(view: HostView) -> bool:
+def _is_absent(facts: NodeFacts) -> bool:
     """Whether the engine answered that it has no such image, which is not the same as no answer."""
-    section = view.probe.section("host.image")
+    section = facts.section(IMAGE)
     return section.exit_code not in (None, 0, 127) and "no such image" in section.output.lower()
 
 
@@ -242,15 +244,14 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
     return {"BURST_ENGINE": config.container.command, "BURST_IMAGE": config.container.image}
 
 
-def _traits(view: HostView) -> Mapping[str, str | None]:
-    image = known(read_image, view)
-    return {"host.docker": known(engine_version, view), "host.image": image.identity if image is not None else None}
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
+    image = known(read_image, facts)
+    return {"host.docker": known(engine_version, facts), "host.image": image.identity if image is not None else None}
 
 
 GROUP = CheckGroup(
     "host",
     (check_docker, check_docker_disk, check_docker_gpu, check_image),
-    look=HostView,
     questions=(ENGINE, IMAGE),
     settings=_settings,
     traits=_traits,

@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
+from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import (
     LSPCI,
     SMI,
     Gap,
     GapError,
     Gpu,
-    PciDevices,
     SmiFailure,
     SmiLog,
-    SmiTrouble,
-    read_pci_devices,
-    read_smi,
 )
-from cluster.survey.section import NodeProbe, UnreadableError
-from engine.config.cluster import ClusterConfig
 
 SRAM_AGGREGATE_WARN = 1  # errors over the life of the board
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
@@ -68,80 +63,36 @@ _SM_MAX, _MEMORY_MAX = "max_clocks/sm_clock", "max_clocks/mem_clock"
 GpuJudge = Callable[[Gpu, Check], Finding | None]
 
 
-@dataclass(frozen=True)
-class GpuView:
-    """One node as the checks of its GPUs see it. smi: what nvidia-smi answers. pci: what sysfs lists, if readable."""
+def each_gpu(
+    facts: NodeFacts,
+    check: Check,
+    what: str,
+    judge: GpuJudge,
+    fine: str,
+    *,
+    gpus: Iterable[Gpu] | None = None,
+    is_optional: bool = True,
+) -> list[Finding]:
+    """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
 
-    probe: NodeProbe
-    config: ClusterConfig
-    smi: SmiLog | SmiTrouble
-    pci: PciDevices | None
-
-    @classmethod
-    def of(cls, probe: NodeProbe, config: ClusterConfig) -> GpuView:
-        """The answer of a node, read."""
-        return cls(probe, config, read_smi(probe.section(SMI.name)), read_pci_devices(probe.section(LSPCI.name)))
-
-    @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that nvidia-smi lists; none while it does not answer."""
-        return self.smi.gpus if isinstance(self.smi, SmiLog) else ()
-
-    @property
-    def has_no_gpus(self) -> bool:
-        """Whether it has none, and none is expected: sysfs was read and lists none, no tool claims one."""
-        if self.pci is None or self.pci.gpus or self.config.expected.gpus:
-            return False
-        if isinstance(self.smi, SmiLog):
-            return not self.smi.gpus and self.smi.look("attached_gpus") == "0"
-        # Without a PCI bus to look at, a tool that is installed and fails may be hiding GPUs. A driver that runs and
-        # finds no device (NO_DEVICES) has lost those it was loaded for.
-        absent = {SmiFailure.NOT_INSTALLED, SmiFailure.NO_DRIVER}
-        return self.smi.failure in (absent if self.pci.total else {SmiFailure.NOT_INSTALLED})
-
-    def device(self, address: str) -> str:
-        """`GPU 3` for a PCI address that nvidia-smi or sysfs lists, else the address."""
-        known = [gpu.address for gpu in self.gpus or (self.pci.gpus if self.pci else ())]
-        return f"GPU {known.index(address)}" if address in known else address
-
-    def answer(self) -> SmiLog:
-        """The answer of nvidia-smi. Raises UnreadableError."""
-        if isinstance(self.smi, SmiLog):
-            return self.smi
-        cause = "gpu.lost" if self.smi.failure is SmiFailure.GPU_LOST else "gpu.nvidia_smi"
-        raise UnreadableError(f"nvidia-smi: {self.smi.failure.value}", remedy=f"see {cause}")
-
-    def each(
-        self,
-        check: Check,
-        what: str,
-        judge: GpuJudge,
-        fine: str,
-        *,
-        gpus: Iterable[Gpu] | None = None,
-        is_optional: bool = True,
-    ) -> list[Finding]:
-        """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
-
-        A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`; `what`
-        names the field. The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
-        """
-        listed = self.answer().gpus if gpus is None else tuple(gpus)
-        if not listed:
-            return [check.unknown("nvidia-smi lists no GPU")]
-        told = [_judge(gpu, check.on(gpu.device), what, judge, is_optional) for gpu in listed]
-        given = [finding for finding in told if finding is not None]
-        if not given:
-            return [check.ok(fine)]
-        whole = {replace(finding, device=None) for finding in given}
-        is_vague = given[0].severity in (Verdict.SKIP, Verdict.UNKNOWN)
-        return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
+    A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`; `what`
+    names the field. The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
+    """
+    listed = facts.smi_log.gpus if gpus is None else tuple(gpus)
+    if not listed:
+        return [check.unknown("nvidia-smi lists no GPU")]
+    told = [_judge(gpu, check.on(gpu.device), what, judge, is_optional) for gpu in listed]
+    given = [finding for finding in told if finding is not None]
+    if not given:
+        return [check.ok(fine)]
+    whole = {replace(finding, device=None) for finding in given}
+    is_vague = given[0].severity in (Verdict.SKIP, Verdict.UNKNOWN)
+    return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
 
 
-def look_at_gpus(probe: NodeProbe, config: ClusterConfig) -> GpuView | None:
-    """The answer of a node; None for one that has no GPU and needs none."""
-    view = GpuView.of(probe, config)
-    return None if view.has_no_gpus else view
+def look_at_gpus(facts: NodeFacts) -> NodeFacts | None:
+    """The facts of a node; None for one that has no GPU and needs none."""
+    return None if facts.has_no_gpus else facts
 
 
 def _judge(gpu: Gpu, check: Check, what: str, judge: GpuJudge, is_optional: bool) -> Finding | None:
@@ -158,28 +109,28 @@ def spread(values: Iterable[object]) -> str:
     return ", ".join(sorted({f"{value:g}" if isinstance(value, float) else str(value) for value in values}))
 
 
-def check_nvidia_smi(check: Check, view: GpuView) -> list[Finding]:
+def check_nvidia_smi(check: Check, facts: NodeFacts) -> list[Finding]:
     """nvidia-smi answers, whole and in time. A driver that hangs here hangs in training, too."""
-    if isinstance(view.smi, SmiLog):
-        if not view.smi.notes:
-            return [check.ok(f"{len(view.gpus)} GPUs answer")]
-        note = view.smi.notes[0]
+    if isinstance(facts.smi, SmiLog):
+        if not facts.smi.notes:
+            return [check.ok(f"{len(facts.gpus)} GPUs answer")]
+        note = facts.smi.notes[0]
         return [check.expecting("no warnings").warn(f"nvidia-smi warns: {note}", _DMESG, note)]
-    trouble = view.smi
+    trouble = facts.smi
     # A lost GPU is the cause, and a finding of its own; what nvidia-smi could say about the others stays unknown.
     severity = Verdict.UNKNOWN if trouble.failure is SmiFailure.GPU_LOST else Verdict.FAIL
     observed, remedy = f"nvidia-smi: {trouble.failure.value}", _REMEDIES[trouble.failure]
     return [check.expecting("an answer").finding(severity, observed, remedy, trouble.evidence)]
 
 
-def check_lost(check: Check, view: GpuView) -> list[Finding]:
+def check_lost(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every GPU can be reached by the driver. One that fell off the bus needs a reboot, if that helps."""
     remedy = "drain and reboot the node; if it comes back, reseat or replace the GPU"
-    if not isinstance(view.smi, SmiLog) and view.smi.failure is SmiFailure.GPU_LOST:
-        place = view.smi.address
-        where = check.on(view.device(place)) if place is not None else check
+    if not isinstance(facts.smi, SmiLog) and facts.smi.failure is SmiFailure.GPU_LOST:
+        place = facts.smi.address
+        where = check.on(facts.device(place)) if place is not None else check
         text = f"the driver cannot reach the GPU{f' at {place}' if place else ''}"
-        return [where.fail(text, remedy, view.smi.evidence)]
+        return [where.fail(text, remedy, facts.smi.evidence)]
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
         broken = list(gpu.broken())
@@ -187,36 +138,36 @@ def check_lost(check: Check, view: GpuView) -> list[Finding]:
             return None
         return check.fail(f"{len(broken)} fields cannot be read", remedy, "; ".join(broken[:5]))
 
-    return view.each(check.expecting("every field readable"), "", judge, "the driver reaches every GPU")
+    return each_gpu(facts, check.expecting("every field readable"), "", judge, "the driver reaches every GPU")
 
 
-def check_count(check: Check, view: GpuView) -> list[Finding]:
+def check_count(check: Check, facts: NodeFacts) -> list[Finding]:
     """nvidia-smi, the PCI bus and the configuration (else the other nodes) agree on the number of GPUs."""
-    log = view.answer()
+    log = facts.smi_log
     try:
         counts = {"nvidia-smi": len(log.gpus), "driver": int(log.number("attached_gpus"))}
     except GapError:
         return [check.unknown("nvidia-smi does not say how many GPUs are attached")]
-    if view.pci is None or view.pci.total == 0:
-        trouble = view.probe.section("gpu.lspci").trouble()
+    if facts.pci is None or facts.pci.total == 0:
+        trouble = facts.section(LSPCI).trouble()
         return [check.unknown("PCI devices cannot be read from sysfs", evidence=trouble)]
-    counts["PCI"] = len(view.pci.gpus)
-    expected = view.config.expected.gpus
+    counts["PCI"] = len(facts.pci.gpus)
+    expected = facts.config.expected.gpus
     wanted = max(counts.values()) if expected is None else expected
     if set(counts.values()) == {wanted} and wanted:
         return [check.ok(f"{wanted} GPUs")]
     observed = ", ".join(f"{count} by {source}" for source, count in counts.items())
     seen = {gpu.address for gpu in log.gpus}
-    missing = [gpu.address for gpu in view.pci.gpus if gpu.address not in seen]
+    missing = [gpu.address for gpu in facts.pci.gpus if gpu.address not in seen]
     evidence = f"not in nvidia-smi: {', '.join(missing)}" if missing else ""
     remedy = f"{_DMESG}; drain and reboot the node, and check what cluster.expected.gpus says"
     return [check.expecting(f"{wanted} GPUs" if wanted else "at least one GPU").fail(observed, remedy, evidence)]
 
 
-def check_model(check: Check, view: GpuView) -> list[Finding]:
+def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
     """All GPUs are of one model, the expected one. Mixed ones run at the speed of the slowest."""
-    expected = view.config.expected.gpu_model
-    known = Counter(model for gpu in view.gpus if isinstance(model := gpu.look(MODEL), str))
+    expected = facts.config.expected.gpu_model
+    known = Counter(model for gpu in facts.gpus if isinstance(model := gpu.look(MODEL), str))
     usual = known.most_common(1)[0][0] if known else ""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -229,12 +180,12 @@ def check_model(check: Check, view: GpuView) -> list[Finding]:
             return check.expecting(f"model {usual}, as most GPUs of the node").fail(f"model {model}", remedy)
         return None
 
-    return view.each(check, "model", judge, f"model {spread(known)}", is_optional=False)
+    return each_gpu(facts, check, "model", judge, f"model {spread(known)}", is_optional=False)
 
 
-def check_driver(check: Check, view: GpuView) -> list[Finding]:
+def check_driver(check: Check, facts: NodeFacts) -> list[Finding]:
     """The driver has the expected version, else that of most nodes. NCCL between different ones may fail."""
-    driver, expected = view.answer().look("driver_version"), view.config.expected.driver
+    driver, expected = facts.smi_log.look("driver_version"), facts.config.expected.driver
     if isinstance(driver, Gap):
         return [check.unknown(f"driver version: {driver.value}")]
     # `550.54.15` fits `550`, `550.54` and itself, but not `55`.
@@ -244,10 +195,10 @@ def check_driver(check: Check, view: GpuView) -> list[Finding]:
     return [check.expecting(f"driver {expected}").fail(f"driver {driver}", remedy)]
 
 
-def check_mig(check: Check, view: GpuView) -> list[Finding]:
+def check_mig(check: Check, facts: NodeFacts) -> list[Finding]:
     """No GPU is cut into instances (MIG): a rank takes a whole GPU."""
     remedy = "switch it off with `nvidia-smi -mig 0` and reset the GPU"
-    is_uniform = len({gpu.look(MIG) for gpu in view.gpus}) == 1
+    is_uniform = len({gpu.look(MIG) for gpu in facts.gpus}) == 1
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
         if gpu.look(MIG) is Gap.NOT_SUPPORTED:
@@ -260,10 +211,10 @@ def check_mig(check: Check, view: GpuView) -> list[Finding]:
             return check.expecting("MIG Disabled").warn(f"MIG will be {_said(pending)} after a reset", remedy)
         return None
 
-    return view.each(check, "MIG mode", judge, "MIG is off")
+    return each_gpu(facts, check, "MIG mode", judge, "MIG is off")
 
 
-def check_recovery(check: Check, view: GpuView) -> list[Finding]:
+def check_recovery(check: Check, facts: NodeFacts) -> list[Finding]:
     """The driver asks for no reset, drain or reboot of a GPU."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -273,7 +224,7 @@ def check_recovery(check: Check, view: GpuView) -> list[Finding]:
         remedy = "drain and reboot the node" if "reboot" in action.lower() else _RESET
         return check.fail(f"the driver asks for: {action}", remedy)
 
-    return view.each(check.expecting("no recovery action"), "recovery action", judge, "no reset is required")
+    return each_gpu(facts, check.expecting("no recovery action"), "recovery action", judge, "no reset is required")
 
 
 def _recovery_action(gpu: Gpu) -> str:
@@ -288,7 +239,7 @@ def _recovery_action(gpu: Gpu) -> str:
     raise GapError(Gap.UNREADABLE if Gap.UNREADABLE in asks else Gap.NOT_SUPPORTED)
 
 
-def check_ecc_mode(check: Check, view: GpuView) -> list[Finding]:
+def check_ecc_mode(check: Check, facts: NodeFacts) -> list[Finding]:
     """Memory errors are corrected and counted (ECC is on), and no change of that waits for a reboot."""
     remedy = "`nvidia-smi -e 1` and a reset; without ECC a flipped bit goes into the weights unseen"
 
@@ -300,10 +251,10 @@ def check_ecc_mode(check: Check, view: GpuView) -> list[Finding]:
             return check.warn(f"ECC pending: {_said(pending)}", remedy)
         return None
 
-    return view.each(check.expecting("ECC Enabled"), "ECC", judge, "ECC is on")
+    return each_gpu(facts, check.expecting("ECC Enabled"), "ECC", judge, "ECC is on")
 
 
-def check_ecc(check: Check, view: GpuView) -> list[Finding]:
+def check_ecc(check: Check, facts: NodeFacts) -> list[Finding]:
     """No uncorrectable memory error since the driver loaded; after one, results cannot be trusted."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -315,10 +266,10 @@ def check_ecc(check: Check, view: GpuView) -> list[Finding]:
             raise GapError(Gap.UNREADABLE if is_hidden else error.gap) from error
         return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", _RESET) if errors else None
 
-    return view.each(check.expecting("0"), "uncorrectable ECC errors", judge, "no uncorrectable ECC errors")
+    return each_gpu(facts, check.expecting("0"), "uncorrectable ECC errors", judge, "no uncorrectable ECC errors")
 
 
-def check_sram(check: Check, view: GpuView) -> list[Finding]:
+def check_sram(check: Check, facts: NodeFacts) -> list[Finding]:
     """Uncorrectable errors of caches over the life of the board; past the threshold it must be replaced."""
     remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
 
@@ -338,10 +289,10 @@ def check_sram(check: Check, view: GpuView) -> list[Finding]:
         text = f"{errors:.0f} uncorrectable SRAM errors in the life of the board"
         return check.expecting("0").warn(text, remedy)
 
-    return view.each(check, "SRAM errors", judge, "no uncorrectable SRAM errors")
+    return each_gpu(facts, check, "SRAM errors", judge, "no uncorrectable SRAM errors")
 
 
-def check_row_remap(check: Check, view: GpuView) -> list[Finding]:
+def check_row_remap(check: Check, facts: NodeFacts) -> list[Finding]:
     """Repairs of bad memory rows: one that waits needs a reset, one that failed a new board."""
     repairs = ("channel_repair_pending", "tpc_repair_pending", "unrepairable_memory")
 
@@ -370,10 +321,10 @@ def check_row_remap(check: Check, view: GpuView) -> list[Finding]:
         remedy = "plan to replace the GPU: its spare rows run out"
         return check.expecting(f"below {REMAPPED_ROWS_WARN}").warn(f"{remapped:.0f} rows remapped", remedy)
 
-    return view.each(check, "row remapping", judge, "no repair of the memory waits")
+    return each_gpu(facts, check, "row remapping", judge, "no repair of the memory waits")
 
 
-def check_throttle(check: Check, view: GpuView) -> list[Finding]:
+def check_throttle(check: Check, facts: NodeFacts) -> list[Finding]:
     """Nothing holds the clocks down: heat, power brake or the power supply."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -387,7 +338,7 @@ def check_throttle(check: Check, view: GpuView) -> list[Finding]:
             severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
         )
 
-    return view.each(check.expecting("full clocks"), "throttle reasons", judge, "nothing slows a GPU down")
+    return each_gpu(facts, check.expecting("full clocks"), "throttle reasons", judge, "nothing slows a GPU down")
 
 
 def _throttle_reasons(gpu: Gpu) -> list[str]:
@@ -405,7 +356,7 @@ def _throttle_reasons(gpu: Gpu) -> list[str]:
     raise GapError(Gap.MISSING)
 
 
-def check_power_limit(check: Check, view: GpuView) -> list[Finding]:
+def check_power_limit(check: Check, facts: NodeFacts) -> list[Finding]:
     """Nobody lowered the power limit: ranks of one job wait for the slowest GPU."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -415,14 +366,14 @@ def check_power_limit(check: Check, view: GpuView) -> list[Finding]:
             return check.warn(f"limited to {limit:g} W", f"`nvidia-smi -pl {default:g}`")
         return None
 
-    return view.each(check, "power limit", judge, "the default power limit")
+    return each_gpu(facts, check, "power limit", judge, "the default power limit")
 
 
-def check_clocks(check: Check, view: GpuView) -> list[Finding]:
+def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
     """Nobody locked the clocks below the default, and all GPUs can reach the same."""
     remedy = "`nvidia-smi -rac` and `nvidia-smi -rgc` take settings of clocks back"
     reach = set()
-    for gpu in view.gpus:
+    for gpu in facts.gpus:
         with contextlib.suppress(GapError):
             reach.add(gpu.number(_SM_MAX))
 
@@ -441,26 +392,25 @@ def check_clocks(check: Check, view: GpuView) -> list[Finding]:
         check = check.expecting(f"{default:g} MHz, the default")
         return check.warn(f"clocks set to {set_to:g} MHz", remedy) if set_to < default else None
 
-    return view.each(check, "clocks", judge, f"up to {spread(reach)} MHz")
+    return each_gpu(facts, check, "clocks", judge, f"up to {spread(reach)} MHz")
 
 
-def _look(probe: NodeProbe, config: ClusterConfig) -> GpuView | Finding:
-    skip = Check(probe.node, "gpu.count").skip("no NVIDIA GPU in this node")
-    return look_at_gpus(probe, config) or skip
+def _look(facts: NodeFacts) -> NodeFacts | Finding:
+    return look_at_gpus(facts) or Check(facts.node, "gpu.count").skip("no NVIDIA GPU in this node")
 
 
-def _traits(view: GpuView | Finding) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts | Finding) -> Mapping[str, str | None]:
     """What all nodes must have in common, where the configuration does not say what is right.
 
     A node without GPUs has the count 0: among others it stands out.
     """
-    if isinstance(view, Finding):
+    if isinstance(facts, Finding):
         return {"gpu.count": "0"}
-    if not isinstance(view.smi, SmiLog) or not view.gpus:
+    if not isinstance(facts.smi, SmiLog) or not facts.gpus:
         return {}
-    driver, expected = view.smi.look("driver_version"), view.config.expected
-    values = {name: _common(read, view.gpus) for name, read in _TRAITS.items()}
-    values |= {"gpu.count": str(len(view.gpus)), "gpu.driver": driver if isinstance(driver, str) else None}
+    driver, expected = facts.smi.look("driver_version"), facts.config.expected
+    values = {name: _common(read, facts.gpus) for name, read in _TRAITS.items()}
+    values |= {"gpu.count": str(len(facts.gpus)), "gpu.driver": driver if isinstance(driver, str) else None}
     said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model, "gpu.driver": expected.driver}
     return {name: told for name, told in values.items() if said.get(name) is None}
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.checks.groups.gpu import GpuView, look_at_gpus
+from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
 
@@ -67,7 +68,7 @@ printf 'scanned\t%s\tend\n' "$scanned"
 )
 
 
-def check_pcie(check: Check, view: GpuView) -> list[Finding]:
+def check_pcie(check: Check, facts: NodeFacts) -> list[Finding]:
     """All PCIe lanes are up, and at full clocks the full generation. Fewer lanes slow copies to the host."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
@@ -84,17 +85,16 @@ def check_pcie(check: Check, view: GpuView) -> list[Finding]:
             return check.expecting(f"generation {best:g}").fail(f"PCIe generation {now:g} at P0", _RESEAT)
         return None
 
-    return view.each(check, "PCIe lanes or generation", judge, "PCIe links at full width")
+    return each_gpu(facts, check, "PCIe lanes or generation", judge, "PCIe links at full width")
 
 
-def check_nvlink(check: Check, view: GpuView) -> list[Finding]:
+def check_nvlink(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every NVLink is up, as many per GPU as on the others, at the same speed."""
-    view.answer()
-    links = read_nvlinks(view.probe.section("gpu.nvlink"))
+    gpus, links = facts.smi_log.gpus, read_nvlinks(facts.section(NVLINK))
     if links is None:
-        raise _unreadable(view, NVLINK, "NVLinks cannot be read")
+        raise _unreadable(facts, NVLINK, "NVLinks cannot be read")
     speeds = Counter(speed for gpu in links.values() for speed in (gpu or {}).values() if speed is not None)
-    if not _expects_nvlink(view) and not speeds:
+    if not _expects_nvlink(facts) and not speeds:
         return [check.skip("GPUs without NVLink")]
     counts = Counter(len(gpu or {}) for gpu in links.values())
     usual, speed = (found.most_common(1)[0][0] if found else 0 for found in (counts, speeds))
@@ -106,7 +106,7 @@ def check_nvlink(check: Check, view: GpuView) -> list[Finding]:
         wanted = NVLINKS_OF_MODEL.get(model, int(usual)) if isinstance(model, str) else int(usual)
         return _judge_links(check, links[gpu.index], wanted, speed)
 
-    return view.each(check, "", judge, f"{usual} NVLinks of {speed} GB/s per GPU")
+    return each_gpu(facts, check, "", judge, f"{usual} NVLinks of {speed} GB/s per GPU", gpus=gpus)
 
 
 def _judge_links(check: Check, links: Links | None, wanted: int, speed: float) -> Finding | None:
@@ -144,26 +144,26 @@ def read_nvlinks(section: Section) -> Mapping[int, Links | None] | None:
     return found
 
 
-def _traits(view: GpuView) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """`18 x 26.562 GB/s`, what all nodes must agree on."""
-    links = read_nvlinks(view.probe.section("gpu.nvlink"))
+    links = read_nvlinks(facts.section(NVLINK))
     if not links:
         return {}
     kinds = {f"{len(gpu)} x {speed:g} GB/s" for gpu in links.values() if gpu for speed in gpu.values() if speed}
     return {"gpu.nvlink": ", ".join(sorted(kinds)) or "none"}
 
 
-def check_fabric_manager(check: Check, view: GpuView) -> list[Finding]:
+def check_fabric_manager(check: Check, facts: NodeFacts) -> list[Finding]:
     """The daemon that sets up NVSwitches runs, in the driver's version; without it CUDA fails."""
-    states = view.each(check, "fabric state", _judge_fabric, "the NVLink fabric is set up")
+    states = each_gpu(facts, check, "fabric state", _judge_fabric, "the NVLink fabric is set up")
     bad = [finding for finding in states if finding.severity in (Verdict.FAIL, Verdict.UNKNOWN)]
     if bad:
         return bad
-    if view.pci is None:
+    if facts.pci is None:
         raise UnreadableError("NVSwitches: PCI devices cannot be read from sysfs")
-    if not view.pci.nvswitches:
+    if not facts.pci.nvswitches:
         return states if states[0].severity is Verdict.OK else [check.skip("no NVSwitch")]
-    return [_judge_manager(check, view, view.pci.nvswitches)]
+    return [_judge_manager(check, facts, facts.pci.nvswitches)]
 
 
 def _judge_fabric(gpu: Gpu, check: Check) -> Finding | None:
@@ -193,12 +193,12 @@ def _judge_fabric_health(gpu: Gpu, check: Check) -> Finding | None:
     return check.expecting("a sound fabric").fail(f"NVLink fabric: {text}", f"see gpu.nvlink and gpu.xid; {_RESEAT}")
 
 
-def _judge_manager(check: Check, view: GpuView, switches: tuple[NvidiaDevice, ...]) -> Finding:
-    told = _read_manager(view)
+def _judge_manager(check: Check, facts: NodeFacts, switches: tuple[NvidiaDevice, ...]) -> Finding:
+    told = _read_manager(facts)
     # `systemctl is-active` prints one word; anything else is a complaint of its own, such as "no bus".
     unit = told.get("unit", "") if re.fullmatch(r"[a-z-]+", told.get("unit", "")) else ""
     version = re.search(r"\d+\.\d+(\.\d+)*", told.get("version", ""))
-    driver = view.answer().look("driver_version")
+    driver = facts.smi_log.look("driver_version")
     if "process" not in told:
         text = f"fabric manager does not run{f' ({unit})' if unit else ''}"
         remedy = "`systemctl enable --now nvidia-fabricmanager`: without it CUDA programs fail to start on this node"
@@ -212,26 +212,26 @@ def _judge_manager(check: Check, view: GpuView, switches: tuple[NvidiaDevice, ..
     return check.ok(f"fabric manager runs, {len(switches)} NVSwitches")
 
 
-def _read_manager(view: GpuView) -> Mapping[str, str]:
+def _read_manager(facts: NodeFacts) -> Mapping[str, str]:
     """What was told, by key. Raises UnreadableError when neither systemd nor the list of processes could be read."""
-    section = view.probe.section("gpu.fabric_manager")
+    section = facts.section(FABRIC_MANAGER)
     values: dict[str, str] = {}
     for line in section.output.splitlines():
         key, _, value = line.partition("\t")
         values.setdefault(key, one_line(value))
     if not section.ok or not re.fullmatch(r"[1-9]\d* end", values.get("scanned", "")):
-        raise _unreadable(view, FABRIC_MANAGER, "the fabric manager cannot be looked for")
+        raise _unreadable(facts, FABRIC_MANAGER, "the fabric manager cannot be looked for")
     return values
 
 
-def _expects_nvlink(view: GpuView) -> bool:
+def _expects_nvlink(facts: NodeFacts) -> bool:
     """Whether there must be NVLinks: NVSwitches are there, or boards that come with them."""
-    switches = view.pci is None or bool(view.pci.nvswitches)
-    return switches or any(gpu.look("product_name") in NVLINKS_OF_MODEL for gpu in view.gpus)
+    switches = facts.pci is None or bool(facts.pci.nvswitches)
+    return switches or any(gpu.look("product_name") in NVLINKS_OF_MODEL for gpu in facts.gpus)
 
 
-def _unreadable(view: GpuView, question: Question, text: str) -> UnreadableError:
-    why = view.probe.section(question.name).trouble() or "the answer is incomplete or of an unknown form"
+def _unreadable(facts: NodeFacts, question: Question, text: str) -> UnreadableError:
+    why = facts.section(question).trouble() or "the answer is incomplete or of an unknown form"
     return UnreadableError(text, why)
 
 

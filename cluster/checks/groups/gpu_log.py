@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup, run_check
-from cluster.checks.groups.gpu import GpuView
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.nvidia_smi import normal_address
-from cluster.survey.section import NodeProbe
-from engine.config.cluster import ClusterConfig
 
 RECOVERY_XID = 154  # its text says what has to be done
 FALLEN_XID = 79
@@ -75,21 +73,21 @@ class DriverErrors:
     unread: list[str] = field(default_factory=list)
 
 
-def check_xid(check: Check, view: GpuView) -> list[Finding]:
+def check_xid(check: Check, facts: NodeFacts) -> list[Finding]:
     """Errors (Xid) that the kernel logged for a GPU since boot: some need a reset, some a reboot."""
-    log = read_kernel_log(view.probe)
+    log = read_kernel_log(facts.probe)
     errors = read_errors(log)
     standing: dict[str, list[Xid]] = {}
     for xid in errors.xids:
         if xid.kind is not None:
             standing.setdefault(xid.address, []).append(xid)
-    told = [_judge_gpu(check.on(view.device(address)), found) for address, found in standing.items()]
+    told = [_judge_gpu(check.on(facts.device(address)), found) for address, found in standing.items()]
     return told + _silence(check, log, "Xid", [line for line in errors.unread if "SXid" not in line], not told)
 
 
-def check_sxid(check: Check, view: GpuView) -> list[Finding]:
+def check_sxid(check: Check, facts: NodeFacts) -> list[Finding]:
     """Errors (SXid) of NVSwitches since boot; a fatal one stops all traffic between GPUs of the node."""
-    log = read_kernel_log(view.probe)
+    log = read_kernel_log(facts.probe)
     errors = read_errors(log)
     check = check.expecting("none")
     told = []
@@ -177,12 +175,11 @@ def _place(text: str) -> str:
     return normal_address(text) or one_line(text, 40)
 
 
-def _look(probe: NodeProbe, config: ClusterConfig) -> GpuView | Finding | None:
-    view = GpuView.of(probe, config)
-    if not view.has_no_gpus:
-        return view
+def _look(facts: NodeFacts) -> NodeFacts | Finding | None:
+    if not facts.has_no_gpus:
+        return facts
     # The log may remember GPUs that fell off the bus.
-    told = run_check(Check(probe.node, "gpu.xid"), check_xid, view)
+    told = run_check(Check(facts.node, "gpu.xid"), check_xid, facts)
     return next((finding for finding in told if finding.severity is Verdict.FAIL), None)
 
 

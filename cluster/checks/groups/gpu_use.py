@@ -11,8 +11,9 @@ from typing import Any
 
 from cluster.checks.finding import Check, Finding, Verdict, age
 from cluster.checks.group import CheckGroup, known
-from cluster.checks.groups.gpu import GpuView, look_at_gpus
+from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import SMI, Gpu, GpuProcess, SmiTrouble, read_smi
 from cluster.survey.section import Question, Section, SectionState, UnreadableError
 from engine.config.cluster import ContainerConfig
@@ -72,11 +73,11 @@ _PROGRAM = (
 )
 
 
-def check_busy(check: Check, view: GpuView) -> list[Finding]:
+def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
     """Nobody else uses a GPU, seen twice; who does, and since when."""
     first, again = (
-        view.answer(),
-        read_smi(view.probe.section(AGAIN.name)),
+        facts.smi_log,
+        read_smi(facts.section(AGAIN)),
     )  # what ended before the second look does not count
     if isinstance(again, SmiTrouble):
         return [check.unknown(f"nvidia-smi at the second look: {again.failure.value}", evidence=again.evidence)]
@@ -96,7 +97,9 @@ def check_busy(check: Check, view: GpuView) -> list[Finding]:
         return check.fail(f"{used_mib:.0f} MiB in use: {who}", remedy)
 
     what = "memory in use or processes"
-    return view.each(check.expecting("a free GPU"), what, judge, "no GPU is in use", gpus=again.gpus, is_optional=False)
+    return each_gpu(
+        facts, check.expecting("a free GPU"), what, judge, "no GPU is in use", gpus=again.gpus, is_optional=False
+    )
 
 
 def _describe(process: GpuProcess, owners: Mapping[str, re.Match[str]]) -> str:
@@ -105,9 +108,9 @@ def _describe(process: GpuProcess, owners: Mapping[str, re.Match[str]]) -> str:
     return f"{one_line(process.name, 60)} (pid {process.pid}){whose}"
 
 
-def check_dcgm_health(check: Check, view: GpuView) -> list[Finding]:
+def check_dcgm_health(check: Check, facts: NodeFacts) -> list[Finding]:
     """DCGM's health monitor has nothing to say of GPUs and NVSwitches, where it is installed and watches them."""
-    section = view.probe.section(DCGM_HEALTH.name)
+    section = facts.section(DCGM_HEALTH)
     if section.tool_missing:
         return [check.skip(_ABSENT)]
     if _watching(section) == _OFF:
@@ -124,9 +127,9 @@ def check_dcgm_health(check: Check, view: GpuView) -> list[Finding]:
     return [check.finding(worst, f"{told}, says DCGM: {'; '.join(said[:_LINES])}", "see gpu.xid, gpu.ecc and gpu.pcie")]
 
 
-def check_dcgm_diag(check: Check, view: GpuView) -> list[Finding]:
+def check_dcgm_diag(check: Check, facts: NodeFacts) -> list[Finding]:
     """DCGM's quick diagnostic (level 1) passes on every GPU, where it is installed."""
-    section = view.probe.section(DCGM_DIAG.name)
+    section = facts.section(DCGM_DIAG)
     if section.tool_missing:
         return [check.skip(_ABSENT)]
     results = list(_results(section))
@@ -144,11 +147,11 @@ def check_dcgm_diag(check: Check, view: GpuView) -> list[Finding]:
     return [check.ok(f"{len(passed)} tests of DCGM {_version(section)} passed")]
 
 
-def _traits(view: GpuView) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """Which DCGM diagnoses a node and whether it watches: what one node is spared, the others are told."""
 
     def tell(question: Question, read: Callable[[Section], str]) -> str | None:
-        section = view.probe.section(question.name)
+        section = facts.section(question)
         return "not installed" if section.tool_missing else known(read, section)
 
     return {DCGM_DIAG.name: tell(DCGM_DIAG, _version), DCGM_HEALTH.name: tell(DCGM_HEALTH, _watching)}
@@ -248,9 +251,9 @@ def cuda_smoke_question(container: ContainerConfig) -> Question:
     return Question(SMOKE_SECTION, _SECONDS, f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}")
 
 
-def check_cuda_smoke(check: Check, view: GpuView) -> list[Finding]:
+def check_cuda_smoke(check: Check, facts: NodeFacts) -> list[Finding]:
     """A matrix product on every GPU inside the run image; only with --cuda-smoke."""
-    section = view.probe.sections.get(SMOKE_SECTION)
+    section = facts.probe.sections.get(SMOKE_SECTION)
     if section is None:
         return [check.skip("CUDA was not tried inside an image")]
     last = section.output.strip().splitlines()[-1:] or [""]
@@ -261,9 +264,9 @@ def check_cuda_smoke(check: Check, view: GpuView) -> list[Finding]:
     if not section.ok or found is None:
         remedy = "run the image by hand on the node: `docker run --rm --gpus all IMAGE nvidia-smi`"
         return [check.expecting("it works").fail(f"CUDA fails in the image: {section.trouble()}", remedy, evidence)]
-    if view.gpus and int(found[1]) != len(view.gpus):
+    if facts.gpus and int(found[1]) != len(facts.gpus):
         remedy = "check the container runtime (nvidia-container-toolkit, CDI) and CUDA_VISIBLE_DEVICES in the image"
-        return [check.expecting(f"{len(view.gpus)} GPUs").fail(f"{found[1]} GPUs in the image", remedy)]
+        return [check.expecting(f"{len(facts.gpus)} GPUs").fail(f"{found[1]} GPUs in the image", remedy)]
     return [check.ok(evidence)]
 
 

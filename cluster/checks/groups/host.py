@@ -12,9 +12,9 @@ from typing import TypeVar
 from cluster.checks.finding import GIB, Check, Finding, age, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import NodeProbe, Question
-from engine.config.cluster import ClusterConfig
+from cluster.survey.section import Question
 
 T = TypeVar("T")
 # Free bytes: below the first a run cannot work, below the second it may soon not.
@@ -133,23 +133,6 @@ echo end
 )
 
 
-@dataclass(frozen=True)
-class HostView:
-    """The answer of a node; each check reads a section of it."""
-
-    probe: NodeProbe
-    config: ClusterConfig
-
-    @property
-    def in_containers(self) -> bool:
-        """Whether ranks run in containers."""
-        return self.config.container.runtime == "docker"
-
-    def answer(self, section: str) -> Answer:
-        """One section. Raises UnreadableError."""
-        return Answer(self.probe, section)
-
-
 def judge_room(check: Check, room: Filesystem | None, limits: tuple[float, float]) -> Finding:
     """Whether enough bytes are free there."""
     if room is None:
@@ -159,17 +142,17 @@ def judge_room(check: Check, room: Filesystem | None, limits: tuple[float, float
     return check.expecting(f"at least {gib(limits[1])} free").above(room.free_bytes, limits, text, remedy)
 
 
-def check_disk(check: Check, view: HostView) -> list[Finding]:
+def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space on the root file system and for temporary files."""
-    answer, found = view.answer("host.disk"), []
+    answer, found = facts.answer(DISK), []
     for name, (place, limits) in DISK_FREE_BYTES.items():
         found.append(judge_room(check.on(place), answer.filesystem(name), limits))
     return found
 
 
-def check_inodes(check: Check, view: HostView) -> list[Finding]:
+def check_inodes(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free inodes: without them no file can be made, whatever space there is."""
-    answer, check = view.answer("host.disk"), check.expecting("at least 5% free")
+    answer, check = facts.answer(DISK), check.expecting("at least 5% free")
     return [_inodes(check.on(place), answer.filesystem(name)) for name, (place, _) in DISK_FREE_BYTES.items()]
 
 
@@ -183,10 +166,10 @@ def _inodes(check: Check, room: Filesystem | None) -> Finding:
     return check.above(share, INODES_FREE_SHARE, f"{share:.0%} of {room.inodes} free", remedy)
 
 
-def check_shm(check: Check, view: HostView) -> list[Finding]:
+def check_shm(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space in /dev/shm, through which ranks of a node talk."""
     check = check.on("/dev/shm").expecting(f"a tmpfs with at least {gib(SHM_FREE_BYTES[1])} free")
-    room = view.answer("host.disk").filesystem("shm")
+    room = facts.answer(DISK).filesystem("shm")
     remedy = "mount a larger tmpfs there (containers: --ipc host or --shm-size), or remove what runs left in it"
     if room is None:
         return [check.fail("not there: NCCL and data loaders need it", remedy)]
@@ -196,14 +179,14 @@ def check_shm(check: Check, view: HostView) -> list[Finding]:
     return [check.above(room.free_bytes, SHM_FREE_BYTES, text, remedy)]
 
 
-def check_memlock(check: Check, view: HostView) -> list[Finding]:
+def check_memlock(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much memory a session may lock; RDMA needs all of it."""
-    answer, check = view.answer("host.limits"), check.expecting("unlimited where RDMA adapters are")
+    answer, check = facts.answer(LIMITS), check.expecting("unlimited where RDMA adapters are")
     locked_kib, adapters = answer.number("memlock", math.inf), len(answer.values("rdma"))
     if math.isinf(locked_kib):
         return [check.ok("unlimited")]
     text = f"{gib(locked_kib * 1024)} in an SSH session"
-    if view.in_containers:
+    if facts.in_containers:
         return [check.ok(f"{text}; containers get a limit of their own")]
     remedy = "set `* - memlock unlimited` in /etc/security/limits.d and LimitMEMLOCK=infinity for sshd"
     if adapters:
@@ -211,9 +194,9 @@ def check_memlock(check: Check, view: HostView) -> list[Finding]:
     return [check.ok(f"{text}; only RDMA adapters need more, and there is none")]
 
 
-def check_nofile(check: Check, view: HostView) -> list[Finding]:
+def check_nofile(check: Check, facts: NodeFacts) -> list[Finding]:
     """How many files a session may open."""
-    answer = view.answer("host.limits")
+    answer = facts.answer(LIMITS)
     answer.number("memlock", math.inf)  # of an answer that was cut off nothing is believed
     soft, hard = (answer.number(name, math.inf) for name in ("nofile_soft", "nofile_hard"))
     check, text = check.expecting(f"at least {NOFILE[1]}"), f"{soft:g} open files, at most {hard:g}"
@@ -221,9 +204,9 @@ def check_nofile(check: Check, view: HostView) -> list[Finding]:
     return [check.fail(text, remedy) if hard < NOFILE[0] else check.above(soft, (0, NOFILE[1]), text, remedy)]
 
 
-def check_memory_free(check: Check, view: HostView) -> list[Finding]:
+def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much main memory is free: what else sits there."""
-    total, available = read_memory(view.answer("host.memory"))
+    total, available = read_memory(facts.answer(MEMORY))
     share = available / total
     text = f"{gib(available)} ({share:.0%}) available of {gib(total)}"
     check = check.expecting(f"at least {MEMORY_FREE_SHARE[1]:.0%} free")
@@ -250,9 +233,9 @@ class Process:
     run_id: str
 
 
-def check_runs(check: Check, view: HostView) -> list[Finding]:
+def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
     """Processes of earlier runs of ours that are still there."""
-    answer, check = view.answer("host.runs"), check.expecting("no run is under way")
+    answer, check = facts.answer(RUNS), check.expecting("no run is under way")
     processes, unread = read_runs(answer), int(answer.number("unread"))
     if not processes:
         others = f" among those of this user ({unread} of others: only root may look into them)" if unread else ""
@@ -289,20 +272,20 @@ def read_runs(answer: Answer) -> list[Process]:
     return found
 
 
-def compare_memory(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
+def compare_memory(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     """host.memory: UNKNOWN for a node that did not tell.
 
     Kernels and firmware keep a little back, and not the same on equal machines: hence a tolerance, and no trait.
     """
-    totals = {node: known(_total_memory, HostView(probe, config)) for node, probe in probes.items()}
+    totals = {node: known(_total_memory, facts) for node, facts in nodes.items()}
     told = [total for total in totals.values() if total is not None]
     usual = statistics.median(told) if told else 0.0
     expected = f"{gib(usual)} within {MEMORY_TOLERANCE:.0%}" if len(told) > 1 else ""
     return [_memory(Check(node, "host.memory", expected), total, usual) for node, total in totals.items()]
 
 
-def _total_memory(view: HostView) -> int:
-    return read_memory(view.answer("host.memory"))[0]
+def _total_memory(facts: NodeFacts) -> int:
+    return read_memory(facts.answer(MEMORY))[0]
 
 
 def _memory(check: Check, total: int | None, usual: float) -> Finding:
@@ -317,7 +300,6 @@ def _memory(check: Check, total: int | None, usual: float) -> Finding:
 GROUP = CheckGroup(
     "host",
     (check_disk, check_inodes, check_shm, check_memlock, check_nofile, check_memory_free, check_runs),
-    look=HostView,
     questions=(LIMITS, DISK, MEMORY, RUNS),
     compare=compare_memory,
     compared={"host.memory": "The same main memory on all nodes, within 3%: a module may have failed."},

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.survey.adapters import PORTS, Adapters, HcaPort, parse_adapters, roce_gid_index
-from cluster.survey.section import NodeProbe
-from engine.config.cluster import ClusterConfig, ExpectedHardware
+from cluster.survey.adapters import PORTS, Adapters, HcaPort, roce_gid_index
+from cluster.survey.facts import NodeFacts
+from engine.config.cluster import ExpectedHardware
 
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 # Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.
@@ -41,8 +41,7 @@ class FabricView:
     beside them while most have.
     """
 
-    probe: NodeProbe
-    config: ClusterConfig
+    facts: NodeFacts
     adapters: Adapters
     ports: tuple[HcaPort, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -51,15 +50,14 @@ class FabricView:
     lonely_gpus: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, probe: NodeProbe, config: ClusterConfig) -> FabricView:
-        """The answer of a node, read. Raises UnreadableError."""
-        adapters = parse_adapters(probe.section("ib.ports"))
+    def of(cls, facts: NodeFacts) -> FabricView:
+        """The facts of a node. Raises UnreadableError."""
+        adapters, config = facts.adapters, facts.config
         ports, reasons, beside = _choose(adapters, config.expected)
         lonely = [path for path in adapters.gpu_paths if path and not any(_share(path, port) for port in ports)]
         rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
         return cls(
-            probe,
-            config,
+            facts,
             adapters,
             tuple(ports),
             reasons,
@@ -167,7 +165,7 @@ def _link_layer(ports: Sequence[HcaPort], gpu_paths: Sequence[Sequence[str]]) ->
 
 def check_count(check: Check, view: FabricView) -> list[Finding]:
     """As many InfiniBand or RoCE ports as configured, else as on most nodes; each with a driver."""
-    up, total, wanted = len(view.active), len(view.ports), view.config.expected.hcas
+    up, total, wanted = len(view.active), len(view.ports), view.facts.config.expected.hcas
     left_out = "; ".join(f"{name}: {reason}" for name, reason in list(view.reasons.items())[:8])
     observed = f"{up} of {total} ports for training are up" if up < total else f"{up} ports for training are up"
     check = check.expecting(f"{wanted} (cluster.expected.hcas)" if wanted else "")
@@ -312,19 +310,19 @@ def _shown(port: HcaPort) -> str:
     return f"state {port.state}, phys_state {port.phys_state}, rate {rate}, {port.link_layer}, {port.pci_address}"
 
 
-def look_at_adapters(probe: NodeProbe, config: ClusterConfig) -> FabricView | None:
+def look_at_adapters(facts: NodeFacts) -> FabricView | None:
     """The ports for training; None where there are none and none are expected. Raises UnreadableError."""
-    view = FabricView.of(probe, config)
+    view = FabricView.of(facts)
     lost = view.adapters.portless or view.adapters.driverless_paths
-    return view if view.ports or config.expected.hcas or lost else None
+    return view if view.ports or facts.config.expected.hcas or lost else None
 
 
-def _look(probe: NodeProbe, config: ClusterConfig) -> FabricView | Finding:
-    view = look_at_adapters(probe, config)
+def _look(facts: NodeFacts) -> FabricView | Finding:
+    view = look_at_adapters(facts)
     if view is not None:
         return view
-    why = "; ".join(f"{name} {reason}" for name, reason in list(FabricView.of(probe, config).reasons.items())[:4])
-    return Check(probe.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")
+    why = "; ".join(f"{name} {reason}" for name, reason in list(FabricView.of(facts).reasons.items())[:4])
+    return Check(facts.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")
 
 
 def _traits(view: FabricView | Finding) -> Mapping[str, str | None]:
@@ -335,7 +333,7 @@ def _traits(view: FabricView | Finding) -> Mapping[str, str | None]:
         "ib.link_layer": [port.link_layer or None for port in view.active],
         "ib.mtu": [port.netdev_mtu for port in view.active],
         "ib.rate": [f"{view.rate_gbps:g}" if view.rate_gbps is not None else None],
-        "ib.count": [len(view.active) if view.config.expected.hcas is None else None],
+        "ib.count": [len(view.active) if view.facts.config.expected.hcas is None else None],
     }
     # A port that does not tell leaves the trait out: what the others have is not what the node has.
     told = {check: found for check, found in values.items() if found and None not in found}

@@ -10,7 +10,7 @@ from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup
 from cluster.checks.groups.ib import FabricView, look_at_adapters
 from cluster.remote_text import one_line
-from cluster.survey.adapters import GPUDIRECT, GpuDirect, HcaPort, known_lines, parse_gpudirect, port_name
+from cluster.survey.adapters import GPUDIRECT, GpuDirect, HcaPort, known_lines, port_name
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.section import Question, Section, UnreadableError
 
@@ -88,7 +88,7 @@ printf 'end\t%s\n' "$lines"
 
 def check_counters(check: Check, view: FabricView) -> list[Finding]:
     """Errors that are being counted now, over two looks; what a counter stands at may be years old."""
-    samples = read_counters(view.probe.section("ib.counters"))
+    samples = read_counters(view.facts.section(COUNTERS))
     found = [one for port in view.ports for one in _judge_counters(check.on(port.name), port, samples)]
     if not view.ports:
         return [check.unknown("no port to look at", "see ib.count")]
@@ -136,7 +136,7 @@ def check_health(check: Check, view: FabricView) -> list[Finding]:
 
 def _events(view: FabricView) -> list[tuple[HcaPort, list[KernelEvent]]]:
     """What the log says of each adapter for training. Raises UnreadableError."""
-    log = read_events(read_kernel_log(view.probe))
+    log = read_events(read_kernel_log(view.facts.probe))
     devices = {port.pci_address: port for port in view.ports if port.pci_address}
     if not devices:
         raise UnreadableError("no adapter has a known place on the PCI bus")
@@ -156,7 +156,7 @@ def read_events(log: KernelLog) -> list[KernelEvent]:
 
 def check_gpudirect(check: Check, view: FabricView) -> list[Finding]:
     """Adapters may reach GPU memory (nvidia_peermem or DMA-BUF); else traffic goes through the host."""
-    found = parse_gpudirect(view.probe.section("ib.gpudirect"))
+    found = view.facts.gpudirect
     check, ways = check.expecting("nvidia_peermem, or DMA-BUF of the open driver"), gpudirect_ways(found)
     if ways:
         return [check.ok(ways, found.peer_memory or "")]

@@ -11,16 +11,14 @@ from cluster.checks.group import CheckGroup, TestBetween, known
 from cluster.checks.groups.pairs import CHECK as PAIRS
 from cluster.checks.groups.pairs import check_pairs
 from cluster.ssh.connection import Connection
+from cluster.survey.facts import NodeFacts
 from cluster.survey.interfaces import (
     LINKS,
     ROUTE,
     SYSFS,
     InterfaceChoice,
     NetInterface,
-    explain_interface,
-    read_interfaces,
 )
-from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280
@@ -88,13 +86,8 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_interface(address).network)
 
 
-def look(probe: NodeProbe, config: ClusterConfig) -> InterfaceChoice:
-    """The interface that the node talks over. Raises UnreadableError."""
-    return explain_interface(read_interfaces(probe), config.interface)
-
-
-def _chosen(probes: Mapping[str, NodeProbe], config: ClusterConfig) -> dict[str, NetInterface | None]:
-    choices = {node: known(lambda probe: look(probe, config), probe) for node, probe in probes.items()}
+def _chosen(nodes: Mapping[str, NodeFacts]) -> dict[str, NetInterface | None]:
+    choices = {node: known(lambda facts: facts.interface, facts) for node, facts in nodes.items()}
     return {node: choice.interface if choice is not None else None for node, choice in choices.items()}
 
 
@@ -106,8 +99,8 @@ def _traits(choice: InterfaceChoice) -> Mapping[str, str | None]:
 def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
     """Connects of all pairs."""
 
-    def test(connections: Mapping[str, Connection], probes: Mapping[str, NodeProbe]) -> list[Finding]:
-        found = _chosen(probes, config)
+    def test(connections: Mapping[str, Connection], nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+        found = _chosen(nodes)
         addresses = {node: one.addresses[0] if one is not None else "" for node, one in found.items()}
         return check_pairs(connections, addresses)
 
@@ -117,10 +110,10 @@ def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
 GROUP = CheckGroup(
     "net",
     (check_interface, check_mtu),
-    look=look,
+    look=lambda facts: facts.interface,
     questions=(LINKS, ROUTE, SYSFS),
     traits=_traits,
-    compare=lambda probes, config: compare_subnets(_chosen(probes, config)),
+    compare=lambda nodes: compare_subnets(_chosen(nodes)),
     between=_between,
     compared={
         "net.subnet": "The interfaces that nodes talk over lie in one subnet, and no two nodes have one address.",

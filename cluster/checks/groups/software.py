@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import CheckGroup, known
-from cluster.checks.groups.host import HostView
 from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
 from cluster.survey.lines import Answer
 from cluster.survey.section import Question
 from engine.config.cluster import ClusterConfig
@@ -106,58 +106,58 @@ def read_software(answer: Answer) -> Software:
     return Software(python, answer.pairs("package") if is_listed else {}, is_listed)
 
 
-def own_software(view: HostView) -> Software:
+def own_software(facts: NodeFacts) -> Software:
     """What all nodes must have alike: nothing where ranks run in containers, and the image's versions count."""
-    answer = view.answer("host.software")
+    answer = facts.answer(SOFTWARE)
     return Software() if answer.value("runtime") == "docker" else read_software(answer)
 
 
-def check_python(check: Check, view: HostView) -> list[Finding]:
+def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
     """Python on the node is new enough for ranks; where they run in containers, for their supervisor."""
-    software = read_software(view.answer("host.software"))
-    oldest = ".".join(map(str, OLDEST_NODE_PYTHON if view.in_containers else OLDEST_PYTHON))
+    software = read_software(facts.answer(SOFTWARE))
+    oldest = ".".join(map(str, OLDEST_NODE_PYTHON if facts.in_containers else OLDEST_PYTHON))
     bare = ", or set cluster.container.runtime=docker"
-    remedy = f"install Python {oldest} or newer{' as python3: it supervises ranks' if view.in_containers else bare}"
+    remedy = f"install Python {oldest} or newer{' as python3: it supervises ranks' if facts.in_containers else bare}"
     if software.python is None:
         return [check.fail("no python3", remedy)]
     version = tuple(int(part) for part in software.python.split(".")[:2])
     if version < OLDEST_NODE_PYTHON:
         return [check.fail(f"{software.python} is older than {oldest}", remedy)]
-    if version < OLDEST_PYTHON and not view.in_containers:
+    if version < OLDEST_PYTHON and not facts.in_containers:
         return [check.warn(f"{software.python} is older than {oldest}", remedy)]
     return [check.ok(software.python)]
 
 
-def check_torch(check: Check, view: HostView) -> list[Finding]:
+def check_torch(check: Check, facts: NodeFacts) -> list[Finding]:
     """PyTorch is installed in the same version everywhere, where ranks run without a container."""
-    software = read_software(view.answer("host.software"))
-    other = _not_looked_for(check, view, software)
+    software = read_software(facts.answer(SOFTWARE))
+    other = _not_looked_for(check, facts, software)
     if other is not None:
         return [other]
     if "torch" not in software.packages:
-        text = f"{view.config.python or 'python3'}, the Python of the ranks, has no PyTorch"
+        text = f"{facts.config.python or 'python3'}, the Python of the ranks, has no PyTorch"
         return [check.warn(text, "install burst there, or name another by cluster.python")]
     return [check.ok(software.packages["torch"])]
 
 
-def check_nccl(check: Check, view: HostView) -> list[Finding]:
+def check_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
     """NCCL has the same version everywhere; different ones do not talk to each other."""
-    software = read_software(view.answer("host.software"))
+    software = read_software(facts.answer(SOFTWARE))
     found = check.ok(software.nccl) if software.nccl else check.skip("not a package of its own")
-    return [_not_looked_for(check, view, software) or found]
+    return [_not_looked_for(check, facts, software) or found]
 
 
-def _not_looked_for(check: Check, view: HostView, software: Software) -> Finding | None:
-    if view.in_containers:
+def _not_looked_for(check: Check, facts: NodeFacts, software: Software) -> Finding | None:
+    if facts.in_containers:
         return check.skip("ranks use that of the image")
     if software.python is None:
         return check.skip("no python3")
     return None if software.is_listed else check.unknown(f"Python {software.python} cannot list its packages")
 
 
-def check_nccl_conf(check: Check, view: HostView) -> list[Finding]:
+def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
     """NCCL settings that lie around on the node: /etc/nccl.conf, ~/.nccl.conf, the session."""
-    named = _read_settings(view)
+    named = _read_settings(facts)
     check = check.expecting("nothing that switches a fast path off")
     if not named:
         return [check.ok("no NCCL_* is set")]
@@ -166,14 +166,14 @@ def check_nccl_conf(check: Check, view: HostView) -> list[Finding]:
     return [check.warn(text, f"remove {', '.join(bad)}, or know why it is there") if bad else check.ok(text)]
 
 
-def nccl_trait(view: HostView) -> str:
+def nccl_trait(facts: NodeFacts) -> str:
     """All settings as one text, for comparing nodes."""
-    return ", ".join(f"{place}: {name}={value}" for place, name, value in _read_settings(view)) or "none"
+    return ", ".join(f"{place}: {name}={value}" for place, name, value in _read_settings(facts)) or "none"
 
 
-def _read_settings(view: HostView) -> list[tuple[str, str, str]]:
+def _read_settings(facts: NodeFacts) -> list[tuple[str, str, str]]:
     """(place, name, value) of every NCCL_*. Raises UnreadableError."""
-    answer = view.answer("host.nccl")
+    answer = facts.answer(NCCL_SETTINGS)
     hidden = answer.values("unreadable")
     if answer.last != "end" or hidden:
         files = " and the ".join(hidden)
@@ -183,12 +183,12 @@ def _read_settings(view: HostView) -> list[tuple[str, str, str]]:
     return [(place, name, value) for key, place in places.items() for name, value in sorted(told[key].items())]
 
 
-def _traits(view: HostView) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     return {
-        "host.python": known(lambda view: own_software(view).python, view),
-        "host.torch": known(lambda view: own_software(view).packages.get("torch"), view),
-        "host.nccl": known(lambda view: own_software(view).nccl, view),
-        "host.nccl_conf": known(nccl_trait, view),
+        "host.python": known(lambda facts: own_software(facts).python, facts),
+        "host.torch": known(lambda facts: own_software(facts).packages.get("torch"), facts),
+        "host.nccl": known(lambda facts: own_software(facts).nccl, facts),
+        "host.nccl_conf": known(nccl_trait, facts),
     }
 
 
@@ -200,7 +200,6 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
 GROUP = CheckGroup(
     "host",
     (check_python, check_torch, check_nccl, check_nccl_conf),
-    look=HostView,
     questions=(SOFTWARE, NCCL_SETTINGS),
     settings=_settings,
     traits=_traits,

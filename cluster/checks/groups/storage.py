@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from cluster.checks.finding import GIB, Check, Finding
 from cluster.checks.group import CheckGroup, TestBetween
-from cluster.checks.groups.host import HostView, judge_room
+from cluster.checks.groups.host import judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import CommandResult, Connection
 from cluster.ssh.hosts import fan_out
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Question, SectionState
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
@@ -71,9 +72,9 @@ stat -f -c 'shared %S %b %a %c %d %T' -- "$BURST_SHARED_FOLDER"
 )
 
 
-def check_shared(check: Check, view: HostView) -> list[Finding]:
+def check_shared(check: Check, facts: NodeFacts) -> list[Finding]:
     """The shared folder is one and the same: what one node writes, all others read."""
-    folder, section = view.config.shared_folder, view.probe.section("host.shared")
+    folder, section = facts.config.shared_folder, facts.section(SHARED)
     if folder is None:
         return [check.skip("cluster.shared_folder is not set")]
     check, why = check.on(folder), one_line(section.output, 200)
@@ -81,7 +82,7 @@ def check_shared(check: Check, view: HostView) -> list[Finding]:
         return [check.fail("it does not answer", "the file server is gone or unreachable: mount it again")]
     if section.state is SectionState.ENDED and section.exit_code not in (0, 127):
         return [check.fail(section.trouble(), "mount it, or create it on the file server", why)]
-    answer = view.answer("host.shared")
+    answer = facts.answer(SHARED)
     if answer.last == "absent":
         return [check.fail("the folder is not there", "mount it, or create it on the file server", why)]
     if answer.last == "unset":
@@ -127,8 +128,8 @@ class FolderTest:
     def shared_view(self) -> frozenset[int]:
         """The files that more than half of the nodes see: there is the shared folder. Empty: it is nowhere."""
         views = Counter(answer.numbers("saw") for answer in self.looked.values() if answer.end == "looked")
-        view, count = max(views.items(), key=lambda pair: pair[1], default=(frozenset[int](), 0))
-        return view if 2 * count > views.total() else frozenset()
+        facts, count = max(views.items(), key=lambda pair: pair[1], default=(frozenset[int](), 0))
+        return facts if 2 * count > views.total() else frozenset()
 
 
 def check_shared_folder(
@@ -294,13 +295,12 @@ def _mount(said: str) -> str:
 def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
     """A file written to the shared folder by every node and looked for by all."""
     folder = config.shared_folder
-    return {} if folder is None else {CHECK: lambda connections, probes: check_shared_folder(connections, folder)}
+    return {} if folder is None else {CHECK: lambda connections, nodes: check_shared_folder(connections, folder)}
 
 
 GROUP = CheckGroup(
     "host",
     (check_shared,),
-    look=HostView,
     questions=(SHARED,),
     settings=lambda config: {"BURST_SHARED_FOLDER": config.shared_folder},
     between=_between,

@@ -131,7 +131,7 @@ def breaks(*_: object) -> Any:
 
 
 BROKEN = replace(FAKE_GROUP, look=breaks)
-EMPTY = replace(FAKE_GROUP, look=lambda probe, config: None)
+EMPTY = replace(FAKE_GROUP, look=lambda facts: None)
 
 
 @pytest.mark.parametrize(("group", "text"), [(BROKEN, "IndexError"), (EMPTY, "gave a result")])

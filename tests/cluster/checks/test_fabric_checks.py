@@ -12,6 +12,7 @@ from cluster.checks.compare import profile_findings
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Section, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
@@ -48,7 +49,7 @@ def lose(node: FabricNode, *names: str) -> FabricNode:
 
 
 def chosen(node: FabricNode, **expected: object) -> FabricView:
-    return FabricView.of(node.probe(), ClusterConfig(expected=ExpectedHardware(**expected)))
+    return FabricView.of(NodeFacts(node.probe(), ClusterConfig(expected=ExpectedHardware(**expected))))
 
 
 def test_a_healthy_node_is_ok_in_every_check(node: FabricNode):

@@ -16,6 +16,7 @@ from testkit.check_fakes import Groups
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
+from cluster.survey.facts import NodeFacts
 from cluster.survey.interfaces import explain_interface, read_interfaces
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState, UnreadableError
@@ -120,7 +121,7 @@ def test_a_healthy_rehearsal_node_is_ok(answers: dict[str, NodeProbe], profile: 
     probe = answers[f"{profile}/{node}"]
     wanted = compute_adapters(profile, node)
     assert check(probe, hcas=len(wanted)) == []
-    compute = FabricView.of(probe, ClusterConfig())
+    compute = FabricView.of(NodeFacts(probe, ClusterConfig()))
     assert sorted(port.device for port in compute.active) == sorted(wanted)
     assert (compute.beside_gpus, compute.lonely_gpus) == (True, ())
 

@@ -13,9 +13,9 @@ from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.engine import engine_version, read_image
-from cluster.checks.groups.host import HostView
 from cluster.ssh.pool import SshConnection, connect
 from cluster.survey.ask import survey_node
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
 
 GROUP = Groups("host")
@@ -42,12 +42,12 @@ def test_engine_and_image_of_a_real_daemon(make_testbed: MakeTestbed) -> None:
     with connect(testbed.host(testbed.node_names[0])) as connection:
         probe, without = ask(connection)
         version = connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip()
-        assert version == engine_version(HostView(probe, DOCKER))
+        assert version == engine_version(NodeFacts(probe, DOCKER))
         assert without["host.docker_disk"] is not Verdict.UNKNOWN
         assert (without["host.docker"], without["host.image"]) == (Verdict.OK, Verdict.WARN)
         assert connection.run(["docker", "import", "-", "burst:cuda"], stdin=tar_of_one_file()).ok
         probe, having = ask(connection)
-        image = read_image(HostView(probe, DOCKER))
+        image = read_image(NodeFacts(probe, DOCKER))
         told = json.loads(connection.run(["docker", "inspect", "burst:cuda"]).stdout)[0]
         assert having["host.image"] is Verdict.OK
         assert image.size_bytes == told["Size"] >= len(PAYLOAD)

@@ -120,7 +120,9 @@ def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> 
     assert {section.state for section in probe.sections.values()} == {SectionState.ENDED}
     unknown = [one for one in GROUP.check(probe, BARE) if one.severity is Verdict.UNKNOWN]
     assert not unknown
-    assert read_memory(Answer(probe, "host.memory"))[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert read_memory(Answer(probe.section("host.memory")))[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
@@ -128,12 +130,12 @@ def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) 
     write(tmp_path / "my venv/bin/python", f"#!/bin/sh\nprintf '{answer}'\n")
     (tmp_path / "my venv/bin/python").chmod(0o700)
     settings = GROUP.settings(replace(BARE, python="~/my venv/bin/python"))
-    software = read_software(Answer(ask(tools, tmp_path, "software", settings=settings), "host.software"))
+    software = read_software(Answer(ask(tools, tmp_path, "software", settings=settings).section("host.software")))
     assert (software.python, software.packages) == ("3.12.1", {"torch": "9.9.9"})
 
 
 def test_limits_are_those_of_the_session(here: NodeProbe) -> None:
-    limits = Answer(here, "host.limits")
+    limits = Answer(here.section("host.limits"))
     assert limits.number("nofile_soft") == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert locked == resource.RLIM_INFINITY or limits.number("memlock") * 1024 == locked
@@ -151,7 +153,7 @@ def test_limits_that_were_cut_off_do_not_look_as_if_there_were_no_adapters(tools
 
 
 def test_room_is_what_the_system_says(here: NodeProbe) -> None:
-    room, truth = Answer(here, "host.disk").filesystem("root"), os.statvfs("/")
+    room, truth = Answer(here.section("host.disk")).filesystem("root"), os.statvfs("/")
     assert room is not None
     assert room.size_bytes == truth.f_blocks * truth.f_frsize
     # Other tests write meanwhile.
@@ -160,12 +162,12 @@ def test_room_is_what_the_system_says(here: NodeProbe) -> None:
 
 def test_the_rehearsal_tree_is_read_where_it_has_the_file(trapped: tuple[NodeProbe, Path]) -> None:
     probe, _ = trapped
-    assert read_memory(Answer(probe, "host.memory"))[0] == 1000000 << 10
-    assert Answer(probe, "host.limits").values("rdma") == ["mlx5_0"]
+    assert read_memory(Answer(probe.section("host.memory")))[0] == 1000000 << 10
+    assert Answer(probe.section("host.limits")).values("rdma") == ["mlx5_0"]
 
 
 def test_runs_are_found_by_the_environment_and_by_nothing_that_looks_like_it(trapped: tuple[NodeProbe, Path]) -> None:
-    found = read_runs(Answer(trapped[0], "host.runs"))
+    found = read_runs(Answer(trapped[0].section("host.runs")))
     assert [one.pid for one in found] == [30, 33]
     assert (found[0].run_id, found[0].owner) == (RUN_ID, "root")
 
