@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cluster.agent.serve import Agent
 from cluster.control.link import AskedLink, NodeStatus
@@ -25,6 +26,10 @@ class LocalLink(AskedLink):
             question = self._question(wait_s=0.0)
         self._take(question, self._agent.answer(question)[0])
         return replace(super().poll(), is_synced=self._status.outcome is not None)
+
+    def _request(self, name: str, wish: Any) -> None:
+        super()._request(name, wish)
+        self.poll()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -23,6 +23,7 @@ from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, list_runs, new_run_path
 from testkit import PYTHON_PATH
 from testkit.fake_plan import fake_plan
+from testkit.link_rig import swept
 from testkit.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ class LivingRun:
                 self.kill()
         for link in open_links(_plan(self.run.path), self.run):
             link.stop("test", 0.0)
-            link.sweep(5.0)
+            swept(link)
             link.close()
 
 
