@@ -12,7 +12,7 @@ from burst_cli.launch.launching import conclude
 from burst_cli.launch.next_attempt import lead_attempts
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import StopRequests
 from cluster.launch.runner import open_links
 from cluster.plan_record import read_launch_plan
 from engine.config.errors import BurstError

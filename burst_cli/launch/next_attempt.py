@@ -8,8 +8,7 @@ from dataclasses import replace
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch, prepare_launch
 from cluster.control.attempt import Restarts
 from cluster.control.controller import Manner
-from cluster.control.outcome import LaunchObserver, LaunchOutcome
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.launch.runner import runner_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files

@@ -14,9 +14,9 @@ from burst_cli.launch.next_attempt import renewed_plan
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
-from cluster.control.busy import ControllerBusyError, find_controller
+from cluster.control.attempt import ControllerBusyError, find_controller
+from cluster.control.outcome import StopRequests
 from cluster.control.settle import Settled, settle
-from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
 from cluster.plan_record import read_launch_plan
 from engine.config.errors import ConfigError

@@ -18,8 +18,7 @@ from burst_cli.figures import binary_bytes, seconds
 from burst_cli.plan.launch_view import show_plan
 from burst_cli.runs.failure import failure_block
 from cluster.control.controller import control
-from cluster.control.outcome import SilentObserver
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import SilentObserver, StopRequests
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.hosts import Host

@@ -21,8 +21,8 @@ from burst_cli.runs.read import read_facts, read_nodes
 from burst_cli.runs.state import UNKNOWN
 from burst_cli.values import number, word
 from cluster.control.link import NodeStatus
+from cluster.control.outcome import StopRequests
 from cluster.control.settle import Settled, request_cancel
-from cluster.control.stopping import StopRequests
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
 

@@ -95,7 +95,7 @@ class RunProgress:
     @property
     def hang_limit_s(self) -> float:
         """After so many seconds of silence the controller has the ranks' stacks taken."""
-        from cluster.control.hang_watch import TRAINING_PHASE, hang_limits_s
+        from cluster.control.hang import TRAINING_PHASE, hang_limits_s
 
         makes_steps = self._step_times and self.phase == TRAINING_PHASE and self.step < self.total_steps
         return hang_limits_s(self.facts.hang_timeout_s, max(self._step_times) if makes_steps else None)[0]

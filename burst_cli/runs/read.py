@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from burst_cli.values import number, rows, table, whole, word
-from cluster.control.busy import LOCK_FILE, find_controller
+from cluster.control.attempt import LOCK_FILE, find_controller
 from cluster.control.link import NodeStatus, Phase
 from engine.config.errors import ConfigError
 from engine.config.settings import TrainConfig, load_config, load_yaml

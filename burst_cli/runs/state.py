@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burst_cli.runs.read import UNREADABLE, is_lost
-from cluster.control.busy import Controller, find_controller
+from cluster.control.attempt import Controller, find_controller
 from cluster.control.link import NodeStatus
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError

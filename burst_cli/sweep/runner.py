@@ -20,7 +20,7 @@ from typing import Any
 from burst_cli.sweep.store import SweepFolder, cell_now
 from burst_cli.sweep.view import SweepView
 from cluster.control.evidence import tail_text
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import StopRequests
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent

@@ -102,7 +102,7 @@ def _run(
     from burst_cli.sweep.runner import SweepManner, SweepRunner
     from burst_cli.sweep.store import open_sweep
     from burst_cli.sweep.view import SweepView
-    from cluster.control.stopping import StopRequests
+    from cluster.control.outcome import StopRequests
 
     folder, was_there = open_sweep(runs_dir, plan)
     console = render.stderr()

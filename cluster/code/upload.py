@@ -1,17 +1,69 @@
-"""Brings the code of the ranks to the nodes that lack it; where all share a folder, to the first one."""
+"""The code of the ranks as one archive, named by its content: equal sources give equal names and equal bytes.
+
+Brings the code of the ranks to the nodes that lack it; where all share a folder, to the first one.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import secrets
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from cluster.code.archive import CodeArchive, CodeError
+from cluster.agent.code import tree_id
 from cluster.code.program import NoAnswerError, ask_program
+from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
+
+PACKAGES = ("engine",)  # what ranks import of us
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class CodeArchive:
+    """code_id: of its files, see `cluster.agent.code`. data: a packed tar of them."""
+
+    code_id: str
+    data: bytes
+    num_files: int
+
+
+class CodeError(ClusterError):
+    """The code cannot be brought to a node."""
+
+
+def build_archive(root: Path = _ROOT, packages: tuple[str, ...] = PACKAGES) -> CodeArchive:
+    """The archive of `packages` below `root`, this installation. Raises CodeError when a file cannot be read."""
+    files: dict[str, bytes] = {}
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            try:
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
+            except OSError as error:
+                raise CodeError(f"cannot read the code of the ranks: {path}: {error.strerror}") from error
+    if not files:
+        raise CodeError(f"{root}: no code of {', '.join(packages)} lies there")
+    code_id = tree_id({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
+    return CodeArchive(code_id, _pack(files), len(files))
+
+
+def _pack(files: dict[str, bytes]) -> bytes:
+    """A packed tar without dates and owners."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(data), 0o600
+            archive.addfile(member, io.BytesIO(data))
+    return gzip.compress(stream.getvalue(), compresslevel=6, mtime=0)
+
 
 KEEP = 5
 _DAY_S = 86400.0

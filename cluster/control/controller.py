@@ -10,17 +10,22 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.control.attempt import begin_attempt, finish, follow_first_node, read_log_starts
-from cluster.control.busy import controlling, own_facts
+from cluster.control.attempt import begin_attempt, controlling, finish, follow_first_node, own_facts, read_log_starts
+from cluster.control.evidence import Signs
 from cluster.control.fleet import Fleet, Part
-from cluster.control.hang_watch import KILL_S, HangWatch
+from cluster.control.hang import KILL_S, HangWatch, StepWatch
 from cluster.control.judge import Case, complete, judge
 from cluster.control.link import NodeLink, StartRefusedError
-from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome
-from cluster.control.progress import StepWatch
-from cluster.control.signs import Signs
-from cluster.control.stopping import Requests, StopRequests
-from cluster.control.timing import Clock, LaunchTiming, SystemClock
+from cluster.control.outcome import (
+    INTERRUPTED,
+    Clock,
+    LaunchObserver,
+    LaunchOutcome,
+    LaunchTiming,
+    Requests,
+    StopRequests,
+    SystemClock,
+)
 from cluster.failure import Failure
 from cluster.launch.runner import runner_of
 from cluster.plan import LaunchPlan, node_spec

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from cluster.control.evidence import Findings, Loss, StopOrder, torchrun_death
 from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
-from cluster.control.outcome import Leftover
-from cluster.control.timing import Clock, LaunchTiming
+from cluster.control.outcome import Clock, LaunchTiming, Leftover
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 

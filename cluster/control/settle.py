@@ -8,15 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.control.attempt import finish, follow_first_node, lease_of, read_log_starts
-from cluster.control.busy import Controller, ControllerBusyError, controlling, find_controller
+from cluster.control.attempt import (
+    Controller,
+    ControllerBusyError,
+    controlling,
+    find_controller,
+    finish,
+    follow_first_node,
+    lease_of,
+    read_log_starts,
+)
 from cluster.control.controller import Manner, control
 from cluster.control.fleet import Fleet
 from cluster.control.judge import Case, judge
 from cluster.control.link import NodeLink, NodeStatus
-from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome, SilentObserver
-from cluster.control.stopping import CANCEL_FILE, StopRequests, write_cancel
-from cluster.control.timing import Clock, SystemClock
+from cluster.control.outcome import (
+    CANCEL_FILE,
+    INTERRUPTED,
+    Clock,
+    LaunchObserver,
+    LaunchOutcome,
+    SilentObserver,
+    StopRequests,
+    SystemClock,
+    write_cancel,
+)
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from cluster.plan_record import read_launch_plan

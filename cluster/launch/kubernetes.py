@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.control.link import NodeLink
-from cluster.control.outcome import LaunchObserver, LaunchOutcome
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.control.ssh_link import LinkTiming
-from cluster.control.stopping import StopRequests
 from cluster.env.facts import EnvironmentVariable
 from cluster.facts import MachineFacts
 from cluster.failure import Failure

@@ -1,12 +1,13 @@
-"""`Runner` for this machine: its processes, its folders."""
+"""`Runner` for this machine: its processes, and its folders, so that there is nothing to bring anywhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cluster.control.link import NodeLink
-from cluster.control.local_link import LocalLink
+from cluster.agent.serve import Agent
+from cluster.control.link import AskedLink, NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming
 from cluster.facts import MachineFacts, probe_local_node
 from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
@@ -14,6 +15,31 @@ from cluster.plan import LaunchPlan, build_launch_plan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
+
+
+class LocalLink(AskedLink):
+    """One node of the run in folder `run`, on this machine. A run folder that cannot be written is a `problem`."""
+
+    def __init__(self, run: Path, node: str) -> None:
+        super().__init__(str(run), node, start_s=60.0)
+        self._agent = Agent()
+
+    def follow(self) -> None:
+        """Nothing: the files are here."""
+
+    def poll(self) -> NodeStatus:
+        """What the files say now."""
+        with self._changed:
+            question = self._question(wait_s=0.0)
+        self._take(question, self._agent.answer(question)[0])
+        return replace(super().poll(), is_synced=self._status.outcome is not None)
+
+    def _request(self, name: str, wish: Any) -> None:
+        super()._request(name, wish)
+        self.poll()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass(frozen=True)

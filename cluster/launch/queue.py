@@ -8,8 +8,7 @@ from typing import Protocol
 
 from cluster.control.attempt import finish
 from cluster.control.link import NodeLink
-from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover
-from cluster.control.stopping import StopRequests, read_cancel
+from cluster.control.outcome import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover, StopRequests, read_cancel
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan
 from engine.runs.folder import RunFolder

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from cluster.control.link import NodeLink
-    from cluster.control.outcome import LaunchObserver, LaunchOutcome
+    from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
     from cluster.control.ssh_link import LinkTiming
-    from cluster.control.stopping import StopRequests
     from cluster.plan import LaunchPlan
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig

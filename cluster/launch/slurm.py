@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.control.link import NodeLink
-from cluster.control.outcome import LaunchObserver, LaunchOutcome
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.control.ssh_link import LinkTiming
-from cluster.control.stopping import StopRequests
 from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.launch.local import local_facts

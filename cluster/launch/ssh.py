@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.code.archive import build_archive
-from cluster.code.upload import Delivery, code_place, shared_place, upload_code
+from cluster.code.upload import Delivery, build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.plan import plan_fleet
@@ -21,10 +20,9 @@ from cluster.image.local import engine_words
 from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
-from cluster.preflight.facts import RemoteFacts
 from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
-from cluster.preflight.survey import Question, survey_fleet
+from cluster.preflight.survey import Question, RemoteFacts, survey_fleet
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes, parse_nodes

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from cluster.code.program import OLD_PYTHON, NoAnswerError
 from cluster.errors import ClusterError, SshError
-from cluster.preflight.facts import DataFacts, RemoteFacts
-from cluster.preflight.survey import Survey, needed_modules
+from cluster.preflight.survey import DataFacts, RemoteFacts, Survey, needed_modules
 from cluster.ssh.nodes import fold_nodes
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig

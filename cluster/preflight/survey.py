@@ -1,21 +1,224 @@
-"""Asks all nodes at once what a launch must know of them; each is its own matter, none delays or hides another."""
+"""What a launch knows of a node far away: facts from its answer, cleaned and checked, for it may be anything.
+
+Asks all nodes at once what a launch must know of them; each is its own matter, none delays or hides another.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.code.program import ask_program
+from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.plan_container import text_files
-from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
+from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
+
+_MAX_ITEMS = 256
+_TEXT = 400
+
+
+@dataclass(frozen=True)
+class PythonFacts:
+    """The Python of the ranks. modules: version by name, "" if it does not say; None: not installed."""
+
+    executable: str
+    version: tuple[int, ...]
+    modules: Mapping[str, str | None]
+
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU as nvidia-smi names it."""
+
+    name: str
+    memory_mib: int
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """A process on a node; run_id: of the run that it belongs to, if any."""
+
+    pid: int
+    user: str
+    text: str
+    run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What one entry of data.paths is on a node. digest: None when there was no time to read its edges."""
+
+    path: str
+    files: int = 0
+    size_bytes: int = 0
+    digest: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RemoteFacts:
+    """One node that answered. What is not known has an entry in `problems`, by the name of the survey.
+
+    root: where the node keeps runs. code: "good", "missing" or what is wrong. lock: id of the run that holds the node.
+    clock_offset_s: its clock minus ours; clock_error_s: how wrong that may be.
+    """
+
+    node: str
+    hostname: str
+    home: str
+    user: str
+    uid: int
+    gid: int
+    root: str
+    code_root: str
+    groups: tuple[int, ...] = ()
+    python: PythonFacts | None = None
+    gpus: tuple[GpuFacts, ...] = ()
+    gpu_processes: tuple[ProcessFacts, ...] = ()
+    memory_bytes: int | None = None
+    cores: int = 1
+    disk_free_bytes: int | None = None
+    disk_problem: str = ""
+    port: int | None = None
+    code: str = "missing"
+    lock: str | None = None
+    runs: tuple[ProcessFacts, ...] = ()
+    data: tuple[DataFacts, ...] = ()
+    engine_version: str | None = None
+    image: str | None = None
+    has_infiniband_devices: bool = False
+    environment: NodeEnvironmentFacts | None = None
+    environment_problem: str = ""
+    clock_offset_s: float | None = None
+    clock_error_s: float = 0.0
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str | None:
+        """The IPv4 address of the interface that nodes talk over."""
+        interface = self.environment.interface if self.environment is not None else None
+        return interface.addresses[0].partition("/")[0] if interface is not None and interface.addresses else None
+
+    @property
+    def interface_problem(self) -> str:
+        """Why there is no such address."""
+        if self.environment is None:
+            return self.environment_problem or "its network could not be read"
+        return self.environment.interface_reason or "it has no interface with an IPv4 address"
+
+
+class StrangeAnswerError(ValueError):
+    """An answer lacks what every node can tell."""
+
+
+def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
+    """The facts in `answer`. Raises StrangeAnswerError when it is no answer to the survey."""
+    problems = {key.removesuffix("_problem"): _text(value) for key, value in answer.items() if key.endswith("_problem")}
+    try:
+        return RemoteFacts(
+            node=node,
+            hostname=_text(answer["hostname"]),
+            home=_path(answer["home"]),
+            user=_text(answer["user"]),
+            uid=_whole(answer["uid"]),
+            gid=_whole(answer["gid"]),
+            root=_path(answer["root"]),
+            code_root=_path(answer["code_root"]),
+            groups=tuple(_whole(one) for one in _items(answer, "groups")),
+            python=_python(answer.get("python")),
+            gpus=tuple(GpuFacts(_text(one["name"]), _whole(one["memory_mib"])) for one in _items(answer, "gpus")),
+            gpu_processes=tuple(_gpu_process(one) for one in _items(answer, "gpu_processes")),
+            memory_bytes=_optional(answer.get("memory_bytes")),
+            cores=max(1, _whole(answer.get("cores", 1))),
+            disk_free_bytes=_optional((answer.get("disk") or {}).get("free_bytes")),
+            disk_problem=_text((answer.get("disk") or {}).get("problem", "")),
+            port=_optional(answer.get("port")),
+            code=_text(answer.get("code", "missing")),
+            lock=_run_id(answer["lock"]) if answer.get("lock") else None,
+            runs=tuple(_run_process(one) for one in _items(answer, "runs")),
+            data=tuple(_data(one) for one in _items(answer, "data")),
+            engine_version=_text(answer["engine"]["version"]) if answer.get("engine") else None,
+            image=_text(answer["image"]["identity"]) if answer.get("image") else None,
+            has_infiniband_devices=answer.get("has_infiniband_devices") is True,
+            problems=problems,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise StrangeAnswerError(one_line(f"{type(error).__name__}: {error}", 200)) from None
+
+
+def _python(found: Any) -> PythonFacts | None:
+    if found is None:
+        return None
+    version = re.fullmatch(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})", _text(found["version"]))
+    if version is None:
+        raise ValueError("no version of Python")
+    modules = {_text(name): None if one is None else _text(one) for name, one in dict(found["modules"]).items()}
+    return PythonFacts(_path(found["executable"]), tuple(map(int, version.groups())), modules)
+
+
+def _gpu_process(found: Any) -> ProcessFacts:
+    text = f"{_text(found['name'])}, {_text(found['mib'])} MiB"
+    return ProcessFacts(_whole(found["pid"]), _text(found["user"]), text)
+
+
+def _run_process(found: Any) -> ProcessFacts:
+    return ProcessFacts(_whole(found["pid"]), _text(found["user"]), "", _run_id(found))
+
+
+def _run_id(found: Any) -> str:
+    return one_line(str(found.get("run_id", "?")), 60) or "?"
+
+
+def _data(found: Any) -> DataFacts:
+    if found.get("problem"):
+        return DataFacts(_text(found["path"]), problem=_text(found["problem"]))
+    digest = None if found["digest"] is None else _text(found["digest"])
+    return DataFacts(_text(found["path"]), _whole(found["files"]), _whole(found["bytes"]), digest)
+
+
+def _items(answer: Mapping[str, Any], name: str) -> list[Any]:
+    found = answer.get(name) or []
+    if not isinstance(found, list):
+        raise TypeError(f"{name} is no list")
+    return found[:_MAX_ITEMS]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {value!r:.60}")
+    return one_line(value, _TEXT)
+
+
+def _path(value: Any) -> str:
+    """An absolute path that a command line and a file of ours can hold."""
+    text = _text(value)
+    if not text.startswith("/") or text != value or ".." in text.split("/"):
+        raise ValueError(f"no absolute path: {text!r}")
+    return text
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise TypeError(f"expected a whole number, got {value!r:.60}")
+    return value
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else _whole(value)
+
 
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
 _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder

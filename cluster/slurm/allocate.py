@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cluster.control.outcome import LaunchObserver, LaunchOutcome
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.failure import Failure
 from cluster.launch.queue import Granted, await_granted
 from cluster.plan import LaunchPlan

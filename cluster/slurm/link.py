@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.agent.messages import Spec
 from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
-from cluster.control.local_link import LocalLink
+from cluster.launch.local import LocalLink
 from cluster.slurm.granted import look_again, node_folder
 from cluster.slurm.job import SlurmJob
 from engine.runs.folder import RunFolder

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.agent.folder import request_stop
 from cluster.control.attempt import Restarts, begin_attempt
 from cluster.control.link import TIME_LIMIT
-from cluster.control.stopping import read_cancel
+from cluster.control.outcome import read_cancel
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan

@@ -16,12 +16,10 @@ from typing import Any
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus
-from cluster.control.local_link import LocalLink
-from cluster.control.outcome import LaunchOutcome, SilentObserver
+from cluster.control.outcome import LaunchOutcome, LaunchTiming, SilentObserver, StopRequests
 from cluster.control.ssh_link import LinkTiming
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
 from cluster.env.facts import EnvironmentVariable
+from cluster.launch.local import LocalLink
 from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
 from cluster.plan_record import read_launch_plan

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import SilentObserver
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchTiming, SilentObserver, StopRequests
 from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig

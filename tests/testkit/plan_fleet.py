@@ -7,8 +7,7 @@ from typing import Any
 
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.launch.ssh import Fleet
-from cluster.preflight.facts import GpuFacts, PythonFacts, RemoteFacts
-from cluster.preflight.survey import Survey
+from cluster.preflight.survey import GpuFacts, PythonFacts, RemoteFacts, Survey
 from cluster.survey.interfaces import NetInterface
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig, config_from_dict

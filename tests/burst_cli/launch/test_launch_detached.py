@@ -17,7 +17,7 @@ from testkit.process_table import kill_run, run_processes, wait_until_gone
 from testkit.waiting import wait_for
 
 from burst_cli.launch.detach import CONTROLLER_LOG
-from cluster.control.busy import find_controller
+from cluster.control.attempt import find_controller
 from cluster.control.settle import request_cancel, settle
 from engine.runs.folder import RunFolder, list_runs
 from engine.runs.process import process_start

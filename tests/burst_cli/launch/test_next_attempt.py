@@ -14,8 +14,7 @@ from burst_cli.launch.request import LaunchRequest, PreparedLaunch
 from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import begin_attempt, finish
 from cluster.control.controller import Manner
-from cluster.control.outcome import LaunchOutcome, SilentObserver
-from cluster.control.stopping import StopRequests
+from cluster.control.outcome import LaunchOutcome, SilentObserver, StopRequests
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, build_launch_plan

@@ -16,7 +16,7 @@ from testkit.run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
 from burst_cli.launch.take_over import UnknownRunError, find_way
-from cluster.control.busy import controlling
+from cluster.control.attempt import controlling
 from cluster.control.settle import Settled
 from engine.runs.folder import RunFolder
 
@@ -86,7 +86,7 @@ def test_run_that_somebody_leads_is_refused_with_the_pid(burst, root: Path) -> N
 
 
 def test_lock_alone_is_enough_to_be_refused(lost: RunFolder) -> None:
-    from cluster.control.busy import ControllerBusyError
+    from cluster.control.attempt import ControllerBusyError
 
     with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):
         find_way(lost, quiet(), lambda run: Settled("running"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from testkit.run_maker import forget_process, make_run
 
-from cluster.control.busy import controlling
+from cluster.control.attempt import controlling
 from engine.runs.folder import create_run
 
 MANY = 200

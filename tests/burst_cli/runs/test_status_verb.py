@@ -14,7 +14,7 @@ from testkit.waiting import wait_for
 
 from burst_cli.runs.read import read_facts, read_nodes
 from burst_cli.runs.status import merge_statuses
-from cluster.control.busy import controlling
+from cluster.control.attempt import controlling
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import process_start

@@ -18,8 +18,7 @@ import pytest
 from testkit.local_connection import LocalConnection
 
 from cluster.agent.code import InstallError, check_tree, install, list_tree, prune, tree_id
-from cluster.code.archive import CodeArchive, CodeError, build_archive
-from cluster.code.upload import CodePlace, Delivery, code_place, upload_code
+from cluster.code.upload import CodeArchive, CodeError, CodePlace, Delivery, build_archive, code_place, upload_code
 from cluster.ssh.hosts import Host
 
 Connect = Callable[[Host], LocalConnection]

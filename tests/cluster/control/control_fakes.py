@@ -16,9 +16,7 @@ from testkit.fake_run import Observer
 from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus, Phase, StartRefusedError
-from cluster.control.outcome import LaunchOutcome
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.plan import LaunchPlan, build_launch_plan, with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig

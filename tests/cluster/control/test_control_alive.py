@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from control_fakes import World
 
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchTiming
 
 
 @pytest.fixture

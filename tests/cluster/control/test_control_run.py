@@ -11,10 +11,9 @@ import pytest
 from control_fakes import STEPS, World
 
 from cluster.agent.messages import Spec
-from cluster.control.busy import ControllerBusyError, controlling, find_controller
+from cluster.control.attempt import ControllerBusyError, controlling, find_controller
 from cluster.control.link import StartRefusedError
-from cluster.control.stopping import write_cancel
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchTiming, write_cancel
 from engine.config.settings import CheckpointConfig
 
 TIMING = LaunchTiming()

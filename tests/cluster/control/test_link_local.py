@@ -15,7 +15,7 @@ from testkit.waiting import wait_for
 
 from cluster.agent.messages import Spec
 from cluster.control.link import StartRefusedError
-from cluster.control.local_link import LocalLink
+from cluster.launch.local import LocalLink
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
-from cluster.control.local_link import LocalLink
 from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
+from cluster.launch.local import LocalLink
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import SharedPool
 from cluster.plan import LaunchPlan, build_launch_plan

@@ -16,9 +16,7 @@ from testkit.fake_run import Observer
 from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import LaunchOutcome
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.launch.kubernetes import KubernetesSurvey
 from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan

@@ -21,9 +21,8 @@ from testkit.fault_table import AROUND_RANKS, LEASE, Row
 from testkit.process_table import run_processes, wait_until_gone
 
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import SilentObserver
+from cluster.control.outcome import SilentObserver, StopRequests
 from cluster.control.settle import request_cancel, settle
-from cluster.control.stopping import StopRequests
 from cluster.launch.runner import open_links
 from cluster.plan_record import read_launch_plan
 from engine.runs.folder import RunFolder

@@ -17,10 +17,8 @@ from testkit.waiting import wait_for
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
-from cluster.control.local_link import LocalLink
-from cluster.control.outcome import LaunchObserver, LaunchOutcome
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
+from cluster.launch.local import LocalLink
 from cluster.plan import LaunchPlan
 from engine.runs.folder import RunFolder, create_run, new_run_path
 

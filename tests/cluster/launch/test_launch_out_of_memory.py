@@ -21,10 +21,8 @@ from testkit.process_table import run_processes
 from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
-from cluster.control.local_link import LocalLink
-from cluster.control.outcome import LaunchOutcome, SilentObserver
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchOutcome, LaunchTiming, SilentObserver, StopRequests
+from cluster.launch.local import LocalLink
 from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import json_text
 

@@ -11,8 +11,8 @@ from testkit.plan_fleet import PYTHON, node, nodes, run_config, survey
 from cluster.code.program import NoAnswerError
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import SshError, SshFailure
-from cluster.preflight.facts import DataFacts, ProcessFacts, RemoteFacts
 from cluster.preflight.judge import UnfitNodesError, check_survey, find_problems
+from cluster.preflight.survey import DataFacts, ProcessFacts, RemoteFacts
 from engine.config.settings import RunConfig
 
 BARE = run_config()

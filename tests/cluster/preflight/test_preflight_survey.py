@@ -21,9 +21,8 @@ from testkit.plan_fleet import run_config
 from cluster.agent.survey import find_data
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
-from cluster.preflight.facts import RemoteFacts, StrangeAnswerError, read_remote_facts
 from cluster.preflight.judge import find_problems
-from cluster.preflight.survey import Question, survey_fleet
+from cluster.preflight.survey import Question, RemoteFacts, StrangeAnswerError, read_remote_facts, survey_fleet
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool

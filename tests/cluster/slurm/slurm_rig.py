@@ -18,9 +18,7 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import LaunchOutcome
-from cluster.control.stopping import StopRequests
-from cluster.control.timing import LaunchTiming
+from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.facts import probe_local_node
 from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan

@@ -8,8 +8,8 @@ import pytest
 from slurm_rig import Led, SlurmBench
 from testkit.waiting import wait_for
 
+from cluster.control.outcome import LaunchTiming
 from cluster.control.settle import settle
-from cluster.control.timing import LaunchTiming
 from cluster.plan_record import read_launch_plan
 from engine.config.cluster import SlurmConfig
 from engine.config.settings import CheckpointConfig
