@@ -13,7 +13,7 @@ import subprocess
 import tarfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -22,8 +22,10 @@ from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
 from cluster.remote_text import clean_text
 from engine.config.errors import ConfigError
+from engine.runs.files import hash_file
 
 Device = Literal["cuda", "cpu"]
+Files = Mapping[str, Path]  # by their names in the build context
 CONTEXT = (
     "burst_cli",
     "engine",
@@ -57,27 +59,17 @@ class BuildSettings:
 
 
 @dataclass(frozen=True)
-class ContextFile:
-    """One file of the build context: its name there, and where it lies."""
-
-    name: str
-    source: Path
-    size_bytes: int
-    executable: bool
-
-
-@dataclass(frozen=True)
 class BuildPlan:
-    """One build: the command, which reads the context from its stdin, and what is in the context."""
+    """One build: the command, which reads the context from its stdin, and the files of the context by their names."""
 
     argv: tuple[str, ...]
     labels: Mapping[str, str]
-    files: tuple[ContextFile, ...]
+    files: Files
 
     @property
     def context_bytes(self) -> int:
         """Size of all files."""
-        return sum(file.size_bytes for file in self.files)
+        return sum(source.stat().st_size for source in self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what --dry-run prints."""
@@ -85,7 +77,7 @@ class BuildPlan:
             "command": list(self.argv),
             "labels": dict(self.labels),
             "context_bytes": self.context_bytes,
-            "files": [file.name for file in self.files],
+            "files": list(self.files),
         }
 
 
@@ -102,7 +94,7 @@ def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any]
         raise ConfigError(
             f"{root}: not a checkout of burst, {', '.join(missing)} is not there; name one by --context FOLDER"
         )
-    files = (*_source_files(root), *_wheel_files(settings.wheels))
+    files = {**_source_files(root), **_wheel_files(settings.wheels)}
     labels = _labels(files, settings, git)
     arguments = _build_arguments(settings)
     argv = (
@@ -151,27 +143,25 @@ def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> Loca
     return LocalImage(plan.argv[:1], tag)
 
 
-def context_digest(files: tuple[ContextFile, ...]) -> str:
+def context_digest(files: Files) -> str:
     """SHA-256 over names, modes and contents of the files: equal exactly when the build context is."""
     total = hashlib.sha256()
-    for file in files:
-        with file.source.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        total.update(f"{file.name}\0{file.executable}\0{content}\n".encode())
+    for name, source in files.items():
+        total.update(f"{name}\0{_is_executable(source)}\0{hash_file(source)}\n".encode())
     return total.hexdigest()
 
 
-def write_context(files: tuple[ContextFile, ...], stream: IO[bytes]) -> None:
+def write_context(files: Files, stream: IO[bytes]) -> None:
     """The files as a tar archive; owner and times are constant, so that the engine's cache sees contents only."""
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        for file in files:
-            entry = tarfile.TarInfo(file.name)
-            entry.size, entry.mode = file.size_bytes, 0o755 if file.executable else 0o644
-            with file.source.open("rb") as content:
+        for name, source in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = source.stat().st_size, 0o755 if _is_executable(source) else 0o644
+            with source.open("rb") as content:
                 archive.addfile(entry, content)
 
 
-def _send(files: tuple[ContextFile, ...], stream: IO[bytes]) -> None:
+def _send(files: Files, stream: IO[bytes]) -> None:
     # An engine that fails early closes the pipe; its own text says why.
     try:
         with io.BufferedWriter(stream, _READ_BYTES) as buffered:
@@ -180,34 +170,33 @@ def _send(files: tuple[ContextFile, ...], stream: IO[bytes]) -> None:
         return
 
 
-def _source_files(root: Path) -> Iterator[ContextFile]:
-    for name in CONTEXT:
-        path = root / name
+def _source_files(root: Path) -> Files:
+    found = {}
+    for path in (root / name for name in CONTEXT):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             relative = file.relative_to(root)
             if file.is_file() and _LEFT_OUT.isdisjoint(relative.parts) and file.suffix != ".pyc":
-                yield _context_file(relative.as_posix(), file)
+                found[relative.as_posix()] = file
+    return found
 
 
-def _wheel_files(folder: Path | None) -> Iterator[ContextFile]:
+def _wheel_files(folder: Path | None) -> Files:
     if folder is None:
-        return
+        return {}
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise ConfigError(
             f"--wheels {folder}: no *.whl file in it; fill it with "
             "`pip wheel -w FOLDER -c constraints.txt '.[parquet,tensorboard]' hatchling`"
         )
-    for wheel in wheels:
-        yield _context_file(f"{WHEELS_FOLDER}/{wheel.name}", wheel)
+    return {f"{WHEELS_FOLDER}/{wheel.name}": wheel for wheel in wheels}
 
 
-def _context_file(name: str, source: Path) -> ContextFile:
-    found = source.stat()
-    return ContextFile(name, source, found.st_size, bool(found.st_mode & 0o100))
+def _is_executable(source: Path) -> bool:
+    return bool(source.stat().st_mode & 0o100)
 
 
-def _labels(files: tuple[ContextFile, ...], settings: BuildSettings, git: Mapping[str, Any] | None) -> dict[str, str]:
+def _labels(files: Files, settings: BuildSettings, git: Mapping[str, Any] | None) -> dict[str, str]:
     """Where the image comes from. No time: building the same files again gives the same image."""
     labels = {
         "org.opencontainers.image.title": "burst",
