@@ -123,12 +123,15 @@ def test_an_empty_word_is_refused(checkout: Path, tag: str, command: str, option
 
 
 def test_engine_gets_the_context_on_its_stdin(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "engine/__init__.py").chmod(0o755)
     plan = plan_of(checkout, command=fake_engine(tmp_path))
     lines: list[str] = []
     image = run_build(plan, "burst:test", lines.append)
     assert (image.image_id, image.size_bytes, lines) == ("sha256:1234", 4096, ["Step 1/1 : FROM nothing"])
     with tarfile.open(tmp_path / "context.tar") as archive:
         assert archive.getnames() == list(plan.files)
+        assert [entry.name for entry in archive if entry.mode == 0o755] == ["engine/__init__.py"]
+        assert {(entry.mtime, entry.uid, entry.mode | 0o111) for entry in archive} == {(0, 0, 0o755)}
 
 
 def test_failing_build_shows_what_the_engine_said(checkout: Path, tmp_path: Path) -> None:

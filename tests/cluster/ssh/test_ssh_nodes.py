@@ -79,7 +79,8 @@ def test_lists_that_would_fill_memory_are_refused_at_once(text: str) -> None:
 
 
 def test_the_largest_list_is_accepted() -> None:
-    assert len(parse_nodes(f"n[1-{MAX_NODES}]", "--hosts").names) == MAX_NODES
+    for text in (f"n[1-{MAX_NODES}]", f"n[1-{2 * MAX_NODES}/2]"):
+        assert len(parse_nodes(text, "--hosts").names) == MAX_NODES
 
 
 @given(st.text(max_size=40))

@@ -44,6 +44,7 @@ Host n1
   UserKnownHostsFile {tmp_path}/a {tmp_path}/b
   GlobalKnownHostsFile none
   IdentityAgent none
+  CertificateFile ~/keys/%n-cert.pub
 """
     (host,) = resolve(tmp_path, config, "n1")
     assert (host.name, host.address, host.user, host.port) == ("n1", "10.1.2.3", "trainer", 2222)
@@ -51,6 +52,7 @@ Host n1
     assert host.known_hosts == (str(trust_file()), f"{tmp_path}/a", f"{tmp_path}/b")
     assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
     assert not host.identity_files[0].startswith("~")
+    assert [Path(path).name for path in host.certificate_files] == ["n1-cert.pub"]
     assert (host.identities_only, host.agent_socket, host.connect_timeout_s) == (True, "", 4.0)
     assert host.jump is None
 

@@ -78,6 +78,7 @@ def test_every_interface_has_its_own_address_and_rails_are_networks_of_their_own
     addresses = [network.address(node, name) for node in STATE.spec.node_names for name in STATE.spec.interfaces]
 
     assert len({*addresses, network.head_address}) == 10
+    assert len({network.mac(node, name) for node in STATE.spec.node_names for name in STATE.spec.interfaces}) == 9
     assert network.address("lab2") == "10.100.80.2"
     assert network.address("lab2", "rail1") == "10.100.82.2"
 
