@@ -94,12 +94,6 @@ def clean(text: str) -> str:
     return clean_text(text.replace("\t", "    "))
 
 
-def shortened(text: str, width: int) -> str:
-    """`text` in one line, cut at `width` characters."""
-    line = " ".join(clean(text).split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"
-
-
 def count_of(word: str, number: int) -> str:
     """`1 run`, `2 runs`."""
     return f"{number} {word}{'' if number == 1 else 's'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -37,18 +37,6 @@ _CAVEATS = {
     "kernel": ("The burst kernel ran in fp16, the others in bf16.", "Attention alone, forward and backward."),
     "others": ("As the source words it; what a figure counts differs from row to row.",),
 }
-PUBLISHED_HEADINGS = (
-    "system",
-    "method",
-    "model",
-    "hardware",
-    "seq_len",
-    "tokens/s/device",
-    "MFU (causal-aware)",
-    "peak (GB)",
-    "figure",
-    "source",
-)
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------
@@ -227,68 +215,66 @@ def _judge(gate: Gate, record: Record, baseline: Baseline | None) -> Verdict:
 # --- what others published: other hardware, other software, one timed iteration, other conventions --------------------
 
 
-@dataclass(frozen=True)
-class Published:
-    """One published row; None is what was not published. metric and value: what is no tokens/s."""
-
-    system: str
-    method: str | None
-    model: str | None
-    hardware: str
-    gpus: int | None
-    seq_len: int | None
-    status: str
-    tokens_per_s_per_device: float | None
-    peak_memory_gb: float | None
-    mfu: float | None
-    metric: str | None
-    value: str | None
-    source: str
-    caveats: tuple[str, ...]
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row under PUBLISHED_HEADINGS."""
-        lost = self.status == "oom"
-        return (
-            self.system,
-            self.method or DASH,
-            self.model or DASH,
-            f"{self.gpus} × {self.hardware}" if self.gpus else self.hardware,
-            DASH if self.seq_len is None else f"{self.seq_len}",
-            "OOM" if lost else count(self.tokens_per_s_per_device),
-            percent(self.mfu),
-            "OOM" if lost else DASH if self.peak_memory_gb is None else f"{self.peak_memory_gb:g}",
-            DASH if self.metric is None else f"{self.metric}: {self.value}",
-            self.source,
-        )
+_NUMBERS = {"gpus": int, "seq_len": int, "tokens_per_s_per_device": float, "peak_memory_gb": float, "mfu": float}
 
 
-def load_published(name: str) -> tuple[Published, ...]:
-    """The rows of one system, or of `all`. Raises ConfigError that lists the systems."""
+def load_published(name: str) -> tuple[Record, ...]:
+    """The rows of one system, or of `all`; None is what was not published. Raises ConfigError that lists the systems.
+
+    metric and value: what is no tokens/s.
+    """
     content = (resources.files("burst_cli.report") / "published" / "figures.csv").read_text(encoding="utf-8")
-    rows = tuple(_published(row) for row in csv.DictReader(io.StringIO(content)))
-    systems = sorted({row.system.lower() for row in rows})
+    rows = [_published(row) for row in csv.DictReader(io.StringIO(content))]
+    systems = sorted({row["system"].lower() for row in rows})
     if name != "all" and name.lower() not in systems:
         near = nearest(name, ["all", *systems])
         raise ConfigError(
             f"--published: there is nothing of {name!r}; {f'did you mean {near}? ' if near else ''}"
             f"legal: all, {', '.join(systems)}"
         )
-    return tuple(row for row in rows if name.lower() in ("all", row.system.lower()))
+    return tuple(row for row in rows if name.lower() in ("all", row["system"].lower()))
 
 
-def _published(row: dict[str, str]) -> Published:
-    known: dict[str, Any] = {key: value or None for key, value in row.items()}
-    for names, kind in ((("gpus", "seq_len"), int), (("tokens_per_s_per_device", "peak_memory_gb", "mfu"), float)):
-        known |= {name: kind(row[name]) if row[name] else None for name in names}
-    return Published(**{**known, "caveats": tuple(line for name in row["caveats"].split() for line in _CAVEATS[name])})
+def _published(row: Mapping[str, str]) -> Record:
+    known = {key: _NUMBERS.get(key, str)(value) if value else None for key, value in row.items()}
+    return {**known, "caveats": [line for name in row["caveats"].split() for line in _CAVEATS[name]]}
 
 
-def caveats_of(rows: Iterable[Published]) -> tuple[str, ...]:
+def published_table(rows: Iterable[Record]) -> list[tuple[str, ...]]:
+    """Headings, then the rows."""
+    headings = (
+        "system",
+        "method",
+        "model",
+        "hardware",
+        "seq_len",
+        "tokens/s/device",
+        "MFU (causal-aware)",
+        "peak (GB)",
+    )
+    return [(*headings, "figure", "source"), *map(_published_cells, rows)]
+
+
+def _published_cells(row: Record) -> tuple[str, ...]:
+    lost, memory = row["status"] == "oom", row["peak_memory_gb"]
+    return (
+        row["system"],
+        row["method"] or DASH,
+        row["model"] or DASH,
+        f"{row['gpus']} × {row['hardware']}" if row["gpus"] else row["hardware"],
+        str(row["seq_len"] or DASH),
+        "OOM" if lost else count(row["tokens_per_s_per_device"]),
+        percent(row["mfu"]),
+        "OOM" if lost else DASH if memory is None else f"{memory:g}",
+        f"{row['metric']}: {row['value']}" if row["metric"] else DASH,
+        row["source"],
+    )
+
+
+def caveats_of(rows: Iterable[Record]) -> list[str]:
     """Every caveat once, with whose it is."""
     found: dict[str, dict[str, None]] = {}
     for row in rows:
-        for caveat in row.caveats:
-            found.setdefault(caveat, {})[row.system] = None
-    return tuple(f"{', '.join(systems)}: {caveat}" for caveat, systems in found.items())
+        for caveat in row["caveats"]:
+            found.setdefault(caveat, {})[row["system"]] = None
+    return [f"{', '.join(systems)}: {caveat}" for caveat, systems in found.items()]

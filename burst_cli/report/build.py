@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,7 +17,6 @@ from burst_cli.report.against import (
     OWN_BASELINE,
     Baseline,
     Gate,
-    Published,
     Verdict,
     check_metrics,
     find_baseline,
@@ -99,35 +98,21 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A sweep as its sweep.json tells it. states: how many cells are in which state; problems: of its reading."""
-
-    sweep_id: str
-    path: Path
-    records: tuple[dict[str, Any], ...]
-    states: Mapping[str, int]
-    problems: tuple[str, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """`24 cells: 20 completed, 3 oom, 1 not run`."""
-        states = ", ".join(f"{number} {one_line(state)}" for state, number in self.states.items())
-        return f"sweep {one_line(self.sweep_id)}, {len(self.records)} cells: {states or 'none'}"
-
-
-@dataclass(frozen=True)
 class Report:
-    """runs_dir: where it looked; columns: to show; warnings: sentences about damaged or lost runs and the like."""
+    """runs_dir: where it looked; columns: to show; warnings: sentences about damaged or lost runs and the like.
+
+    sweep: {id, path, states: how many cells are in which state, cells}; empty unless it is of one.
+    """
 
     runs_dir: Path
     records: tuple[dict[str, Any], ...]
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
     are_columns_chosen: bool = False
-    sweep: Sweep | None = None
+    sweep: Mapping[str, Any] = field(default_factory=dict)
     baseline: Baseline | None = None
     comparison: Comparison | None = None
-    published: tuple[Published, ...] = ()
+    published: tuple[Record, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -141,20 +126,22 @@ class Report:
         """The conditions that do not hold."""
         return [verdict for verdict in self.verdicts if not verdict.passed]
 
+    @property
+    def sweep_line(self) -> str:
+        """`sweep lengths-12ab, 24 cells: 20 completed, 3 oom, 1 not run`."""
+        states = ", ".join(f"{number} {one_line(state)}" for state, number in self.sweep["states"].items())
+        return f"sweep {one_line(self.sweep['id'])}, {len(self.sweep['cells'])} cells: {states or 'none'}"
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: {runs: [...]}, and a key for everything else that was asked for."""
         document: dict[str, Any] = {"runs": self.runs}
-        if (sweep := self.sweep) is not None:
-            cells = [{key: record.get(key) for key in ("cell", "status", "run_id", "path")} for record in sweep.records]
-            states = dict(sweep.states)
-            document["sweep"] = {"id": sweep.sweep_id, "path": str(sweep.path), "states": states, "cells": cells}
+        document |= {"sweep": self.sweep} if self.sweep else {}
         if self.baseline is not None:
             document["baseline"] = {"name": self.baseline.name}
         if self.comparison is not None:
             document["comparison"] = self.comparison.to_dict()
-        for key, rows in (("published", self.published), ("gates", self.verdicts)):
-            document |= {key: [asdict(row) for row in rows]} if rows else {}
-        return document
+        document |= {"published": self.published} if self.published else {}
+        return document | ({"gates": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {})
 
 
 def build_report(request: Request) -> Report:
@@ -162,7 +149,7 @@ def build_report(request: Request) -> Report:
     gates = parse_gates(request.fail_below, request.fail_above)
     chosen = choose_columns(request.columns) if request.columns else None
     published = load_published(request.published) if request.published else ()
-    records, sweep = _records(request)
+    records, sweep, problems = _records(request)
     records = with_hardware(records)
     is_effective = _wants_effective(request, chosen, len(records))
     if is_effective:
@@ -171,10 +158,10 @@ def build_report(request: Request) -> Report:
     check_metrics(gates, records)
     baselines = _baselines(request, gates, records)
     baseline = baselines.get(OWN_BASELINE)
-    warnings = [*_warnings(records), *(sweep.problems if sweep is not None else ())]
+    warnings = [*_warnings(records), *problems]
     if baseline is not None:
-        records, problems = with_ratios(records, baseline)
-        warnings += problems
+        records, incomparable = with_ratios(records, baseline)
+        warnings += incomparable
     return Report(
         runs_dir=request.runs_dir,
         records=tuple(records),
@@ -193,15 +180,16 @@ def build_report(request: Request) -> Report:
 # --- which runs -------------------------------------------------------------------------------------------------------
 
 
-def _records(request: Request) -> tuple[list[dict[str, Any]], Sweep | None]:
+def _records(request: Request) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """(the records that were asked for, the sweep that they are the cells of, what is damaged of it)."""
     since, statuses = parse_since(request.since, datetime.now(UTC)), _statuses(request.statuses)
     if request.sweep is not None:
         if request.names or request.exps or request.since or request.latest or request.limit is not None:
             raise ConfigError(
                 "--sweep shows all cells of a sweep: leave out runs, --exp, --since, --latest and --limit"
             )
-        sweep = _read_sweep(request.runs_dir, request.sweep)
-        return [record for record in sweep.records if not statuses or record["status"] in statuses], sweep
+        records, sweep, problems = _read_sweep(request.runs_dir, request.sweep)
+        return [record for record in records if not statuses or record["status"] in statuses], sweep, problems
     compared = request.compare if request.compare is not None and request.by is None else ()
     runs = [
         run
@@ -218,7 +206,7 @@ def _records(request: Request) -> tuple[list[dict[str, Any]], Sweep | None]:
         record = read_record(run)
         if not statuses or record["status"] in statuses:
             kept.append(record)
-    return kept[::-1], None
+    return kept[::-1], {}, []
 
 
 def parse_since(value: str | None, now: datetime) -> datetime | None:
@@ -291,25 +279,27 @@ def _groups(records: Iterable[dict[str, Any]]) -> tuple[Group, ...]:
 # --- cells of a sweep -------------------------------------------------------------------------------------------------
 
 
-def _read_sweep(runs_dir: Path, name: str) -> Sweep:
-    """The sweep that `name` means, with a record for every cell, run or not; damaged cells are problems."""
+def _read_sweep(runs_dir: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """(a record for every cell of the sweep that `name` means, run or not; what it is, see `Report`; its problems)."""
     folder = find_sweep(runs_dir, name)
     try:
         cells = folder.read()["cells"]
     except SweepError as error:
         raise ConfigError(f"--sweep: {error}") from error
-    good = [cell for cell in cells if isinstance(cell, dict)]
-    lost = len(cells) - len(good)
-    problems = (f"{folder.path / 'sweep.json'}: {lost} cells are damaged",) if lost else ()
-    records = tuple(_cell_record(cell, runs_dir) for cell in good)
-    return Sweep(folder.sweep_id, folder.path, records, Counter(record["status"] for record in records), problems)
+    records = [_cell_record(cell, runs_dir) for cell in cells if isinstance(cell, dict)]
+    lost = len(cells) - len(records)
+    shown = [{key: record.get(key) for key in ("cell", "status", "run_id", "path")} for record in records]
+    states = dict(Counter(record["status"] for record in records))
+    sweep = {"id": folder.sweep_id, "path": str(folder.path), "states": states, "cells": shown}
+    return records, sweep, [f"{folder.path / 'sweep.json'}: {lost} cells are damaged"] if lost else []
 
 
 def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
-    """That of its run; of a cell without one what its configuration says, and why it did not run."""
-    run = _run_of(cell.get("run_path"), runs_dir)
-    if run is not None:
-        return {**read_record(run), "cell": str(cell.get("id"))}
+    """That of its run, which may have moved with all others; of a cell without one why it did not run."""
+    path = Path(word(cell, "run_path", 4096) or "/")
+    for folder in (path, runs_dir.joinpath(*path.parts[-2:])):
+        if (folder / "run.json").is_file():
+            return {**read_record(RunFolder(folder.absolute())), "cell": str(cell.get("id"))}
     now, overrides = cell_now(cell), cell.get("overrides")
     state = {"pending": NOT_RUN, "running": MISSING}.get(now["state"], now["state"])
     return {
@@ -322,15 +312,6 @@ def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
         "failure_text": word(now["result"], "message"),
         "overrides": " ".join(map(str, overrides)) if isinstance(overrides, list) else None,
     }
-
-
-def _run_of(path: Any, runs_dir: Path) -> RunFolder | None:
-    """The run of a cell, when its folder was made; a relative path counts from the folder of all runs."""
-    if isinstance(path, str) and path:
-        for folder in (Path(path), runs_dir / path, runs_dir.parent / path):
-            if (folder / "run.json").is_file():
-                return RunFolder(folder.absolute())
-    return None
 
 
 # --- what else was asked for ------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.figures import shortened
 from burst_cli.report.panels import MEMORY, Panel, Point
 from burst_cli.report.records import tokens
+from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _dots(axes: Axes, panel: Panel) -> None:
     for place, (name, style) in enumerate(lost, start=len(rows)):
         names.append(name)
         _cross(axes, 0.12 * top, place, style, "OOM", axes.transData)
-    axes.set_yticks(range(len(names)), [shortened(name, _LONGEST_NAME) for name in names])
+    axes.set_yticks(range(len(names)), [one_line(name, _LONGEST_NAME) for name in names])
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_xlim(0, 1.12 * top or 1.0)
     axes.locator_params(axis="x", nbins=6)
@@ -305,7 +305,7 @@ def _legend(axes: Axes, panel: Panel) -> None:
     from matplotlib.lines import Line2D
 
     looks = [_look(line.style, hollow=line.is_published, dashed=line.is_dashed) for line in panel.legend]
-    names = [shortened(line.name, _LONGEST_NAME) for line in panel.legend]
+    names = [one_line(line.name, _LONGEST_NAME) for line in panel.legend]
     legend = axes.legend(
         [Line2D([], [], **look) for look in looks], ["." for _ in looks], loc="upper center",
         bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + max(map(len, names))))), frameon=False, fontsize=8,

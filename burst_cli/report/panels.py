@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from burst_cli.figures import binary_bytes, count, percent, plain
-from burst_cli.report.against import Published
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.compare import Comparison
 from burst_cli.report.records import (
@@ -130,7 +129,7 @@ def _cells(records: Iterable[Record]) -> dict[str, dict[int, list[Record]]]:
 
 
 def group_panels(
-    name: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Published] = ()
+    name: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Record] = ()
 ) -> list[Panel]:
     """The panels that compare methods; none when there is nothing to compare. name: of model and experiment."""
     lengths = {whole(record, "seq_len") for record in records} - {None}
@@ -140,10 +139,8 @@ def group_panels(
     alike = [
         row
         for row in published
-        if row.seq_len
-        and row.method
-        and row.model
-        and re.search(rf"(?<!\d){re.escape(row.model.lower())}", name.lower())
+        if row["seq_len"] and row["method"] and row["model"]
+        if re.search(rf"(?<!\d){re.escape(row['model'].lower())}", name.lower())
     ]
     metrics = (SPEED, MFU, MEMORY) if share_a_peak(records) else (SPEED, MEMORY)
     panels = [_length_panel(metric, records, styles, alike) for metric in metrics]
@@ -151,7 +148,7 @@ def group_panels(
 
 
 def _length_panel(
-    metric: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Published]
+    metric: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Record]
 ) -> Panel | None:
     own = [
         Line(name, styles[name], points)
@@ -165,7 +162,7 @@ def _length_panel(
     factor, unit = {SPEED: (1.0, ""), MFU: (100.0, "")}.get(metric) or _memory_unit([*own, *others])
     label = _LABELS[metric] + unit
     lengths = {whole(record, "seq_len") for record in records} - {None}
-    systems = dict.fromkeys(f"{row.system}, {row.gpus} × {row.hardware}" for row in published)
+    systems = dict.fromkeys(f"{row['system']}, {row['gpus']} × {row['hardware']}" for row in published)
     return Panel(
         metric,
         "lines" if len(lengths) > 1 or others else "dots",
@@ -188,14 +185,13 @@ def _lost(lengths: Mapping[int, Sequence[Record]]) -> list[int]:
     return [length for length, runs in lengths.items() if any(run.get("status") == "oom" for run in runs)]
 
 
-def _published_lines(metric: str, rows: Sequence[Published], first_style: int) -> list[Line]:
+def _published_lines(metric: str, rows: Sequence[Record], first_style: int) -> list[Line]:
     """Points of others, each method with a style of its own that no run has."""
-    found: dict[str, list[Point]] = {str(row.method): [] for row in rows}
+    found: dict[str, list[Point]] = {row["method"]: [] for row in rows}
     for row in rows:
-        memory = None if row.peak_memory_gb is None else row.peak_memory_gb * GIB
-        value = {SPEED: row.tokens_per_s_per_device, MFU: row.mfu, MEMORY: memory}[metric]
-        if value is not None and row.seq_len:
-            found[str(row.method)].append(Point(row.seq_len, value, value, value))
+        memory = None if row["peak_memory_gb"] is None else row["peak_memory_gb"] * GIB
+        if (value := memory if metric == MEMORY else row[metric]) is not None:
+            found[row["method"]].append(Point(row["seq_len"], value, value, value))
     return [
         Line(f"{PUBLISHED}{name}", first_style + index, tuple(points), is_published=True)
         for index, (name, points) in enumerate(found.items())

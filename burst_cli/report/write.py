@@ -21,7 +21,7 @@ from burst_cli import __version__
 from burst_cli.eval.view import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.figures import count_of
 from burst_cli.render import PIPE_WIDTH, json_document
-from burst_cli.report.against import PUBLISHED_HEADINGS, caveats_of
+from burst_cli.report.against import caveats_of, published_table
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import check_matplotlib, has_matplotlib, panel_svg, report_png
@@ -115,8 +115,8 @@ def report_text(report: Report) -> str:
 
 
 def _parts(report: Report, width: int) -> Iterator[RenderableType]:
-    if report.sweep is not None:
-        yield Text(report.sweep.line, style="bold")
+    if report.sweep:
+        yield Text(report.sweep_line, style="bold")
     for group in report.groups:
         if len(report.groups) > 1:
             yield Text(f"\n{group.title}", style="bold")
@@ -154,8 +154,8 @@ def _asked_for(report: Report) -> Iterator[_Part]:
         tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
         yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", tables, found.tests, found.warnings)
     if report.published:
-        table = [PUBLISHED_HEADINGS, *(row.cells for row in report.published)]
-        yield _Part("Published by others, not measured here", [table], caveats_of(report.published))
+        tables = [published_table(report.published)]
+        yield _Part("Published by others, not measured here", tables, caveats_of(report.published))
 
 
 def _records_table(
@@ -211,7 +211,7 @@ def _run_table(headings: Sequence[str], cells: Sequence[str]) -> Table:
 
 def report_markdown(report: Report) -> str:
     """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
-    blocks: list[str] = [] if report.sweep is None else [_plain(report.sweep.line)]
+    blocks: list[str] = [] if not report.sweep else [_plain(report.sweep_line)]
     for group in report.groups:
         if len(report.groups) > 1:
             blocks.append(f"### {_plain(group.title)}")
@@ -330,7 +330,7 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
         counts=Counter(map(status_of, report.records)),
         groups=groups,
         comparison_figures=compared,
-        published=[PUBLISHED_HEADINGS, *(row.cells for row in report.published)],
+        published=published_table(report.published),
         caveats=caveats_of(report.published),
         plots_note=plots.note,
         notes=notes_for(report.records),

@@ -13,12 +13,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain, shortened
+from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.state import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
 from burst_cli.tables import Column, fitted_table, listing
+from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
 
 _STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
@@ -41,7 +42,7 @@ def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
                 *(cell.values.get(key, "") for key in keys),
                 duration(known.seconds if known else None),
                 f"{known.device_hours:.3g}" if known else DASH,
-                Text(shortened(why, _MESSAGE), style),
+                Text(one_line(why, _MESSAGE), style),
             ]
         )
     numbers = ("expected", "device hours")
@@ -192,4 +193,4 @@ def _title(cell: Mapping[str, Any]) -> str:
 def _note(cell: Mapping[str, Any]) -> str:
     """Why a cell has no figures, in one line."""
     message = (cell.get("result") or {}).get("message") or next(iter(cell.get("problems") or ()), "")
-    return shortened(message, _MESSAGE)
+    return one_line(message, _MESSAGE)

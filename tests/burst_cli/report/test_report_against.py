@@ -191,8 +191,7 @@ def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_di
         (f"c{number}", state) for number, state in enumerate(states, start=1)
     ]
     (group,) = found.groups
-    assert found.sweep is not None
-    assert found.sweep.line == "sweep lengths-12ab, 6 cells: 2 completed, 2 oom, 1 not run, 1 missing"
+    assert found.sweep_line == "sweep lengths-12ab, 6 cells: 2 completed, 2 oom, 1 not run, 1 missing"
     page = report_page(found)[0]
     assert [text for text in (">not run<", ">missing<", "needs 90 GiB") if text not in page] == []
     panels = group_panels(group.names, group.records, style_numbers(found.records))
@@ -241,10 +240,12 @@ def test_damaged_cells_are_counted_and_the_rest_is_shown(burst, runs_dir: Path) 
 def test_published_rows_carry_hardware_source_and_caveats() -> None:
     rows = load_published("all")
     assert len(rows) == 47
-    assert all(row.hardware is not None and row.source and row.caveats for row in rows)
-    assert [row.tokens_per_s_per_device for row in rows if row.status == "oom"] == [None] * 3
-    best = next(row for row in load_published("BurstEngine") if row.method == "burst/attn_out" and row.model == "7b")
-    assert (best.tokens_per_s_per_device, best.peak_memory_gb, best.mfu) == (100.1, 55.4, 0.542)
+    assert all(row["hardware"] is not None and row["source"] and row["caveats"] for row in rows)
+    assert [row["tokens_per_s_per_device"] for row in rows if row["status"] == "oom"] == [None] * 3
+    best = next(
+        row for row in load_published("BurstEngine") if row["method"] == "burst/attn_out" and row["model"] == "7b"
+    )
+    assert (best["tokens_per_s_per_device"], best["peak_memory_gb"], best["mfu"]) == (100.1, 55.4, 0.542)
     assert any("unfused loss" in caveat for caveat in caveats_of(load_published("burstengine")))
 
 
