@@ -37,6 +37,12 @@ def word(record: Any, name: str, limit: int = 200) -> str | None:
     return one_line(value, limit) if isinstance(value, str) and value else None
 
 
+def text(record: Any, name: str) -> str | None:
+    """Anything but a list or a table, in one line that is safe to show."""
+    value = record.get(name) if isinstance(record, Mapping) else None
+    return None if value is None or isinstance(value, Mapping | list) else one_line(str(value))
+
+
 def table(record: Any, name: str) -> Mapping[str, Any]:
     """A table; an empty one where there is none."""
     value = record.get(name) if isinstance(record, Mapping) else None

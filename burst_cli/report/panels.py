@@ -21,11 +21,10 @@ from burst_cli.report.records import (
     series,
     share_a_peak,
     status_of,
-    text,
     thinned,
     tokens,
 )
-from burst_cli.values import number, rows, whole
+from burst_cli.values import number, rows, text, whole
 
 GIB = 2.0**30
 MOST_CURVES = 8  # more cannot be told apart

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burst_cli.runs.read import read_table, run_record
-from burst_cli.values import number, table, whole
+from burst_cli.values import number, table, text, whole
 from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
 from engine.runs.commit import checkpoints_of, list_checkpoints
@@ -40,12 +40,6 @@ class Pooled(NamedTuple):
 
 
 # --- values of a record -----------------------------------------------------------------------------------------------
-
-
-def text(record: Record, name: str) -> str | None:
-    """One line of printable text, cut at 200 characters, or None."""
-    value = record.get(name)
-    return None if value is None or isinstance(value, Mapping | list) else one_line(str(value))
 
 
 def method_of(record: Record) -> str | None:

@@ -1,32 +1,26 @@
 """Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand.
 
-What it takes is told by runs that were measured, else by the prediction for a known machine.
-
-The time of a step is its FLOPs over a rate: that of the run most like the cell. Same model, ranks and device are a
-must; then the same method, then the nearest length (rates change with the length of a sequence). Without such a run it
-is the step that `burst plan` predicts of the machine; without a known one there is no estimate.
+The time of a step is the engine's prediction, corrected by what a run that was measured took beside its own: that most
+like the cell. Same model and ranks are a must; then the same method, then the nearest length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from burst_cli.plan.candidates import group_topology
 from burst_cli.plan.memory_check import MemoryPlanner, check_memory
-from burst_cli.values import seconds_between
+from burst_cli.values import number, seconds_between, text, whole
 from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
 from cluster.plan import choose_backend
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.memory.cost import planned_flops
 from engine.planning.methods.auto import check_attention
-from engine.planning.methods.presets import legal_attention
-from engine.planning.time.step_time import StepTime
 
 ASSUMED_START_S = 60.0
 
@@ -51,64 +45,39 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a cell has to do. flops_per_step: over all ranks, recomputation included."""
-
-    model: str
-    preset: str
-    seq_len: int
-    world_size: int
-    steps: int
-    flops_per_step: float
-
-
-@dataclass(frozen=True)
 class Measured:
-    """A run that ended well: how fast it worked, and how long it took beside its steps."""
+    """A run that ended well. slowness: its steps by their prediction. start_s: what it took beside its steps."""
 
     run_id: str
     model: str
     preset: str
     seq_len: int
     world_size: int
-    flops_per_s: float
+    slowness: float
     start_s: float
 
 
 def measured_runs(records: Iterable[Mapping[str, Any]]) -> list[Measured]:
-    """The completed runs among `records` (see `run_records.run_record`) that say enough."""
+    """The completed runs among `records` (see `burst_cli.runs.read.run_record`) that say enough."""
     found = []
     for record in records:
-        flops, step_s = (record.get("flops_per_step") or {}).get("hardware"), record.get("step_time_s")
-        known = all(record.get(name) for name in ("model", "attention_preset", "seq_len", "world_size"))
-        if record.get("status") == "completed" and flops and step_s and known:
-            found.append(
-                Measured(
-                    str(record["run_id"]),
-                    str(record["model"]),
-                    str(record["attention_preset"]),
-                    int(record["seq_len"]),
-                    int(record["world_size"]),
-                    flops / step_s,
-                    _start_s(record, step_s),
-                )
-            )
+        step_s, predicted_s = number(record, "step_time_s"), number(record, "predicted_step_time_s")
+        model, preset = text(record, "model"), text(record, "attention_preset")
+        seq_len, ranks = whole(record, "seq_len"), whole(record, "world_size")
+        if record.get("status") == "completed" and step_s and predicted_s and model and preset and seq_len and ranks:
+            took_s = seconds_between(record.get("started_at"), record.get("ended_at") or "")
+            steps_s = step_s * (whole(record, "steps") or 0)
+            start_s = ASSUMED_START_S if took_s is None else max(0.0, took_s - steps_s)
+            slowness = step_s / predicted_s
+            found.append(Measured(str(record["run_id"]), model, preset, seq_len, ranks, slowness, start_s))
     return found
 
 
-def estimate(work: Work, measured: Sequence[Measured], predict: Callable[[], StepTime | None]) -> Estimate | None:
-    """What `work` is expected to take; `predict` is asked where no run is like it, and may know no machine."""
-    like = [run for run in measured if (run.model, run.world_size) == (work.model, work.world_size)]
-    if like:
-        best = min(like, key=lambda run: (run.preset != work.preset, abs(math.log(run.seq_len / work.seq_len))))
-        step_s = work.flops_per_step / best.flops_per_s
-        source = f"the rate of run {best.run_id} ({best.preset}, {best.seq_len})"
-        return Estimate(best.start_s + work.steps * step_s, work.world_size, source, step_s)
-    step = predict()
-    if step is None:
-        return None
-    seconds, source = ASSUMED_START_S + work.steps * step.seconds, f"the prediction for {step.machine}"
-    return Estimate(seconds, work.world_size, source, step.seconds)
+def most_like(config: RunConfig, measured: Sequence[Measured]) -> Measured | None:
+    """The run that says most of this configuration; None where no run has its model and ranks."""
+    like = [run for run in measured if (run.model, run.world_size) == (config.model.name, config.cluster.world_size)]
+    preset, seq_len = config.attention.preset, config.train.seq_len
+    return min(like, key=lambda run: (run.preset != preset, abs(math.log(run.seq_len / seq_len))), default=None)
 
 
 def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, float] | None:
@@ -120,12 +89,6 @@ def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, f
     for one in known:  # each cell begins where a lane is free first, as the runner does it
         lanes[lanes.index(min(lanes))] += one.seconds
     return max(lanes), sum(one.device_hours for one in known)
-
-
-def _start_s(record: Mapping[str, Any], step_s: float) -> float:
-    """Seconds of a run that were no steps: start, data, validation."""
-    whole_s = seconds_between(record.get("started_at"), record.get("ended_at") or "")
-    return ASSUMED_START_S if whole_s is None else max(0.0, whole_s - step_s * int(record.get("steps") or 0))
 
 
 @dataclass(frozen=True)
@@ -164,18 +127,17 @@ class LaunchJudge:
         return problems[0] if problems else None
 
     def estimate(self, config: RunConfig) -> Estimate | None:
-        """From runs like it, else from the prediction."""
-        if config.cluster.world_size is None:
+        """None where the ranks are not known, or a step cannot be predicted."""
+        ranks = config.cluster.world_size
+        config = config if ranks is None else self.planner.settle_attention(config)
+        step = None if ranks is None else self.planner.predict_time(config)
+        if ranks is None or step is None:
             return None
-        settled = self.planner.settle_attention(config)
-        return estimate(work_of(settled), self.measured, lambda: self.planner.predict_time(settled))
-
-
-def work_of(config: RunConfig) -> Work:
-    """What a run of the settled `config` computes, by the counts of `engine.planning.time.flops`."""
-    world_size, group = config.cluster.world_size, group_topology(config)
-    assert world_size is not None
-    method = legal_attention(config, group)
-    groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    flops = planned_flops(config, method, groups).hardware
-    return Work(config.model.name, method.preset, config.train.seq_len, world_size, config.train.steps, float(flops))
+        run, source = most_like(config, self.measured), f"the prediction for {step.machine}"
+        if run is not None:
+            step_s, start_s = step.seconds * run.slowness, run.start_s
+            source += f", corrected by run {run.run_id} ({run.preset}, {run.seq_len})"
+        else:
+            cores = config.cluster.threads_per_rank or 1 if step.machine == "cpu" else 1  # it stands for one core
+            step_s, start_s = step.seconds / cores, ASSUMED_START_S
+        return Estimate(start_s + config.train.steps * step_s, ranks, source, step_s)

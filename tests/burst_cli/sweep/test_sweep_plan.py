@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burst_cli.compose import sweep_axes
-from burst_cli.sweep.estimate import Estimate, Measured, Work, estimate, measured_runs, total
+from burst_cli.plan.memory_check import MemoryPlanner
+from burst_cli.sweep.estimate import Estimate, LaunchJudge, Measured, measured_runs, total
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import build_sweep, check_legal
 from burst_cli.sweep.request import choose_lanes
+from cluster.facts import probe_local_node
+from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.settings import ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
-from engine.planning.time.step_time import predict_step
+from engine.config.settings import AttentionConfig, RunConfig, TrainConfig
 
 
 class Judge:
@@ -138,44 +138,51 @@ def test_name_begins_the_id_and_other_cells_give_another_one() -> None:
 
 # --- what a cell is expected to take ----------------------------------------------------------------------------------
 
-WORK = Work("7b", "burst", 4096, 8, steps=10, flops_per_step=1e15)
-RUN = Measured("r1", "7b", "burst", 2048, 8, flops_per_s=1e14, start_s=30.0)
+CONFIG = RunConfig(
+    attention=AttentionConfig(preset="burst"),
+    train=TrainConfig(seq_len=4096, steps=10),
+    cluster=ClusterConfig(ranks_per_node=2, threads_per_rank=4, backend="gloo"),
+)
+RUN = Measured("far", CONFIG.model.name, "burst", 256, 2, slowness=3.0, start_s=30.0)
 
 
-def unknown() -> None:
-    """What is predicted for a device that nobody knows."""
+def estimated(*measured: Measured, config: RunConfig = CONFIG) -> Estimate | None:
+    return LaunchJudge(probe_local_node(), MemoryPlanner(), measured).estimate(config)
 
 
-def test_estimate_takes_the_rate_of_the_run_most_like_the_cell() -> None:
-    near = replace(RUN, run_id="near", seq_len=4096, flops_per_s=2e14)
-    other_method = replace(RUN, run_id="ring", preset="ring", seq_len=4096, flops_per_s=9e14)
-    found = estimate(WORK, [RUN, other_method, near], unknown)
+def test_the_prediction_is_corrected_by_the_run_most_like_the_cell() -> None:
+    step = MemoryPlanner().predict_time(CONFIG)
+    assert step is not None
+    other_method = replace(RUN, run_id="ring", preset="ring", seq_len=4096, slowness=9.0)
+    found = estimated(RUN, replace(RUN, run_id="near", seq_len=2048, slowness=2.0), other_method)
     assert found is not None
-    assert found.seconds == 30.0 + 10 * 1e15 / 2e14
-    assert "run near" in found.source
+    assert (found.seconds, found.devices) == (pytest.approx(30.0 + 10 * 2.0 * step.seconds), 2)
+    assert "corrected by run near (burst, 2048)" in found.source
 
 
-def test_estimate_without_a_run_like_it_rests_on_the_prediction_and_says_so() -> None:
-    config = RunConfig(model=ModelConfig(num_layers=1))
-    step = predict_step(config, Topology(1, 1), find_machine("h100"))
-    found = estimate(WORK, [replace(RUN, world_size=4), replace(RUN, model="14b")], lambda: step)
+def test_without_a_run_like_it_the_prediction_stands_and_a_rank_has_all_its_cores() -> None:
+    step = MemoryPlanner().predict_time(CONFIG)
+    assert step is not None
+    found = estimated(replace(RUN, world_size=4), replace(RUN, model="14b"))
     assert found is not None
-    assert (found.step_s, found.seconds) == (step.seconds, 60.0 + 10 * step.seconds)
-    assert found.source == "the prediction for h100"
+    assert found.seconds == pytest.approx(60.0 + 10 * step.seconds / 4)
+    assert found.source == "the prediction for cpu"
 
 
-def test_estimate_of_an_unknown_device_is_none() -> None:
-    assert estimate(WORK, [], unknown) is None
+def test_of_unknown_ranks_nothing_is_expected() -> None:
+    assert estimated(config=replace(CONFIG, cluster=ClusterConfig())) is None
 
 
 def test_measured_runs_are_completed_ones_that_say_enough() -> None:
     whole = {
         "run_id": "r", "status": "completed", "model": "7b", "attention_preset": "ring", "seq_len": 8, "world_size": 2,
-        "flops_per_step": {"hardware": 100.0}, "step_time_s": 2.0, "steps": 5,
+        "predicted_step_time_s": 0.5, "step_time_s": 2.0, "steps": 5,
         "started_at": "2026-01-01T00:00:00.000Z", "ended_at": "2026-01-01T00:00:30.000Z",
     }  # fmt: skip
-    damaged = [{**whole, "status": "failed"}, {**whole, "step_time_s": None}, {**whole, "flops_per_step": None}, {}]
-    assert measured_runs([whole, *damaged]) == [Measured("r", "7b", "ring", 8, 2, 50.0, 20.0)]
+    missing = ({"status": "failed"}, {"step_time_s": None}, {"predicted_step_time_s": None}, {"model": []})
+    assert measured_runs([whole, *({**whole, **one} for one in missing), {}]) == [
+        Measured("r", "7b", "ring", 8, 2, 4.0, 20.0)
+    ]
 
 
 def test_total_packs_cells_into_lanes_and_needs_every_estimate() -> None:
