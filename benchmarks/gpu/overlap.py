@@ -20,9 +20,9 @@ import torch
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
-from engine.attention.api import leave_multiprocessors
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.library import leave_multiprocessors
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
     GroupMessenger,

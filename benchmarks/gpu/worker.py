@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.gpu.plan import Measurement, Row
 
 # What takes seconds to import, and opens no device when it is imported.
-PRELOADED = ("torch", "torch._dynamo", "engine.training.trainer", "engine.attention.api")
+PRELOADED = ("torch", "torch._dynamo", "engine.training.trainer", "engine.attention.library")
 MAX_ERROR_CHARS = 600
 
 

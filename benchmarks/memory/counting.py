@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.attention.api import ParallelAttention
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
+from engine.attention.library import ContextParallel
 from engine.model.llama import LlamaModel
 from engine.planning.sequence.mask import Band
 
@@ -72,6 +72,6 @@ class CountingKernel:
         return self._kernel.backward(grads, q, k, v, band)
 
 
-def count_attention(attention: ParallelAttention, log: AttentionLog) -> ParallelAttention:
+def count_attention(attention: ContextParallel, log: AttentionLog) -> ContextParallel:
     """The same attention whose forward tiles are noted in `log`."""
     return attention.with_runtimes(lambda runtime: replace(runtime, kernel=CountingKernel(runtime.kernel, log)))

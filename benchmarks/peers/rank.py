@@ -85,7 +85,7 @@ def build_ours(variant: str, cell: AttentionCell, ranks: BenchRanks) -> PeerMeth
             f"{cell.seq_len} tokens are not a multiple of twice {cell.setup.ranks} ranks: peers do not pad"
         )
     attention = ranks.attention(cell, variant)
-    return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.cp_rank)), attention)
+    return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.rank)), attention)
 
 
 def float64_reference(whole: Sequence[Tensor]) -> dict[str, Tensor]:

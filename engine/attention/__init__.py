@@ -13,12 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.attention.library import ContextParallel, SequenceContext, attention
+    from engine.attention.library import ContextParallel
+    from engine.attention.sequence import SequenceContext, attention
     from engine.planning.sequence.mask import Mask
 
 __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
 # Where each of them is: loaded when it is first asked for.
-_HOMES = dict.fromkeys(__all__, "engine.attention.library") | {"Mask": "engine.planning.sequence.mask"}
+_HOMES = {
+    "ContextParallel": "engine.attention.library",
+    "Mask": "engine.planning.sequence.mask",
+    "SequenceContext": "engine.attention.sequence",
+    "attention": "engine.attention.sequence",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -23,23 +25,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
-from engine.attention.kernels import settle_kernel
-from engine.attention.kernels.base import TileKernel
-from engine.attention.runtime import run_attention
+from engine.attention.kernels import KernelChoice, settle_kernel
+from engine.attention.runtime import AttentionRuntime
+from engine.attention.sequence import SequenceContext
+from engine.attention.transport import Parcel, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.parallel.mesh import Mesh, step_timeout
+from engine.parallel.waits import WaitClock
+from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.methods import channels_of
-from engine.planning.methods.presets import PRESETS, AttentionMethod, warnings_of
-from engine.planning.methods.resolve import resolve_attention
+from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
+from engine.planning.methods.resolve import machine_of, resolve_attention
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import Channel
-from engine.planning.sequence.layers import LayerAttention, attention_layers, mask_options
+from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.sequence.layers import attention_layers, mask_options
 from engine.planning.sequence.layout import Layout
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.patterns import MaskKind, build_mask
 
+CONTEXTS_KEPT = 8  # batches with different documents need different plans
+WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 
 # Given to `ContextParallel.context`, because they belong to a sequence and not to the ranks.
@@ -74,15 +82,18 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class _Place:
-    """What every rank tells all others: the ranks it shares sequences with, its machine, and its settings."""
+    """What every rank tells all others: the ranks it shares sequences with, where it works, and its settings."""
 
     ranks: tuple[int, ...]
     host: str
+    device: str
     settings: tuple[object, ...]
 
 
 class ContextParallel:
-    """The ranks that share sequences, how they divide attention, and the channels between them.
+    """The ranks that share sequences, how they divide attention, and the channels between them: the one door to it.
+
+    Made so for other people's models; `of_run` makes that of a configured run.
 
     group         process group whose ranks share every sequence; None: all ranks, or this process alone where
                   torch.distributed is not initialised
@@ -104,6 +115,10 @@ class ContextParallel:
     Raises ConfigError with every broken rule and the legal degrees.
     """
 
+    dtype: torch.dtype
+    kernel_choice: KernelChoice | None  # why `group.kernel`, where it was chosen
+    process_group: dist.ProcessGroup | None  # that was given
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -118,37 +133,86 @@ class ContextParallel:
         timeout: timedelta = MESSAGE_TIMEOUT,
         **axes: Any,
     ) -> None:
-        self.heads = HeadShape(num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim)
-        self.dtype = dtype
-        self.device = torch.device(device) if device is not None else _default_device(group)
-        self._config = _read_axes(preset, axes)
-        self._process_group = group
-        places = _tell_everybody(group, (self.heads, preset, str(dtype), nodes, sorted(axes.items())))
+        heads = HeadShape(num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim)
+        device = torch.device(device) if device is not None else _default_device(group)
+        axes_read = _read_axes(preset, axes)
+        places = _tell_everybody(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = places[world_rank].ranks
-        self.topology = _find_topology([places[rank].host for rank in ranks], nodes)
-        self.method = _resolve(self._config, self.heads, dtype, self.topology)
-        kernel = self._kernel()
+        topology = _find_topology([places[rank].host for rank in ranks], nodes)
+        config = _run_config(axes_read, heads, dtype, topology)
+        method = resolve_attention(config, topology, machine_of(config, places[ranks[0]].device))
+        for text in warnings_of(method, topology):
+            warnings.warn(text, stacklevel=2)
+        choice = settle_kernel(axes_read.kernel, device, dtype, head_dim)
         groups = sorted({place.ranks for place in places})
         # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
-        channels = channels_of(self.method) if len(groups) == 1 else tuple(Channel)
-        transport = open_transport(groups, world_rank, self.topology, self.device, channels=channels, timeout=timeout)
-        self._group = AttentionGroup(ranks.index(world_rank), self.topology, transport, kernel)
+        channels = channels_of(method) if len(groups) == 1 else tuple(Channel)
+        transport = open_transport(groups, world_rank, topology, device, channels=channels, timeout=timeout)
+        self._join(config, AttentionGroup(ranks.index(world_rank), topology, transport, choice.kernel), method)
+        self.heads, self.dtype, self.device, self.kernel_choice = heads, dtype, device, choice
+        self.process_group = group
+
+    @classmethod
+    def of_run(cls, config: RunConfig, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
+        """That of a configured run, connected. Collective over all ranks of the world (it makes process groups).
+
+        Runs whose attentions work in turn on the same ranks may share a `transport` with all channels
+        (`open_channels`).
+        """
+        leave_multiprocessors(config.parallel.message_sms)
+        topology, device = mesh.cp_topology, mesh.device
+        config, method = _resolve(config, topology, device)
+        choice = settle_kernel(
+            config.attention.kernel,
+            device,
+            getattr(torch, config.train.compute_dtype),
+            config.model.head_dim,
+            windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
+            deterministic=config.train.deterministic,
+            documents=config.attention.documents,
+        )
+        for failed, problem in choice.failed.items():  # of this rank, so every rank says it
+            text = f"rank {mesh.rank} takes {choice.kernel.name} instead of {failed}, which {problem}"
+            warnings.warn(text, stacklevel=2)
+        transport = transport or open_channels(config, mesh, channels_of(method))
+        made = cls.of_group(config, AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel), method)
+        made.device, made.kernel_choice = device, choice
+        made.meet_peers()
+        return made
+
+    @classmethod
+    def of_group(cls, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> ContextParallel:
+        """That of a run whose method is known and whose ranks are connected, or imagined."""
+        made = cls.__new__(cls)
+        made._join(config, group, method)
+        return made
+
+    def _join(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
+        model = local_heads(config.model, config.parallel.tp_size)
+        self.config, self.group, self.method = config, group, method
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
+        self.dtype = getattr(torch, config.train.compute_dtype)
+        self.device = torch.device("cpu")
+        self.kernel_choice = None
+        self.process_group = None
+        self._contexts: OrderedDict[tuple[int, ...], AttentionContext] = OrderedDict()
+        self._planning = threading.Lock()  # the next step's documents are planned beside this step
 
     @property
     def rank(self) -> int:
         """This rank's place among those that share sequences."""
-        return self._group.rank
+        return self.group.rank
+
+    @property
+    def topology(self) -> Topology:
+        """Where they lie."""
+        return self.group.topology
 
     @property
     def size(self) -> int:
         """Ranks that share a sequence."""
         return self.topology.size
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group that was given."""
-        return self._process_group
 
     def context(
         self,
@@ -172,19 +236,19 @@ class ContextParallel:
         starts = tuple(int(start) for start in documents)
         masks = [self._mask(each, seq_len, starts) for each in chosen]
         causal: MaskKind = "causal"  # stands for each mask, some of which have no name
-        turn = replace(self._config, mask_layers=(causal,) * len(masks))
-        run = RunConfig(attention=turn, memory=_MEMORY, train=TrainConfig(seq_len=seq_len))
+        turn = replace(self.config.attention, mask_layers=(causal,) * len(masks))
+        run = replace(self.config, attention=turn, train=replace(self.config.train, seq_len=seq_len))
         layers = [
             replace(layer, mask=masks[index % len(masks)])
             for index, layer in enumerate(attention_layers(run, self.method))
         ]
         has_documents = any(mask.documents for mask in masks)
-        group = replace(self._group, kernel=self._kernel(documents=True)) if has_documents else self._group
+        group = self.group
+        if has_documents:
+            name, head_dim = self.config.attention.kernel, self.heads.head_dim
+            kernel = settle_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
+            group = replace(group, kernel=kernel)
         return SequenceContext(self, group, seq_len, layers)
-
-    def _kernel(self, *, documents: bool = False) -> TileKernel:
-        name, head_dim = self._config.kernel, self.heads.head_dim
-        return settle_kernel(name, self.device, self.dtype, head_dim, documents=documents).kernel
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Adds up every `.grad` over the ranks that share a sequence, in place; all of them must call it.
@@ -194,11 +258,11 @@ class ContextParallel:
         """
         for parameter in parameters:
             if parameter.grad is not None and self.size > 1:
-                dist.all_reduce(parameter.grad, group=self._process_group)
+                dist.all_reduce(parameter.grad, group=self.process_group)
 
     def _mask(self, mask: Mask | MaskKind, seq_len: int, documents: tuple[int, ...]) -> Mask:
         if not isinstance(mask, Mask):
-            return build_mask(mask, seq_len, mask_options(self._config, mask), documents)
+            return build_mask(mask, seq_len, mask_options(self.config.attention, mask), documents)
         if mask.seq_len != seq_len:
             raise ConfigError(f"mask: made for {mask.seq_len} tokens, but the sequence has {seq_len}")
         if mask.query_stop is not None:
@@ -207,139 +271,86 @@ class ContextParallel:
             raise ConfigError("documents: the mask has other documents than those given; give them once")
         return replace(mask, documents=documents) if documents else mask
 
-
-class SequenceContext:
-    """Sequences of one length on one rank: which rows it holds, and the plans of attention over all of them.
-
-    Made by `ContextParallel.context`. Holds no tensor of a sequence, so one serves any number of batches and layers.
-    """
-
-    # A plain class: wrappers of models copy the dataclasses that they find among the arguments.
-    def __init__(
-        self, parallel: ContextParallel, group: AttentionGroup, seq_len: int, layers: Sequence[LayerAttention]
-    ) -> None:
-        self.parallel = parallel
-        self.seq_len = seq_len
-        self._attention: AttentionContext = build_context(group, layers, padded_length(seq_len, parallel.size))
-        rows = torch.from_numpy(self.layout.positions(parallel.rank))
-        self._has_padding = bool((rows >= seq_len).any())
-        self.positions = rows.to(parallel.device)  # [T] int64; those from seq_len on are padding
+    # ---- of a configured run ----------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
-        """Which positions every rank holds."""
-        return self._attention.layout
+        """Which positions every rank holds, when no documents change that."""
+        return self.run_context().layout
 
     @property
-    def padded_len(self) -> int:
-        """Tokens that are divided among the ranks: seq_len and padding, which sees nothing and is seen by nobody."""
+    def runtime(self) -> AttentionRuntime:
+        """Plans of the first layer."""
+        return self.run_context().runtimes[0]
+
+    @property
+    def padded_seq_len(self) -> int:
+        """Length that the layout shards; positions past the mask's length are padding."""
         return self.layout.seq_len
 
-    @property
-    def local_len(self) -> int:
-        """Rows T of this rank, padding included."""
-        return self.layout.rows(self.parallel.rank)
+    def run_context(self, documents: Iterable[int] = ()) -> AttentionContext:
+        """Plans for a sequence of the run whose documents start at these positions; () if it is one. For any thread."""
+        key = tuple(int(start) for start in documents) if self.config.attention.documents else ()
+        with self._planning:
+            if key not in self._contexts:
+                self._contexts[key] = self._plan(key)
+                if len(self._contexts) > CONTEXTS_KEPT:
+                    self._contexts.popitem(last=False)
+            self._contexts.move_to_end(key)
+            return self._contexts[key]
 
-    def mask(self, layer: int) -> Mask:
-        """Who sees whom in a layer."""
-        layers = self._attention.layers
-        return layers[layer % len(layers)].mask
+    def _plan(self, documents: tuple[int, ...]) -> AttentionContext:
+        layers = attention_layers(self.config, self.method, documents)
+        padded = padded_length(self.config.train.seq_len, self.method.cp_size, self.config.parallel.tp_size)
+        return build_context(self.group, layers, padded)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """`attention` without its checks."""
-        runtimes = self._attention.runtimes
-        return run_attention(q, k, v, runtimes[layer % len(runtimes)])
+    def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> ContextParallel:
+        """The same attention with changed runtimes, such as another transport; for benchmarks and tests."""
+        context = self.run_context()
+        other = ContextParallel.of_group(self.config, self.group, self.method)
+        other._contexts[()] = replace(context, runtimes=tuple(map(change, context.runtimes)))
+        return other
 
-    def shard(self, whole: Tensor, dim: int = 1, pad_value: float = 0) -> Tensor:
-        """This rank's rows of a tensor with all seq_len of them along `dim`, padding filled, on the context's device.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
+        return self.run_context()(q, k, v)
 
-        Every rank gives the same `whole`. Shift labels before (docs/library.md). Differentiable; sends nothing.
+    def meet_peers(self) -> None:
+        """Connects this rank with all that the plans send to or receive from, one number each, before a step is timed.
+
+        All ranks of the group must call. Masks that depend on a batch's documents may still find others later.
         """
-        if whole.shape[dim] != self.seq_len:
-            raise ValueError(
-                f"shard: dimension {dim} of {tuple(whole.shape)} has {whole.shape[dim]} rows; expected the whole "
-                f"sequence, seq_len={self.seq_len}"
-            )
-        positions = self.positions.to(whole.device)
-        local = whole.index_select(dim, positions.clamp(max=self.seq_len - 1))
-        if self._has_padding:
-            shape = [1] * whole.dim()
-            shape[dim] = -1
-            local = local.masked_fill((positions >= self.seq_len).view(shape), pad_value)
-        return local.to(self.parallel.device)
+        ends = {
+            (transfer.channel, transfer.op, transfer.peer)
+            for runtime in self.run_context().runtimes
+            for plan in (runtime.forward, runtime.backward, runtime.recompute)
+            for transfer in (() if plan is None else plan.transfers())
+            if transfer.channel not in HOST_CHANNELS
+        }
+        numbered = enumerate(sorted(ends))
+        parcels = [
+            Parcel(n, op, channel, peer, (torch.zeros(1, device=self.device),)) for n, (channel, op, peer) in numbered
+        ]
+        self.group.transport.post(parcels)
+        self.group.transport.wait(range(len(parcels)))
+        self.reset_traffic()
 
-    def gather(self, local: Tensor, dim: int = 1) -> Tensor:
-        """All rows in the order of their positions, without padding, on every rank; the inverse of `shard`.
+    def tell_waits_to(self, waits: WaitClock) -> None:
+        """From now on `waits` knows for which rank the host waits; on a GPU it waits for none."""
+        self.group.transport.waits = waits
 
-        All ranks of the group must call it. Not differentiable: the result is detached. Sends local's bytes to all.
-        """
-        rows = self.layout.row_counts
-        if local.shape[dim] != self.local_len:
-            raise ValueError(
-                f"gather: dimension {dim} of {tuple(local.shape)} has {local.shape[dim]} rows; expected this rank's "
-                f"{self.local_len}"
-            )
-        own = local.detach().movedim(dim, 0).contiguous()
-        whole = own.new_empty(self.seq_len, *own.shape[1:])
-        for rank, part in enumerate(self._all_parts(own, max(rows))):
-            positions = torch.from_numpy(self.layout.positions(rank)).to(own.device)
-            real = positions < self.seq_len
-            whole[positions[real]] = part[: rows[rank]][real]
-        return whole.movedim(0, dim)
+    def traffic(self) -> LinkBytes:
+        """Bytes sent and copied by this rank since the last `reset_traffic`."""
+        return self.group.transport.meter.sent
 
-    def _all_parts(self, own: Tensor, most_rows: int) -> list[Tensor]:
-        """`own` of every rank, each with at least its own rows."""
-        if self.parallel.size == 1:
-            return [own]
-        sent = own.new_zeros(most_rows, *own.shape[1:])
-        sent[: len(own)] = own
-        parts = [torch.empty_like(sent) for _ in range(self.parallel.size)]
-        dist.all_gather(parts, sent, group=self.parallel.process_group)
-        return parts
+    def idle_wire_s(self) -> float:
+        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
+        machine = machine_of(self.config, _device_name(self.device))
+        return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
 
-
-def attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0) -> Tensor:
-    """out [B, T, H, D]: softmax(q k^T / sqrt(D)) v of this rank's queries over the keys of all ranks.
-
-    q [B, T, H, D], k and v [B, T, K, D] in the context's dtype, on its device, rows in the order of
-    `context.positions`. `layer` chooses among the masks that the context was given.
-
-    Under autocast the tensors are cast first, as torch's own attention does; the context's dtype is then autocast's.
-
-    Differentiable. All ranks of the group must call it, and run backward through it, equally often in the same order:
-    each call sends messages that the others wait for. Raises ValueError for tensors that do not fit.
-    """
-    kind = context.parallel.device.type
-    if torch.is_autocast_enabled(kind):
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    problems = _input_problems(q, k, v, context)
-    if problems:
-        raise ValueError("attention: " + "; ".join(problems))
-    with torch.autocast(kind, enabled=False):
-        return context.attend(q, k, v, layer)
-
-
-def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> list[str]:
-    """One sentence per tensor that does not fit."""
-    parallel, heads = context.parallel, context.parallel.heads
-    problems = []
-    batch = q.shape[0] if q.dim() == 4 else "B"
-    rows = context.local_len
-    for name, tensor, count in (("q", q, heads.num_heads), ("k", k, heads.num_kv_heads), ("v", v, heads.num_kv_heads)):
-        expected = (batch, rows, count, heads.head_dim)
-        if tuple(tensor.shape) != expected:
-            note = f"; this rank holds {rows} of {context.padded_len} rows" if tensor.shape[1:2] != (rows,) else ""
-            problems.append(
-                f"{name} has shape {tuple(tensor.shape)}, expected [batch, rows, heads, head_dim] = "
-                f"({', '.join(map(str, expected))}){note}"
-            )
-        if tensor.dtype != parallel.dtype:
-            problems.append(
-                f"{name} is {tensor.dtype}, expected {parallel.dtype}: cast it, or set ContextParallel(dtype=)"
-            )
-        if tensor.device.type != parallel.device.type:
-            problems.append(f"{name} lies on {tensor.device}, expected {parallel.device}")
-    return problems
+    def reset_traffic(self) -> None:
+        """Start counting from zero."""
+        self.group.transport.meter.reset()
 
 
 def _read_axes(preset: str, axes: dict[str, Any]) -> AttentionConfig:
@@ -357,19 +368,15 @@ def _read_axes(preset: str, axes: dict[str, Any]) -> AttentionConfig:
     return config
 
 
-def _resolve(config: AttentionConfig, heads: HeadShape, dtype: torch.dtype, topology: Topology) -> AttentionMethod:
-    """The legal method on these ranks; the length of sequences is not known yet and is checked by `context`."""
+def _run_config(attention: AttentionConfig, heads: HeadShape, dtype: torch.dtype, topology: Topology) -> RunConfig:
+    """The shortest run of these settings; the length of sequences is not known yet and is checked by `context`."""
     compute: Dtype = "bfloat16" if dtype.itemsize <= 2 else "float32"  # what costs are reckoned in
-    run = RunConfig(
+    return RunConfig(
         model=ModelConfig(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
-        attention=config,
+        attention=attention,
         memory=_MEMORY,
         train=TrainConfig(seq_len=topology.size, compute_dtype=compute),
     )
-    method = resolve_attention(run, topology)
-    for text in warnings_of(method, topology):
-        warnings.warn(text, stacklevel=3)
-    return method
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -378,14 +385,16 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _tell_everybody(group: dist.ProcessGroup | None, settings: tuple[object, ...]) -> list[_Place]:
+def _tell_everybody(
+    group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
+) -> list[_Place]:
     """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError("group: got a process group, but torch.distributed is not initialised")
-        return [_Place((0,), socket.gethostname(), settings)]
+        return [_Place((0,), socket.gethostname(), _device_name(device), settings)]
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    own = _Place(tuple(ranks), socket.gethostname(), settings)
+    own = _Place(tuple(ranks), socket.gethostname(), _device_name(device), settings)
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     places: list[_Place] = told
@@ -427,3 +436,43 @@ def _find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:
     if len(runs) == len(set(hosts)) and len(set(runs)) == 1:
         return Topology(len(runs), runs[0])
     return Topology(len(hosts), 1)
+
+
+def leave_multiprocessors(count: int | None) -> None:
+    """Matrix products and attention kernels that look at torch's setting leave so many multiprocessors of the GPU to
+    messages: beside a kernel that takes all of them no message begins.
+    """
+    if torch._C._get_sm_carveout_experimental() != count:  # it warns that it is experimental
+        torch._C._set_sm_carveout_experimental(count)
+
+
+def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = tuple(Channel)) -> Transport:
+    """Channels between the ranks that share a sequence with this one. Collective over all ranks of the world."""
+    return open_transport(
+        mesh.cp_groups,
+        mesh.rank,
+        mesh.cp_topology,
+        mesh.device,
+        channels=channels,
+        timeout=step_timeout(config.cluster),
+        shares_device=config.cluster.ranks_share_device,
+        message_sms=config.parallel.message_sms,
+    )
+
+
+def _resolve(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
+    """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank.
+
+    Collective over all ranks of the world, where there is one.
+    """
+    names = [_device_name(device)]
+    if dist.is_initialized():  # ranks with different devices must choose alike
+        dist.broadcast_object_list(names, src=0, device=device)
+    machine = machine_of(config, names[0])
+    choice = resolve_auto(config, topology, machine)
+    method = resolve_attention(choice.config, topology, machine)
+    return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.bench.environment import environment
 from engine.bench.layers import BenchRanks, exchange_only, own_inputs, silent
 from engine.bench.measure import slowest_rank, summarise, synchronize, turns
@@ -43,8 +43,8 @@ class Contestant:
     """A variant with its inputs and the seconds (slowest rank) of its calls by name, all equally long in the end."""
 
     variant: str
-    attention: ParallelAttention
-    silent: ParallelAttention | None  # None: communication is what is measured
+    attention: ContextParallel
+    silent: ContextParallel | None  # None: communication is what is measured
     inputs: list[Tensor]
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank

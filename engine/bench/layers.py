@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
+from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import SilentTransport, Transport
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.parallel.mesh import Mesh, build_mesh
 from engine.planning.schedule.plan import RankPlan
 
 
-def own_inputs(attention: ParallelAttention, shape: HeadShape, device: torch.device) -> list[Tensor]:
+def own_inputs(attention: ContextParallel, shape: HeadShape, device: torch.device) -> list[Tensor]:
     """q, k, v, dout of this rank, [1, T, heads, D]; slices of the same global tensors for every variant."""
-    positions = torch.from_numpy(attention.layout.positions(attention.cp_rank))
+    positions = torch.from_numpy(attention.layout.positions(attention.rank))
     return [x[positions][None].to(device) for x in global_inputs(shape, attention.padded_seq_len)]
 
 
-def silent(attention: ParallelAttention) -> ParallelAttention:
+def silent(attention: ContextParallel) -> ContextParallel:
     """The same plans without communication."""
     return attention.with_runtimes(lambda runtime: replace(runtime, transport=SilentTransport()))
 
 
-def exchange_only(attention: ParallelAttention) -> ParallelAttention:
+def exchange_only(attention: ContextParallel) -> ContextParallel:
     """The same transfers without tiles and local ops."""
     return attention.with_runtimes(
         lambda runtime: replace(
@@ -51,9 +51,9 @@ class BenchRanks:
         mesh = build_mesh(config.parallel, config.cluster)
         return cls(mesh, open_channels(config, mesh))
 
-    def attention(self, cell: AttentionCell, variant: str) -> ParallelAttention:
+    def attention(self, cell: AttentionCell, variant: str) -> ContextParallel:
         """A variant's attention on this rank. Raises ConfigError, on every rank alike, for what is not legal."""
-        return build_parallel_attention(cell.run_config(variant), self.mesh, self.transport)
+        return ContextParallel.of_run(cell.run_config(variant), self.mesh, self.transport)
 
 
 def without_compute(plan: RankPlan) -> RankPlan:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.api import build_parallel_attention
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.library import ContextParallel
 from engine.bench.attention import start_ranks
 from engine.bench.environment import environment
 from engine.bench.measure import slowest_rank, synchronize
@@ -174,7 +174,7 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
     """(FLOP/s forward, backward by rows of a square tile without a mask, rows of a kernel's block)."""
     shape, forward, backward = cell.shape, list[tuple[float, float]](), list[tuple[float, float]]()
     tiny = cell.run_config(layers=1)
-    kernel = build_parallel_attention(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
+    kernel = ContextParallel.of_run(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
     for rows in _ROWS[watch.device.type]:
         seconds = _tile_seconds(watch, kernel, cell, rows, BandSpec())
         flops = rows * rows * shape.num_heads * shape.head_dim

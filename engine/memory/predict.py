@@ -33,9 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.attention.api import ParallelAttention
 from engine.attention.context import AttentionGroup
 from engine.attention.kernels import choose_kernel
+from engine.attention.library import ContextParallel
 from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
 from engine.config.errors import ConfigError
@@ -171,20 +171,20 @@ class _Scene:
                 step.update()
         return tracker
 
-    def _make_buffers(self, attention: ParallelAttention, rows: int) -> None:
+    def _make_buffers(self, attention: ContextParallel, rows: int) -> None:
         """Runs every layer's plans once."""
         config, tp_size = self._config, self._degrees.tp_size
         model, dtype = config.model, getattr(torch, config.train.compute_dtype)
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
-        for runtime in {id(runtime): runtime for runtime in attention.context().runtimes}.values():
+        for runtime in {id(runtime): runtime for runtime in attention.run_context().runtimes}.values():
             batch = (config.train.micro_batch_size, rows)
             q, k, v = (torch.empty(*batch, n, model.head_dim, dtype=dtype, requires_grad=True) for n in heads)
             out = run_attention(q, k, v, runtime)
             torch.autograd.backward([out], [torch.empty_like(out)])
 
-    def _attention(self, cp_rank: int) -> ParallelAttention:
+    def _attention(self, cp_rank: int) -> ContextParallel:
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), self._kernel())
-        return ParallelAttention(self._config, group, self._method).with_runtimes(rehearsed_runtime)
+        return ContextParallel.of_group(self._config, group, self._method).with_runtimes(rehearsed_runtime)
 
     def _kernel(self) -> Any:
         if self._kind == "cuda":

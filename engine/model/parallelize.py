@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.attention.api import ParallelAttention, build_parallel_attention
+from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.memory.host_limit import activation_limit
@@ -35,8 +35,8 @@ from engine.planning.methods.tiling import tile_tokens_of
 
 
 def build_model(
-    config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
-) -> tuple[LlamaModel, ParallelAttention]:
+    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+) -> tuple[LlamaModel, ContextParallel]:
     """(the model, sharded and initialised by the seed; its attention over the cp ranks). All ranks must call.
 
     The model is built without memory, sharded, and only then given memory, so no rank ever holds all of it.
@@ -59,8 +59,8 @@ def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
 
 
 def build_empty_model(
-    config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
-) -> tuple[LlamaModel, ParallelAttention]:
+    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+) -> tuple[LlamaModel, ContextParallel]:
     """As `build_model`, with whatever the memory of its weights holds."""
     with torch.device("meta"):
         model = LlamaModel(config.model, config.loss)
@@ -70,13 +70,13 @@ def build_empty_model(
 
 
 def parallelize(
-    model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ParallelAttention | None = None
-) -> ParallelAttention:
+    model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+) -> ContextParallel:
     """Changes `model` in place to run on `mesh`; returns the attention over the cp ranks to call it with.
 
     That is `attention`, if the caller built it already (it opens process groups), else the configured one.
     """
-    attention = attention or build_parallel_attention(config, mesh)
+    attention = attention or ContextParallel.of_run(config, mesh)
     if mesh.tp_mesh is not None:
         slice_model(model, model.layers, mesh.tp_mesh)
         model.tie_weights()

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.parallel.collectives import all_gather_into, reduce_scatter_into
 from engine.parallel.fsdp import fsdp_modules
 from engine.parallel.mesh import Mesh
 from engine.parallel.waits import WaitClock
 
 
-def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ParallelAttention) -> bool:
+def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ContextParallel) -> bool:
     """Whether `waits` from now on sees all that this rank waits for; where it would see a part only, it sees none.
 
     Collectives of tensor parallelism and between replicas are not counted, and a rank that waits there unseen would

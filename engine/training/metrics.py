@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.attention.stream_times import total
 from engine.config.settings import ModelConfig
 from engine.memory.store import HostStore
@@ -158,7 +158,7 @@ class StepMeter:
     def __init__(
         self,
         mesh: Mesh,
-        attention: ParallelAttention,
+        attention: ContextParallel,
         cost: StepCost,
         *,
         tracked_steps: int = 0,
@@ -258,7 +258,7 @@ class StepMeter:
         """
         messages, offload = self._messages.read(), total(times.read() for times in self._offload)
         waited = messages.exposed_s if messages.transferred_bytes else None
-        share = messages.exposed_share(self._attention.idle_wire_s(self._mesh.device))
+        share = messages.exposed_share(self._attention.idle_wire_s())
         moved = offload.transferred_bytes or None
         return [self._batch_wait_s, waited, share, moved, offload.transfer_s, offload.exposed_s]
 

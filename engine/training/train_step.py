@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.config.errors import RunError
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
@@ -54,9 +54,9 @@ class RankBatch:
     samples: tuple[int, ...] = ()
 
 
-def rank_batch(batch: Batch, model: LlamaModel, attention: ParallelAttention, mesh: Mesh) -> RankBatch:
+def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh: Mesh) -> RankBatch:
     """This rank's part of a batch, laid out as the batch's own documents want it."""
-    context = attention.context(batch.documents[0])
+    context = attention.run_context(batch.documents[0])
     rows = shard_batch(
         batch.tokens,
         batch.labels,
@@ -104,7 +104,7 @@ class TrainStep:
         config: RunConfig,
         mesh: Mesh,
         model: LlamaModel,
-        attention: ParallelAttention,
+        attention: ContextParallel,
         status: RankStatus | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
 from engine.config.rules import check_config
@@ -292,7 +292,7 @@ def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMeth
     return StepCost(config.model, train.seq_len, sequences, recomputed_matrices(config, method), peak)
 
 
-def run_facts(config: RunConfig, mesh: Mesh, attention: ParallelAttention) -> dict[str, Any]:
+def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict[str, Any]:
     """What a report says about a run beside its figures: shape, method, ranks, device."""
     is_cuda = mesh.device.type == "cuda"
     return {

@@ -26,5 +26,5 @@ def own_logits(config_file: str, checkpoints: str, tokens: torch.Tensor) -> torc
     batch = tokens.numpy()
     local = shard_batch(batch, batch, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
     with torch.no_grad():
-        functions = run.attention.context().functions(config.model.num_layers)
+        functions = run.attention.run_context().functions(config.model.num_layers)
         return F.linear(run.model(local.tokens, local.positions, functions), whole(run.model.head.weight))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.api import ParallelAttention
+from engine.attention.library import ContextParallel
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import (
     AttentionConfig,
@@ -73,7 +73,7 @@ class TinyRun:
 
     mesh: Mesh
     model: LlamaModel
-    attention: ParallelAttention
+    attention: ContextParallel
     train_step: TrainStep
 
 

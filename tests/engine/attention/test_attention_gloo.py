@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
-from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.buffers import BufferPool, Place, allocate_bytes
+from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Parcel, Transport
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -70,16 +70,16 @@ def config_of(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int
     )
 
 
-def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ParallelAttention:
+def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ContextParallel:
     config = config_of(seq_len, kv_heads, attention, nodes)
-    return build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
+    return ContextParallel.of_run(config, build_mesh(config.parallel, config.cluster))
 
 
-def local_rows(attention: ParallelAttention, x: torch.Tensor) -> torch.Tensor:
+def local_rows(attention: ContextParallel, x: torch.Tensor) -> torch.Tensor:
     """This rank's rows of [N, heads, D], zero-padded, as a leaf [1, T, heads, D]."""
     padded = torch.zeros(attention.padded_seq_len, *x.shape[1:], dtype=x.dtype)
     padded[: len(x)] = x
-    index = torch.from_numpy(attention.layout.positions(attention.cp_rank))
+    index = torch.from_numpy(attention.layout.positions(attention.rank))
     return padded[index][None].clone()
 
 
@@ -96,16 +96,16 @@ def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int)
     values = {"out": out.detach()[0], "dq": dq[0], "dk": dk[0], "dv": dv[0]}
     return {
         "values": values,
-        "positions": layer.layout.positions(layer.cp_rank),
+        "positions": layer.layout.positions(layer.rank),
         "counted": (forward, layer.traffic()),
         "planned": planned_bytes(layer, seq_len, kv_heads),
     }
 
 
-def planned_bytes(layer: ParallelAttention, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
+def planned_bytes(layer: ContextParallel, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
     shape = AttentionShape(HEADS, kv_heads, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
-    rank, tokens = layer.cp_rank, shape.token_bytes()
-    plans = plan_method(layer.method, Mask(seq_len), layer.context().blocks, rank)
+    rank, tokens = layer.rank, shape.token_bytes()
+    plans = plan_method(layer.method, Mask(seq_len), layer.run_context().blocks, rank)
     forward, backward = (plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))
     return forward, backward
 
@@ -141,7 +141,7 @@ def ends_met_and_used(seq_len: int, nodes: int) -> tuple[set[Any], set[Any]]:
     config = config_of(seq_len, 2, {"preset": "burst"}, nodes)
     mesh = build_mesh(config.parallel, config.cluster)
     recording = Recording(open_channels(config, mesh))
-    layer = build_parallel_attention(config, mesh, recording)
+    layer = ContextParallel.of_run(config, mesh, recording)
     met, recording.ends = recording.ends, set()
     inputs = random_inputs(seq_len, HEADS, 2, HEAD_DIM)
     q, k, v = (local_rows(layer, x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
@@ -160,7 +160,7 @@ def multiprocessors_left() -> list[int | None]:
     found = []
     for count in (8, None):
         config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(message_sms=count))
-        build_parallel_attention(config, build_mesh(config.parallel, config.cluster))
+        ContextParallel.of_run(config, build_mesh(config.parallel, config.cluster))
         found.append(torch._C._get_sm_carveout_experimental())
     return found
 
@@ -231,10 +231,10 @@ def half_the_ring() -> int:
         train=TrainConfig(seq_len=16, compute_dtype="float32"),
     )
     mesh = build_mesh(config.parallel, config.cluster)
-    layer = build_parallel_attention(config, mesh)
+    layer = ContextParallel.of_run(config, mesh)
     inputs = random_inputs(16, HEADS, HEADS, HEAD_DIM, seed=mesh.dp_rank)
     out = layer(*(local_rows(layer, x) for x in (inputs.q, inputs.k, inputs.v)))
-    want = oracle(inputs, causal(16))["out"][torch.from_numpy(layer.layout.positions(layer.cp_rank))]
+    want = oracle(inputs, causal(16))["out"][torch.from_numpy(layer.layout.positions(layer.rank))]
     assert (out[0] - want).abs().max() < 1e-10
     return dist.get_rank() // 2
 

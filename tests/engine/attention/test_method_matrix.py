@@ -13,9 +13,9 @@ import pytest
 from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
 
-from engine.attention.api import WINDOWED
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.grid import divide_sequence

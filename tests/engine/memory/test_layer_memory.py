@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from engine.attention.api import build_parallel_attention
+from engine.attention.library import ContextParallel
 from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.store import DeviceStore, Kept
 from engine.model.checkpointed import apply_policies
@@ -74,7 +74,7 @@ def config_of(preset: str, memory: dict[str, Any], **attention: Any) -> RunConfi
 def kept_bytes(config: RunConfig) -> int:
     """Bytes in the store of this rank between forward and backward, whole model in bf16."""
     mesh = mesh_of(config.parallel, config.cluster)
-    attention = build_parallel_attention(config, mesh)
+    attention = ContextParallel.of_run(config, mesh)
     model = LlamaModel(config.model, config.loss)
     init_weights(model, 0)
     model.to(torch.bfloat16)

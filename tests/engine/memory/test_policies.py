@@ -11,7 +11,7 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import mesh_of, own_part, random_batches, tiny_config, whole
 
-from engine.attention.api import ParallelAttention, build_parallel_attention, open_channels
+from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Transport
 from engine.config.settings import RunConfig
 from engine.data import Batch
@@ -100,15 +100,15 @@ def batch_of(step: int, config: RunConfig) -> Batch:
     return Batch(batch.tokens, batch.labels, (starts,))
 
 
-def sharded(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ParallelAttention]:
+def sharded(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ContextParallel]:
     """The model as training builds it, in fp32."""
-    return build_model(config, mesh, build_parallel_attention(config, mesh, channels))
+    return build_model(config, mesh, ContextParallel.of_run(config, mesh, channels))
 
 
-def whole_in_float64(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ParallelAttention]:
+def whole_in_float64(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ContextParallel]:
     """The whole model on every rank: FSDP reduces in fp32."""
     exact = replace(config, attention=replace(config.attention, kernel="reference"))
-    attention = build_parallel_attention(exact, mesh, channels)
+    attention = ContextParallel.of_run(exact, mesh, channels)
     model = LlamaModel(config.model, config.loss).to(torch.float64)
     init_weights(model, config.seed)
     apply_policies(model, layer_manners(config, attention.method, mesh))

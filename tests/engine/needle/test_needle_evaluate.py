@@ -92,7 +92,7 @@ def scored(config: RunConfig, tasks: Scripted) -> Array:
 def whole_logits(config: RunConfig, tokens: Array) -> Array:
     """[n, seq_len, V] float64: every row of logits, of one rank."""
     run = start_run(config)
-    functions = run.attention.context().functions(len(run.model.layers))
+    functions = run.attention.run_context().functions(len(run.model.layers))
     with torch.no_grad():
         hidden = run.model(torch.from_numpy(tokens), torch.arange(tokens.shape[1]), functions)
     return hidden.double().numpy() @ whole(run.model.head.weight).double().numpy().T

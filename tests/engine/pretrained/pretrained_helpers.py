@@ -35,7 +35,7 @@ def facts(config: RunConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     run = start_run(config)
     batch = own_part(random_batches(0, sequences=1), run.mesh)[0]
     local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
-    functions = run.attention.context().functions(config.model.num_layers)
+    functions = run.attention.run_context().functions(config.model.num_layers)
     with torch.no_grad():
         hidden = run.model(local.tokens, local.positions, functions)
         logits = F.linear(hidden, whole(run.model.head.weight))
@@ -62,5 +62,7 @@ def train_and_save(config: RunConfig, root: str) -> torch.Tensor:
     batch = random_batches(0, sequences=1)
     local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
     with torch.no_grad():
-        hidden = run.model(local.tokens, local.positions, run.attention.context().functions(config.model.num_layers))
+        hidden = run.model(
+            local.tokens, local.positions, run.attention.run_context().functions(config.model.num_layers)
+        )
         return F.linear(hidden, whole(run.model.head.weight))
