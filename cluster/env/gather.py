@@ -13,7 +13,7 @@ from cluster.ssh.hosts import node_command
 from cluster.survey.adapters import GPUDIRECT, PORTS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface
-from cluster.survey.nvidia_smi import LSPCI, SMI, GpuAddress, parse_gpu_addresses
+from cluster.survey.nvidia_smi import LSPCI, SMI
 from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
 from engine.config.cluster import ClusterConfig
 
@@ -88,7 +88,7 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
     """
     facts = NodeFacts(probe, config)
     try:
-        adapters, interfaces = facts.adapters, facts.interfaces
+        ports, interfaces = facts.adapters.ports, facts.interfaces
     except UnreadableError as error:
         look = node_command(probe.node, "check-nodes", "--only", "ib,net", reached_by=reached_by)
         raise ClusterError(
@@ -98,9 +98,9 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
     notes: list[str] = []
     return NodeEnvironmentFacts(
         node=probe.node,
-        ports=adapters.ports,
+        ports=ports,
         interfaces=interfaces,
-        gpus=_gpus(facts, notes),
+        gpus=facts.gpu_addresses,
         interface=facts.interface.interface,
         interface_reason=facts.interface.reason,
         gateways=_gateways(probe.section("env.routes")),
@@ -110,18 +110,6 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
         driver=_driver(facts),
         notes=tuple(notes),
     )
-
-
-def _gpus(facts: NodeFacts, notes: list[str]) -> tuple[GpuAddress, ...]:
-    """As nvidia-smi counts them; where it does not answer, in the order of the PCI bus, which is its order, too."""
-    gpus, adapters = parse_gpu_addresses(facts.probe), facts.adapters
-    if gpus or not adapters.gpu_paths:
-        return gpus
-    notes.append(
-        f"nvidia-smi shows none of the {len(adapters.gpu_paths)} GPUs on the PCI bus; their order there is used"
-    )
-    ordered = sorted(adapters.gpu_paths, key=lambda path: path[-1:])
-    return tuple(GpuAddress(index, path) for index, path in enumerate(ordered))
 
 
 def _gateways(section: Section) -> frozenset[str] | None:

@@ -140,18 +140,10 @@ done
 
 for device in "$root/sys/bus/pci/devices/"*; do
     first "$device/class"
-    class=$value
-    case $class in 0x0207* | 0x03*) ;; *) continue ;; esac
-    first "$device/vendor"
-    case $class,$value in
-        0x0207*,*)
-            # An InfiniBand adapter; without this folder no driver offers it.
-            [ -d "$device/infiniband" ] && continue
-            line=driverless
-            ;;
-        *,0x10de) line=gpu ;;
-        *) continue ;;
-    esac
+    case $value in 0x0207*) ;; *) continue ;; esac
+    # An InfiniBand adapter; without this folder no driver offers it.
+    [ -d "$device/infiniband" ] && continue
+    line=driverless
     put_path path "$device"
     show
 done
@@ -236,13 +228,11 @@ class Adapters:
     """Section `ib.ports`.
 
     portless: adapters that show no port. driverless_paths: `pci_path` of InfiniBand adapters that no driver offers.
-    gpu_paths: the same of every GPU of NVIDIA.
     """
 
     ports: tuple[HcaPort, ...] = ()
     portless: tuple[str, ...] = ()
     driverless_paths: tuple[tuple[str, ...], ...] = ()
-    gpu_paths: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +254,7 @@ def parse_adapters(section: Section) -> Adapters:
     """The adapters of section `ib.ports`. Raises UnreadableError."""
     ports: dict[str, HcaPort] = {}
     portless: list[str] = []
-    paths: dict[str, list[tuple[str, ...]]] = {"driverless": [], "gpu": []}
+    driverless: list[tuple[str, ...]] = []
     for word, fields in known_lines(section):
         if word == "port":
             port = _port(fields, section.name)
@@ -273,12 +263,10 @@ def parse_adapters(section: Section) -> Adapters:
             ports[port.name] = port
         elif word == "portless":
             portless.append(_device(fields, section.name))
-        elif word in paths:
-            paths[word].append(pci_path(fields.get("path", "")))
+        elif word == "driverless":
+            driverless.append(pci_path(fields.get("path", "")))
     ordered = sorted(ports.values(), key=lambda port: _natural(port.name))
-    return Adapters(
-        tuple(ordered), tuple(sorted(portless, key=_natural)), tuple(paths["driverless"]), tuple(paths["gpu"])
-    )
+    return Adapters(tuple(ordered), tuple(sorted(portless, key=_natural)), tuple(driverless))
 
 
 def parse_gpudirect(section: Section) -> GpuDirect:

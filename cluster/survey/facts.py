@@ -12,6 +12,7 @@ from cluster.survey.nvidia_smi import (
     LSPCI,
     SMI,
     Gpu,
+    GpuAddress,
     PciDevices,
     SmiFailure,
     SmiLog,
@@ -107,3 +108,14 @@ class NodeFacts:
         """`GPU 3` for a PCI address that nvidia-smi or sysfs lists, else the address."""
         known = [gpu.address for gpu in self.gpus or (self.pci.gpus if self.pci else ())]
         return f"GPU {known.index(address)}" if address in known else address
+
+    @property
+    def gpu_addresses(self) -> tuple[GpuAddress, ...]:
+        """Where the GPUs sit, by index: in the order of nvidia-smi, or of the PCI bus while it does not answer."""
+        places = {device.address: device for device in self.pci.gpus} if self.pci is not None else {}
+        found = []
+        for index, address in enumerate([gpu.address for gpu in self.gpus] or places):
+            place = places.get(address)
+            path, numa_node = (place.pci_path, place.numa_node) if place is not None else ((), None)
+            found.append(GpuAddress(index, path or (address,), numa_node))
+        return tuple(found)

@@ -17,12 +17,10 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Question, Section
+from cluster.survey.section import Question, Section
 
 T = TypeVar("T", str, float)
 
-LSPCI_SECTION = "gpu.lspci"
-SMI_SECTION = "gpu.smi"
 MAX_GPUS = 256
 MAX_DEPTH = 40
 
@@ -402,22 +400,6 @@ def read_pci_devices(section: Section) -> PciDevices | None:
     if total is None or total < len(devices):
         return None
     return PciDevices(total, tuple(sorted(devices, key=lambda device: device.address)))
-
-
-def parse_gpu_addresses(probe: NodeProbe) -> tuple[GpuAddress, ...]:
-    """Where the GPUs sit, by index. The order is that of nvidia-smi, or of the addresses while it does not answer."""
-    devices = read_pci_devices(probe.section(LSPCI_SECTION))
-    places = {device.address: device for device in devices.gpus} if devices is not None else {}
-    log = read_smi(probe.section(SMI_SECTION))
-    addresses = [gpu.address for gpu in log.gpus] if isinstance(log, SmiLog) and log.gpus else list(places)
-    found = []
-    for index, address in enumerate(addresses):
-        place = places.get(address)
-        if place is None:
-            found.append(GpuAddress(index, (address,)))
-        else:
-            found.append(GpuAddress(index, place.pci_path or (address,), place.numa_node))
-    return tuple(found)
 
 
 def _device(address: str, values: Mapping[str, str]) -> NvidiaDevice | None:

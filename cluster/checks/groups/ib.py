@@ -13,8 +13,11 @@ from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.survey.adapters import PORTS, Adapters, HcaPort, roce_gid_index
 from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import LSPCI
+from cluster.survey.section import UnreadableError
 from engine.config.cluster import ExpectedHardware
 
+Paths = Sequence[Sequence[str]]
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 # Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.
 _MAX_GPUS_WITHOUT_PORT = 0.25
@@ -53,8 +56,11 @@ class FabricView:
     def of(cls, facts: NodeFacts) -> FabricView:
         """The facts of a node. Raises UnreadableError."""
         adapters, config = facts.adapters, facts.config
-        ports, reasons, beside = _choose(adapters, config.expected)
-        lonely = [path for path in adapters.gpu_paths if path and not any(_share(path, port) for port in ports)]
+        if facts.pci is None:
+            raise UnreadableError("PCI devices cannot be read from sysfs", facts.section(LSPCI).trouble())
+        gpus = tuple(device.pci_path for device in facts.pci.gpus)
+        ports, reasons, beside = _choose(adapters, gpus, config.expected)
+        lonely = [path for path in gpus if path and not any(_share(path, port) for port in ports)]
         rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
         return cls(
             facts,
@@ -90,7 +96,9 @@ class FabricView:
         return [check.ok(fine)] if ports else [check.unknown("no port is up to look at", "see ib.state")]
 
 
-def _choose(adapters: Adapters, expected: ExpectedHardware) -> tuple[list[HcaPort], dict[str, str], bool]:
+def _choose(
+    adapters: Adapters, gpu_paths: Paths, expected: ExpectedHardware
+) -> tuple[list[HcaPort], dict[str, str], bool]:
     """(the ports for training among all of the node, why the others are none, whether their place told)."""
     reasons: dict[str, str] = {}
     left = list(adapters.ports)
@@ -111,17 +119,17 @@ def _choose(adapters: Adapters, expected: ExpectedHardware) -> tuple[list[HcaPor
             spare_all=False,
         )
     leave_out(
-        lambda port: port.is_bond and not any(_share(path, port) for path in adapters.gpu_paths),
+        lambda port: port.is_bond and not any(_share(path, port) for path in gpu_paths),
         lambda port: "a bond, as management networks have",
         spare_all=True,
     )
-    layer = _link_layer(left, adapters.gpu_paths)
+    layer = _link_layer(left, gpu_paths)
     leave_out(
         lambda port: port.link_layer not in (layer, ""),
         lambda port: f"speaks {port.link_layer}, the ports for training {layer}",
         spare_all=False,
     )
-    beside = _beside_gpus(left, adapters)
+    beside = _beside_gpus(left, adapters.driverless_paths, gpu_paths)
     if beside is None or len(beside) < wanted:
         if wanted and sum(port.is_active for port in left) >= wanted:
             others = f"down, while {wanted} others are up as cluster.expected.hcas says"
@@ -142,18 +150,18 @@ def _share(gpu_path: Sequence[str], port: HcaPort) -> bool:
     return bool(gpu_path and port.pci_path) and gpu_path[0] == port.pci_path[0]
 
 
-def _beside_gpus(ports: Sequence[HcaPort], adapters: Adapters) -> set[str] | None:
+def _beside_gpus(ports: Sequence[HcaPort], driverless: Paths, gpu_paths: Paths) -> set[str] | None:
     """Names of ports that share a PCI switch with a GPU; None where that does not tell the network of the node."""
-    gpus = [path for path in adapters.gpu_paths if len(path) > 1]
+    gpus = [path for path in gpu_paths if len(path) > 1]
     # An adapter without a driver is still beside its GPU: it must not make the others look like chance.
-    places = [port.pci_path[:1] for port in ports] + [path[:1] for path in adapters.driverless_paths]
+    places = [port.pci_path[:1] for port in ports] + [path[:1] for path in driverless]
     lonely = sum(path[:1] not in places for path in gpus)
     if not gpus or lonely > _MAX_GPUS_WITHOUT_PORT * len(gpus):
         return None
     return {port.name for port in ports if any(_share(path, port) for path in gpus)}
 
 
-def _link_layer(ports: Sequence[HcaPort], gpu_paths: Sequence[Sequence[str]]) -> str:
+def _link_layer(ports: Sequence[HcaPort], gpu_paths: Paths) -> str:
     """The link layer of training: that of most ports beside GPUs, else InfiniBand where any port has it."""
     beside = [port for port in ports if any(_share(path, port) for path in gpu_paths)]
     counts = Counter(port.link_layer for port in beside if port.is_active)
@@ -344,7 +352,7 @@ GROUP = CheckGroup(
     "ib",
     (check_count, check_state, check_rate, check_mtu, check_pcie, check_gid),
     look=_look,
-    questions=(PORTS,),
+    questions=(PORTS, LSPCI),
     traits=_traits,
     compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},
 )

@@ -160,7 +160,7 @@ def check_gpudirect(check: Check, view: FabricView) -> list[Finding]:
     check, ways = check.expecting("nvidia_peermem, or DMA-BUF of the open driver"), gpudirect_ways(found)
     if ways:
         return [check.ok(ways, found.peer_memory or "")]
-    if not found.has_driver and not view.adapters.gpu_paths:
+    if not found.has_driver and not (view.facts.pci and view.facts.pci.gpus):
         return [check.skip("no GPU of NVIDIA")]
     if found.has_open_driver and found.kernel_has_dmabuf is None:
         text = "no module nvidia_peermem; whether the kernel has DMA-BUF cannot be read"

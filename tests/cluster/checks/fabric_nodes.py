@@ -111,7 +111,6 @@ class FabricNode:
     def probe(self, name: str = "n1") -> NodeProbe:
         """Its answer."""
         listed = [("port", fields) for fields in self.ports.values()] + self.others
-        listed += [("gpu", {"path": path}) for path in self.gpus]
         samples: list[tuple[str, Mapping[str, object]]] = []
         for number in (1, 2):
             for device, values in self.counters.items():
@@ -120,11 +119,16 @@ class FabricNode:
         kernel = ["uptime\t900000.00", *(f"line\t{line}" for line in self.kernel), "log\tdmesg\t99\tsince boot"]
         made = {
             "ib.ports": ended("ib.ports", lines(listed)),
+            "gpu.lspci": ended("gpu.lspci", self._pci()),
             "ib.counters": ended("ib.counters", lines(samples)),
             "kernel.log": ended("kernel.log", "\n".join(kernel)),
             "ib.gpudirect": ended("ib.gpudirect", self._gpudirect()),
         }
         return NodeProbe(name, made | self.sections)
+
+    def _pci(self) -> str:
+        gpus = [f"pci\t{path[-12:]}\tclass=0x030200\tnuma=0\tpath={path}" for path in self.gpus]
+        return "\n".join([*gpus, "pci_devices\t99\tend"])
 
     def check(self, **expected: Any) -> list[Finding]:
         """Findings of the group `ib`, with `expected` as cluster.expected."""

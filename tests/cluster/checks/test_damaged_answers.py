@@ -44,6 +44,8 @@ FABRIC = {
 FABRIC["ib.ports"] = {"ib.count", "ib.state", "ib.rate", "ib.mtu", "ib.pcie"}.union(
     *(FABRIC[name] for name in ("ib.counters", "kernel.log", "ib.gpudirect"))
 )
+# Which ports are for training is told by the GPUs beside them.
+FABRIC["gpu.lspci"] = FABRIC["ib.ports"]
 GPU = {
     "gpu.smi": {
         *("gpu.row_remap", "gpu.clocks", "gpu.pcie", "gpu.busy"),
@@ -63,7 +65,7 @@ GPU = {
 # Where other traits of the node than its checks' are lost.
 TRAITS: Mapping[str, Set[str]] = {
     "ib.ports": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
-    "gpu.lspci": set(),
+    "gpu.lspci": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.smi": GPU["gpu.smi"] - {"gpu.nvlink"},
 }
 

@@ -99,6 +99,10 @@ def check(probe: NodeProbe, **expected: object) -> list[tuple[str, str | None, V
     return complaints(GROUP.check(probe, config))
 
 
+def gpu_paths(probe: NodeProbe) -> list[tuple[str, ...]]:
+    return [gpu.pci_path for gpu in NodeFacts(probe, ClusterConfig()).gpu_addresses]
+
+
 def parse_ports(probe: NodeProbe) -> tuple[HcaPort, ...]:
     return parse_adapters(probe.section("ib.ports")).ports
 
@@ -132,7 +136,7 @@ def test_a_fault_is_found_and_nothing_else(answers: dict[str, NodeProbe], fault:
     adapters = parse_adapters(probe.section("ib.ports"))
     names = {
         "ADAPTER": adapters.driverless_paths[0][-1] if adapters.driverless_paths else "",
-        "GPU": f"GPU at {sorted(path[-1] for path in adapters.gpu_paths)[4]}",
+        "GPU": f"GPU at {sorted(path[-1] for path in gpu_paths(probe))[4]}",
     }
     wanted = [(name, names.get(device or "", device), severity) for name, device, severity in FAULT_FINDINGS[fault]]
     assert check(probe) == wanted
@@ -152,7 +156,7 @@ def test_roce_ports_have_the_gid_index_of_ipv4(answers: dict[str, NodeProbe]):
 def test_every_gpu_shares_a_switch_with_the_adapter_of_its_rail(answers: dict[str, NodeProbe]):
     adapters = parse_adapters(answers["h100x8/2"].section("ib.ports"))
     ports = {port.device: port for port in adapters.ports}
-    switches = [path[:2] for path in sorted(adapters.gpu_paths, key=lambda path: path[-1])]
+    switches = [path[:2] for path in sorted(gpu_paths(answers["h100x8/2"]), key=lambda path: path[-1])]
     assert switches == [ports[name].pci_path[:2] for name in compute_adapters("h100x8", 2)]
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 from gpu_rehearsal import ended, healthy, with_section
 
-from cluster.survey.nvidia_smi import parse_gpu_addresses, read_pci_devices
+from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import GpuAddress, read_pci_devices
+from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.devices import models
+from engine.config.cluster import ClusterConfig
+
+
+def parse_gpu_addresses(probe: NodeProbe) -> tuple[GpuAddress, ...]:
+    return NodeFacts(probe, ClusterConfig()).gpu_addresses
 
 
 def test_pci_devices_hold_gpus_and_switches() -> None:
