@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from cluster.env.facts import EnvironmentVariable
-from cluster.image.local import engine_words
 from engine.config.cluster import ContainerConfig
+from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
 
 RUN_LABEL = "burst.run"
@@ -20,6 +21,17 @@ STACK = ("--ulimit", "stack=67108864")
 LOCKED_MEMORY = ("--ulimit", "memlock=-1")
 INFINIBAND = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
 GPUS = ("--gpus=all",)
+
+
+def engine_words(command: str) -> tuple[str, ...]:
+    """`cluster.container.command` as words. Raises ConfigError for one that cannot be split or is empty."""
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise ConfigError(f"cluster.container.command={command!r}: {error}") from error
+    if not words:
+        raise ConfigError("cluster.container.command is empty; expected a command line such as docker")
+    return words
 
 
 @dataclass(frozen=True)

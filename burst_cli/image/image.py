@@ -119,8 +119,9 @@ def status(
     from burst_cli.image.view import status_view
     from burst_cli.targets import select_targets
     from cluster.errors import ClusterError
-    from cluster.image.local import LocalImage, engine_words
+    from cluster.image.local import LocalImage
     from cluster.image.status import NodeImage, build_status, read_node_image
+    from cluster.plan_container import engine_words
 
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
@@ -159,8 +160,8 @@ def prune(
     from burst_cli import render
     from burst_cli.image.view import prune_view
     from burst_cli.targets import select_targets
-    from cluster.image.local import engine_words
     from cluster.image.prune import Pruned, prune_node
+    from cluster.plan_container import engine_words
     from engine.config.errors import ConfigError
 
     if images:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from burst_cli import render
 from burst_cli.image.view import open_push_view, plan_view, results_view
-from cluster.image.local import LocalImage, engine_words
+from cluster.image.local import LocalImage
 from cluster.image.plan import PushOptions
 from cluster.image.push import Push
+from cluster.plan_container import engine_words
 from cluster.ssh.pool import SshPool
 
 if TYPE_CHECKING:

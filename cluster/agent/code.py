@@ -14,6 +14,8 @@ import tarfile
 import time
 from typing import Any, Optional
 
+from cluster.agent.processes import all_pids, read_environ
+
 _SKIPPED = "__pycache__"  # what an interpreter leaves there does not belong to the code
 MAX_FILES = 20000
 
@@ -93,26 +95,10 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def used_code(proc: str = "/proc") -> list[str]:
+def used_code() -> list[str]:
     """PYTHONPATH of every process that we may look at and that belongs to a run."""
-    found: list[str] = []
-    for name in os.listdir(proc):
-        if name.isdigit():
-            path = read_environment(os.path.join(proc, name)).get("PYTHONPATH")
-            if path:
-                found.append(path)
-    return found
-
-
-def read_environment(process: str) -> dict[str, str]:
-    """The environment that a process was started with; empty when it is gone or not ours to see."""
-    try:
-        with open(os.path.join(process, "environ"), "rb") as file:
-            raw = file.read(1 << 20)
-    except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in raw.split(b"\0"))
-    return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, _, value in pairs if key}
+    paths = ((read_environ(pid) or {}).get(b"PYTHONPATH") for pid in all_pids())
+    return [path.decode("utf-8", "replace") for path in paths if path]
 
 
 def expand(path: Optional[str], home: str) -> Optional[str]:

@@ -89,7 +89,8 @@ def take_lock(path: str, wait_s: float = _WAIT_S) -> Optional[Lock]:
 def holder(path: str) -> dict[str, str]:
     """What the holder of a lock says of itself; empty when it says nothing."""
     try:
-        with open(path, "rb") as file:
+        # Whoever made the folder before us may have put anything there.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             document = json.loads(file.read(_MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
@@ -98,12 +99,14 @@ def holder(path: str) -> dict[str, str]:
     return {str(name): str(value)[:200] for name, value in document.items()}
 
 
-def node_lock_path(node: str, base: str = "/tmp") -> str:
-    """The file that this user's runs lock on node `node`; its folder is made. Raises RefusedError.
+def lock_folder(base: str = "/tmp") -> str:
+    """Where this user's runs lock nodes: not in a home, which nodes may share, for the lock is of the machine."""
+    return os.path.join(base, f"burst-{os.geteuid()}")
 
-    Not in a home, which nodes may share: the lock is of the machine.
-    """
-    folder = os.path.join(base, f"burst-{os.geteuid()}")
+
+def node_lock_path(node: str, base: str = "/tmp") -> str:
+    """The file that this user's runs lock on node `node`; its folder is made. Raises RefusedError."""
+    folder = lock_folder(base)
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)

@@ -5,14 +5,17 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
 import time
 from typing import Any, Callable, Optional
 
-from cluster.agent.code import check_tree, expand, read_environment
+from cluster.agent.code import check_tree, expand
+from cluster.agent.folder import safe_name
+from cluster.agent.memory import memory_limit_bytes
+from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, all_pids, process_start, read_environ
+from cluster.agent.start import holder, lock_folder
 
 _TOOL_S = 20.0
 _HASH_S = 10.0
@@ -131,20 +134,10 @@ def find_gpu_processes() -> list[dict[str, Any]]:
 
 def find_memory() -> int:
     """RAM, or the limit of the control group where that is less."""
-    with open("/proc/meminfo") as file:
-        match = re.search(r"^MemTotal:\s+(\d+) kB", file.read(), re.MULTILINE)
-    limits = [int(match.group(1)) * 1024] if match else []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            limits.append(int(text))
-    if not limits:
+    limit = memory_limit_bytes()
+    if limit is None:
         raise Problem("/proc/meminfo does not tell")
-    return min(limits)
+    return limit
 
 
 def find_cores() -> int:
@@ -186,23 +179,14 @@ def find_port(wanted: Optional[int]) -> int:
     raise Problem(f"port {wanted}: {reason}" if wanted else f"no free port: {reason}")
 
 
-def find_lock(node: str) -> Optional[dict[str, Any]]:
+def find_lock(node: str) -> Optional[dict[str, str]]:
     """Who holds this node, as the lock's file says; None when nobody does."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
-    path = f"/tmp/burst-{os.geteuid()}/{name}.lock"
+    path = os.path.join(lock_folder(), safe_name(node) + ".lock")
     try:
-        # Whoever made the folder before us may have put anything there.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            text = file.read(4096).decode("utf-8", "replace")
+        inode = os.lstat(path).st_ino
     except OSError:
         return None
-    if not _is_locked(inode):
-        return None
-    try:
-        return {key: value for key, value in json.loads(text).items() if key in ("run_id", "pid", "since")}
-    except (ValueError, AttributeError):
-        return {"run_id": "?"}
+    return {"run_id": "?", **holder(path)} if _is_locked(inode) else None
 
 
 def _is_locked(inode: int) -> bool:
@@ -216,13 +200,11 @@ def _is_locked(inode: int) -> bool:
 def find_runs(node: str) -> list[dict[str, Any]]:
     """Processes of runs of ours on this node."""
     found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        environment = read_environment("/proc/" + name)
-        run_id = environment.get("BURST_RUN_ID")
-        if run_id and environment.get("BURST_NODE") == node and _state(name) not in ("Z", "X"):
-            found.append({"pid": int(name), "run_id": run_id, "user": _owner(int(name))})
+    for pid in all_pids():
+        environ = read_environ(pid) or {}
+        run_id = environ.get(RUN_ID_VARIABLE.encode())
+        if run_id and environ.get(NODE_VARIABLE.encode()) == node.encode() and process_start(pid):
+            found.append({"pid": pid, "run_id": run_id.decode("utf-8", "replace"), "user": _owner(pid)})
     return found[:_MAX_LISTED]
 
 
@@ -344,11 +326,3 @@ def _name_of(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def _state(pid: str) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X"

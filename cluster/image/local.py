@@ -17,17 +17,6 @@ from engine.config.errors import ConfigError
 _TIMEOUT_S = 60.0
 
 
-def engine_words(command: str) -> tuple[str, ...]:
-    """`cluster.container.command` as words. Raises ConfigError for one that cannot be split or is empty."""
-    try:
-        words = tuple(shlex.split(command))
-    except ValueError as error:
-        raise ConfigError(f"cluster.container.command={command!r}: {error}") from error
-    if not words:
-        raise ConfigError("cluster.container.command is empty; expected a command line such as docker")
-    return words
-
-
 def _full_name(name: str, tags: list[str]) -> str:
     """`name` with its tag, as nodes shall know the image; raises ClusterError for an image that has no name."""
     if name in tags:

@@ -16,9 +16,9 @@ from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.plan import plan_fleet
 from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
-from cluster.image.local import engine_words
 from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
+from cluster.plan_container import engine_words
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
