@@ -134,10 +134,8 @@ class LaunchJudge:
         if ranks is None or step is None:
             return None
         run, source = most_like(config, self.measured), f"the prediction for {step.machine}"
-        if run is not None:
-            step_s, start_s = step.seconds * run.slowness, run.start_s
-            source += f", corrected by run {run.run_id} ({run.preset}, {run.seq_len})"
-        else:
-            cores = config.cluster.threads_per_rank or 1 if step.machine == "cpu" else 1  # it stands for one core
-            step_s, start_s = step.seconds / cores, ASSUMED_START_S
-        return Estimate(start_s + config.train.steps * step_s, ranks, source, step_s)
+        if run is None:
+            return Estimate(ASSUMED_START_S + config.train.steps * step.seconds, ranks, source, step.seconds)
+        step_s, source = step.seconds * run.slowness, f"{source}, corrected by run {run.run_id}"
+        source += f" ({run.preset}, {run.seq_len})"
+        return Estimate(run.start_s + config.train.steps * step_s, ranks, source, step_s)

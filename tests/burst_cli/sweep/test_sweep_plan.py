@@ -160,12 +160,12 @@ def test_the_prediction_is_corrected_by_the_run_most_like_the_cell() -> None:
     assert "corrected by run near (burst, 2048)" in found.source
 
 
-def test_without_a_run_like_it_the_prediction_stands_and_a_rank_has_all_its_cores() -> None:
+def test_without_a_run_like_it_the_prediction_stands() -> None:
     step = MemoryPlanner().predict_time(CONFIG)
     assert step is not None
     found = estimated(replace(RUN, world_size=4), replace(RUN, model="14b"))
     assert found is not None
-    assert found.seconds == pytest.approx(60.0 + 10 * step.seconds / 4)
+    assert found.seconds == pytest.approx(60.0 + 10 * step.seconds)
     assert found.source == "the prediction for cpu"
 
 
