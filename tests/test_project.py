@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import os
 import re
@@ -27,6 +28,7 @@ PACKAGES = ("burst_cli", "cluster", "engine")
 CODE = sorted(path for name in (*PACKAGES, "tests", "benchmarks", "scripts") for path in (ROOT / name).rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_FILES = 12  # directly in a folder of the command line
 TOP_FOLDERS = (*PACKAGES, "benchmarks", "conf", "docker", "docs", "scripts", "tests")
 
 
@@ -136,6 +138,11 @@ def test_readme_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
     for number, rank in enumerate(ranks):
         said, errors = rank.communicate(timeout=200)
         assert (rank.returncode, said.partition(" of ")[0]) == (0, f"rank {number}: 500 rows"), errors
+
+
+def test_folders_of_the_command_line_stay_small() -> None:
+    files = collections.Counter(name_of(path.parent) for path in (ROOT / "burst_cli").rglob("*.py"))
+    assert not {folder: count for folder, count in files.items() if count > MAX_FILES}
 
 
 def test_files_stay_short() -> None:
