@@ -20,6 +20,7 @@ from engine.config.settings import RunConfig, config_from_dict, config_to_dict
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = list_options((builtin_conf_dir(),))
 READS_FILES = {"text", "jsonl", "parquet", "shards"}
+PODS = ("cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/burst:1")  # what k8s cannot guess
 
 
 def parameters(config: RunConfig) -> int:
@@ -44,7 +45,7 @@ def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> Non
 )
 def test_every_option_of_every_group_composes(choice: str) -> None:
     # One rank and the widest vocabulary: legal for every option of every group.
-    compose([choice, "cluster.ranks_per_node=1", "data.tokenizer=bytes"])
+    compose([choice, "cluster.ranks_per_node=1", "data.tokenizer=bytes", *(PODS if choice == "cluster=k8s" else ())])
 
 
 @pytest.mark.parametrize("name", sorted(READS_FILES))

@@ -19,6 +19,7 @@ from engine.config.settings import RunConfig, dump_config
 NODE = ("--hosts", "127.0.0.1", "cluster.ssh.port=1")  # where nobody listens
 NO_ENGINE = ("cluster.container.command=/nowhere/docker", "--image", "app:1")
 SMALL_BENCH = ("--ranks", "1", "--seq-lens", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--warmup", "0")
+SMALL_MACHINE = ("--ranks", "1", "--heads", "2", "--head-dim", "8", "--seconds", "1")
 SMALL_LOSS = ("--rows", "64", "--vocab-size", "256", "--hidden-size", "8", "--repeats", "1")
 TEXT = ("data=text", "data.paths=[corpus.txt]", "data.tokenizer=bytes", "data.validation_fraction=0.2")
 
@@ -44,6 +45,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "bench attention": (SMALL_BENCH, 0),
     "bench exchange": (SMALL_BENCH, 0),
     "bench loss": (SMALL_LOSS, 0),
+    "bench machine": (SMALL_MACHINE, 0),
     "config": (("exp=tiny",), 0),
     "data prepare": (TEXT, 0),
     "check-nodes": (("--only", "host.memory_free", *NODE), 1),
@@ -62,7 +64,12 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "testbed down": (("--name", "nosuch"), 0),
     "testbed fault": (("nosuch1", "sshd_stop", "--name", "nosuch"), 1),
 }
-SLOW = ("bench attention", "bench exchange", "bench loss")  # two of them are asked in test_bench_command.py, too
+SLOW = (
+    "bench attention",
+    "bench exchange",
+    "bench loss",
+    "bench machine",
+)  # most are asked in test_bench_command.py, too
 
 
 def leaves(command: Any, words: tuple[str, ...]) -> Iterator[str]:

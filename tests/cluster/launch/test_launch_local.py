@@ -116,7 +116,7 @@ def test_killed_torchrun_takes_its_ranks_along(tmp_path: Path) -> None:
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
     assert outcome.failure is not None
     assert "signal 9" in outcome.failure.message
-    assert leftovers(tmp_path) == []
+    wait_for(lambda: not leftovers(tmp_path), "the end of the killed ranks")
 
 
 # --- against the stand-in ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -401,13 +402,14 @@ def proxies(server: Server) -> list[int]:
 
 
 def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) -> None:
-    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate:
+    # Paths of sockets are at most 107 bytes, those of tests are longer.
+    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, TemporaryDirectory(dir="/tmp") as sockets:
         folder, host = gate.log.parent, gate.host
         key = shutil.copy(folder / "id", tmp_path / "one-time")
         config = tmp_path / "config"
         config.write_text(
             f"Host gate\n  HostName 127.0.0.1\n  Port {host.port}\n  User {host.user}\n  IdentityFile {key}\n"
-            f"  UserKnownHostsFile {folder}/known_hosts\n  ControlPath {tmp_path}/%r@%h:%p\n"
+            f"  UserKnownHostsFile {folder}/known_hosts\n  ControlPath {sockets}/%C\n"
             f"Host node1\n  HostName 127.0.0.1\n  Port {server.host.port}\n  ProxyJump gate\n"
             f"  IdentityFile {folder}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
         )
