@@ -38,6 +38,7 @@ from engine.parallel.mesh import build_mesh
 from engine.planning.memory.capacity import find_hardware
 from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
+from engine.planning.time.devices import find_device
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine, Shares, share_at
 from engine.planning.time.profile import profile_document
@@ -52,6 +53,8 @@ _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
 _HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
 _LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
+_UPDATED = {"cpu": (4, 512), "cuda": (2, 4096)}  # layers and width of the model whose weights are updated
+_COPIES = {"cpu": (1 << 12, 1 << 20, 1 << 24), "cuda": (1 << 12, 1 << 20, 1 << 27)}
 _LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 _SHARED = 1.5  # a rank that sends alone is so much faster: then its node has one link
 _NO_LINK = [(1.0, 1e-6), (1e6, 1e-4)]  # of a rank that has nobody to send to
@@ -119,6 +122,9 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
     inter = inter_alone if shared_nic else inter
     inter_latency_s, inter_rate = _affine(inter or intra or _NO_LINK)
     intra_latency_s, intra_rate = _affine(intra or inter or _NO_LINK)
+    host_latency_s, host_rate = _affine(_host_copies(watch))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    known = find_device(device_name)
     machine = Machine(
         name="measured",
         forward_flops_per_s=_by_share(forward)[0],
@@ -134,8 +140,8 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
         inter_latency_s=inter_latency_s,
         shared_nic=shared_nic,
         message_compute_share=_message_share(watch, cell),
-        host_bytes_per_s=_host_link(watch),
-        host_latency_s=10e-6,
+        host_bytes_per_s=host_rate,
+        host_latency_s=host_latency_s,
         forward_shares=_by_share(forward)[1],
         backward_shares=_by_share(backward)[1],
         matmul_shares=matmul_shares,
@@ -144,6 +150,8 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
         local_ranks=cell.setup.local_ranks if device.type == "cpu" else None,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         host_memory_bytes=find_hardware().host_bytes,
+        bf16_peak=known.bf16_peak if known else None,
+        fp32_peak=known.fp32_peak if known else None,
         source=f"burst bench machine, {cell.setup.ranks} ranks on {cell.setup.nodes} nodes",
     )
     _say("training steps")
@@ -282,7 +290,7 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
     if exchange is None:
         return 0.0
     side = 512 if watch.device.type == "cpu" else 4096
-    left, right = (torch.randn(side, side, device=watch.device) for _ in range(2))
+    left, right = (_noise(watch.device, cell, side, side).detach() for _ in range(2))
     out = torch.empty_like(left)
 
     def compute() -> None:
@@ -324,7 +332,8 @@ def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) ->
 
 def _update(watch: Stopwatch, cell: MachineCell) -> float:
     """Bytes per second of clipping and AdamW over this rank's shards."""
-    config = cell.run_config(layers=2, hidden_size=_HIDDEN[watch.device.type])
+    layers, hidden_size = _UPDATED[watch.device.type]
+    config = cell.run_config(layers, hidden_size)
     step = _train_step(config)
     weights = [weight for weight in step.model.parameters() if weight.requires_grad]
     gradients = [torch.zeros_like(weight) for weight in weights]
@@ -343,14 +352,18 @@ def _train_step(config: RunConfig) -> TrainStep:
     return TrainStep(config, mesh, model, attention)
 
 
-def _host_link(watch: Stopwatch) -> float:
-    """Bytes per second of a copy from pinned memory; a CPU's memory is the host's."""
-    if watch.device.type == "cpu":
-        source, target = (torch.zeros(1 << 24, dtype=torch.uint8) for _ in range(2))
-    else:
-        source = torch.zeros(1 << 27, dtype=torch.uint8).pin_memory()
-        target = torch.zeros(1 << 27, dtype=torch.uint8, device=watch.device)
-    return source.numel() / watch.seconds(lambda: target.copy_(source, non_blocking=True))
+def _host_copies(watch: Stopwatch) -> Series:
+    """Seconds of a copy from pinned memory by its bytes; a CPU's memory is the host's."""
+    found: Series = []
+    for size in _COPIES[watch.device.type]:
+        source = torch.zeros(size, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
+        target = torch.zeros(size, dtype=torch.uint8, device=watch.device)
+
+        def copy(source: Tensor = source, target: Tensor = target) -> None:
+            target.copy_(source, non_blocking=True)
+
+        found.append((float(size), watch.seconds(copy)))
+    return found
 
 
 def _by_share(series: Series) -> tuple[float, Shares]:

@@ -79,12 +79,12 @@ def test_what_compute_hides_of_fsdp_is_all_but_the_embeddings_part_of_it() -> No
     assert parts.gradients * 1e9 == pytest.approx(4 * HEAD * 3 / 4)
 
 
-def test_nothing_hides_what_computing_loses_to_the_messages_of_fsdp() -> None:
-    machine = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6, message_compute_share=0.5)
-    parts = step_on(machine, *SMALL, "train.compute_dtype=bfloat16").parts
+def test_cpus_wait_for_every_message_of_fsdp_and_reduce_by_an_all_reduce() -> None:
+    machine = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6)
+    parts = step_on(replace(machine, is_cpu=True), *SMALL, "train.compute_dtype=bfloat16").parts
     elsewhere = (2 * LAYER + 2 * HEAD + VECTORS) * 3 / 4
-    assert parts.weights * 1e9 == pytest.approx(0.5 * 2 * 2 * elsewhere)
-    assert parts.gradients * 1e9 == pytest.approx(max(0.5 * 4 * elsewhere, 4 * HEAD * 3 / 4))
+    assert parts.weights * 1e9 == pytest.approx(2 * 2 * elsewhere)
+    assert parts.gradients * 1e9 == pytest.approx(2 * 4 * elsewhere)
 
 
 def test_fsdp_packs_and_unpacks_what_its_messages_carry() -> None:

@@ -277,15 +277,16 @@ class _Step:
         hidden = max(0.0, backward_s - times * reduce_s)
         weights_s = max(embedding * gather_s, times * gather_s - forward_s) + max(0.0, times * gather_s - hidden)
         gradients_s = max(embedding * reduce_s, times * reduce_s - backward_s)
-        lost_s = times * self.machine.message_compute_share * self._ring_s(shards, within_nodes=True)
+        if self.machine.is_cpu:
+            # Of gloo FSDP2 waits for every collective, and its reduction moves as much as an all-reduce.
+            weights_s, gradients_s = 2 * times * gather_s, 2 * times * reduce_s
         # What a message carries is packed before or unpacked after it: read and written once.
         packed_s = times * self.parameters.total / self.tp_size / self.machine.elementwise_bytes_per_s
-        weights_s = max(weights_s, 2 * self.element * lost_s) + 2 * 2 * self.element * packed_s
-        return weights_s, max(gradients_s, GRADIENT_BYTES * lost_s) + (self.element + GRADIENT_BYTES) * packed_s
+        weights_s += 2 * 2 * self.element * packed_s
+        return weights_s, gradients_s + (self.element + GRADIENT_BYTES) * packed_s
 
-    def _ring_s(self, ranks: int, apart: int = 1, *, within_nodes: bool = False) -> float:
-        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`;
-        `within_nodes`: as if all lay on one.
+    def _ring_s(self, ranks: int, apart: int = 1) -> float:
+        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`.
 
         Rings that leave a node share its links to others; all links of a node carry one that all its ranks are in.
         """
@@ -293,7 +294,7 @@ class _Step:
         if ranks == 1:
             return 0.0
         rate = machine.intra_bytes_per_s
-        if not within_nodes and ranks * apart * self.tp_size > world.local_ranks:
+        if ranks * apart * self.tp_size > world.local_ranks:
             of_node = machine.inter_bytes_per_s * (1 if machine.shared_nic else world.local_ranks)
             rings = min(world.local_ranks, apart * self.tp_size)
             rate = min(rate, of_node / rings)
