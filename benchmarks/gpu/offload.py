@@ -18,9 +18,8 @@ from torch import Tensor
 
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec
-from engine.attention.staging import NoStreams
 from engine.attention.stream_times import Times
-from engine.attention.streams import CudaStreams
+from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import measure_in_turn, synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig

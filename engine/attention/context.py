@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.buffers import BufferPool
 from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
-from engine.attention.staging import StagedTransport
+from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
     DistributedTransport,
@@ -76,9 +76,9 @@ def open_transport(
     streams = CudaStreams(device)
     if len(own) == 1:
         return StreamTransport(streams, None, Meter(topology, 0), streams)
-    if shares_device:
-        return StagedTransport(streams, GroupMessenger(groups, own), Meter(topology, rank))
-    return StreamTransport(streams, GroupMessenger(groups, own), Meter(topology, rank), streams)
+    messenger = GroupMessenger(groups, own)
+    staged = StagedMessenger(messenger) if shares_device else messenger
+    return StreamTransport(streams, staged, Meter(topology, rank), streams)
 
 
 @dataclass(frozen=True)

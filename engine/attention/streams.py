@@ -27,7 +27,7 @@ only after those waits. So no `record_stream` is needed. If a run breaks off, it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -99,12 +99,26 @@ class CudaStreams:
         """See StreamClock."""
         return float(start.elapsed_time(stop)) / 1e3
 
-    def finish(self, event: torch.cuda.Event) -> None:
-        """See `engine.attention.staging.BlockingStreamOps`."""
-        event.synchronize()
-
     def _stream(self, stream: Channel | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if stream is None else self._streams[stream]
+
+
+class NoStreams:
+    """StreamOps of a CPU: everything is done when the call returns, so there is no order to keep."""
+
+    def record(self, stream: Channel | None) -> None:
+        """See StreamOps."""
+
+    def hold(self, stream: Channel | None, event: None) -> None:
+        """See StreamOps."""
+
+    def under(self, stream: Channel) -> AbstractContextManager[object]:
+        """See StreamOps."""
+        return nullcontext()
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """See StreamOps."""
+        target.copy_(source)
 
 
 class StreamTransport(Transport, Generic[Event]):

@@ -31,9 +31,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.staging import NoStreams
 from engine.attention.stream_times import TransferTimes
-from engine.attention.streams import CudaStreams, StreamOps
+from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
 from engine.memory.host import HostBudget, HostPool, host_empty
 from engine.memory.saved import offloaded

@@ -1,15 +1,16 @@
-"""Staging through host memory: the same bytes as direct messages, taken at the post and given at the wait."""
+"""Staging through host memory: the same bytes as direct messages, taken at the post."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from engine.attention.staging import NoStreams, StagedTransport
-from engine.attention.streams import CudaStreams
+from engine.attention.staging import StagedMessenger
+from engine.attention.streams import CudaStreams, NoStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
@@ -21,13 +22,14 @@ CHANNELS = (Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER)
 def exchange(device_type: str) -> tuple[list[float], LinkBytes]:
     """Messages to the other rank on two channels; what arrived, and what was counted.
 
-    A sent tensor changes after its post, a received one is read before its wait.
+    A sent tensor changes after its post.
     """
     rank, device = dist.get_rank(), torch.device(device_type)
     groups = make_channel_groups([(0, 1)], rank, tuple(Channel), timedelta(seconds=30), CPU)
     assert HOST_CHANNELS.isdisjoint(groups)
     streams = NoStreams() if device.type == "cpu" else CudaStreams(device)
-    staged = StagedTransport(streams, GroupMessenger(groups, (0, 1)), Meter(Topology(1, 2), rank))
+    messenger = StagedMessenger(GroupMessenger(groups, (0, 1)))
+    staged: StreamTransport[Any] = StreamTransport(streams, messenger, Meter(Topology(1, 2), rank))
     sent = [torch.full((5,), 10.0 * number + rank, device=device) for number in range(2)]
     received = [torch.full((5,), -1.0, device=device) for _ in range(2)]
     for number, channel in enumerate(CHANNELS):
@@ -38,7 +40,6 @@ def exchange(device_type: str) -> tuple[list[float], LinkBytes]:
         ]
         staged.post(ends)
         sent[number].fill_(99.0)  # gloo would send these: it reads the buffer that it was given
-    assert all((tensor == -1.0).all() for tensor in received)
     staged.wait([0, 1])
     staged.wait([2, 3])
     return [float(tensor.mean()) for tensor in received], staged.meter.sent
@@ -48,14 +49,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # where both ran
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
-def test_bytes_are_staged_at_the_post_and_unstaged_at_the_wait(ranks, device_type: str) -> None:
+def test_bytes_are_taken_at_the_post_and_there_after_the_wait(ranks, device_type: str) -> None:
     found = ranks(2).run(exchange, device_type)
     assert found == [([1.0, 11.0], LinkBytes(40)), ([0.0, 10.0], LinkBytes(40))]
 
 
 def test_loads_and_stores_beside_messages_keep_to_the_device() -> None:
     meter = Meter(Topology(1, 1), 0)
-    transport = StagedTransport(NoStreams(), GroupMessenger({}, (0,)), meter)
+    transport: StreamTransport[None] = StreamTransport(NoStreams(), StagedMessenger(GroupMessenger({}, (0,))), meter)
     source, target = torch.arange(4.0), torch.zeros(4)
     transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), (target,))])
     transport.wait([0])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from engine.attention.staging import NoStreams
+from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
 from engine.memory.host import HostBudget, HostMemoryError, HostPool, host_empty
 from engine.memory.saved import offloaded

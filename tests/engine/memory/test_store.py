@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.attention.staging import NoStreams
+from engine.attention.streams import NoStreams
 from engine.memory.host import HostBudget, HostMemoryError, HostPool
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, ReleasedError, host_store
 
