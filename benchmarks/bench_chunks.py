@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.arithmetic import AttentionShape
-from engine.attention.context import AttentionContext, AttentionGroup, build_context
+from engine.attention.context import AttentionGroup, SequenceContext, build_context
 from engine.attention.executor import Execution
 from engine.attention.kernels import choose_kernel
 from engine.attention.runtime import SavedAttention
@@ -60,7 +60,7 @@ class Case:
     chunk_tokens: int
     prefetch_chunks: int
 
-    def context(self, tokens: int, *, chunked: bool) -> AttentionContext:
+    def context(self, tokens: int, *, chunked: bool) -> SequenceContext:
         """Causal attention of one rank over the whole sequence."""
         chunks = replace(CHUNKED, chunk_tokens=self.chunk_tokens, prefetch_chunks=self.prefetch_chunks)
         kernel = choose_kernel("auto", CPU, self.dtype, self.model.head_dim)

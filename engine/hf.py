@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention.context import SequenceContext, attention
 from engine.attention.library import ContextParallel
-from engine.attention.sequence import SequenceContext, attention
 from engine.config.errors import ConfigError
 from engine.data.sampler import IGNORE_INDEX
 from engine.planning.sequence.mask import Mask

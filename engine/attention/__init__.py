@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.attention.context import SequenceContext, attention
     from engine.attention.library import ContextParallel
-    from engine.attention.sequence import SequenceContext, attention
     from engine.planning.sequence.mask import Mask
 
 __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
@@ -22,8 +22,8 @@ __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
 _HOMES = {
     "ContextParallel": "engine.attention.library",
     "Mask": "engine.planning.sequence.mask",
-    "SequenceContext": "engine.attention.sequence",
-    "attention": "engine.attention.sequence",
+    "SequenceContext": "engine.attention.context",
+    "attention": "engine.attention.context",
 }
 
 

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
+from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.kernels import KernelChoice, settle_kernel
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.sequence import SequenceContext
 from engine.attention.transport import Parcel, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
@@ -196,7 +195,7 @@ class ContextParallel:
         self.device = torch.device("cpu")
         self.kernel_choice = None
         self.process_group = None
-        self._contexts: OrderedDict[tuple[int, ...], AttentionContext] = OrderedDict()
+        self._contexts: OrderedDict[tuple[int, ...], SequenceContext] = OrderedDict()
         self._planning = threading.Lock()  # the next step's documents are planned beside this step
 
     @property
@@ -248,7 +247,7 @@ class ContextParallel:
             name, head_dim = self.config.attention.kernel, self.heads.head_dim
             kernel = settle_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
             group = replace(group, kernel=kernel)
-        return SequenceContext(self, group, seq_len, layers)
+        return build_context(group, layers, padded_length(seq_len, self.size), self)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Adds up every `.grad` over the ranks that share a sequence, in place; all of them must call it.
@@ -288,7 +287,7 @@ class ContextParallel:
         """Length that the layout shards; positions past the mask's length are padding."""
         return self.layout.seq_len
 
-    def run_context(self, documents: Iterable[int] = ()) -> AttentionContext:
+    def run_context(self, documents: Iterable[int] = ()) -> SequenceContext:
         """Plans for a sequence of the run whose documents start at these positions; () if it is one. For any thread."""
         key = tuple(int(start) for start in documents) if self.config.attention.documents else ()
         with self._planning:
@@ -299,16 +298,16 @@ class ContextParallel:
             self._contexts.move_to_end(key)
             return self._contexts[key]
 
-    def _plan(self, documents: tuple[int, ...]) -> AttentionContext:
+    def _plan(self, documents: tuple[int, ...]) -> SequenceContext:
         layers = attention_layers(self.config, self.method, documents)
         padded = padded_length(self.config.train.seq_len, self.method.cp_size, self.config.parallel.tp_size)
-        return build_context(self.group, layers, padded)
+        return build_context(self.group, layers, padded, self)
 
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> ContextParallel:
         """The same attention with changed runtimes, such as another transport; for benchmarks and tests."""
         context = self.run_context()
         other = ContextParallel.of_group(self.config, self.group, self.method)
-        other._contexts[()] = replace(context, runtimes=tuple(map(change, context.runtimes)))
+        other._contexts[()] = context.with_runtimes(change)
         return other
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

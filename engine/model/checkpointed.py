@@ -146,7 +146,7 @@ def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
     if not isinstance(group, _Group) or len(group.links) != place:
         raise RuntimeError(
             f"attn_out_every: layer {place} of a group ran, but not those before it in the same forward pass; call "
-            "the layers in order, with the functions of one AttentionContext.functions()"
+            "the layers in order, with the functions of one SequenceContext.functions()"
         )
     return group
 

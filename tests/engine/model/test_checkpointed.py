@@ -12,7 +12,7 @@ from model_helpers import SHAPES, SMALL, build, make_tokens
 from testkit.tiny_training import TINY, whole
 from torch import Tensor
 
-from engine.attention.context import AttentionContext, AttentionGroup, build_context, open_transport
+from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import LocalTransport
@@ -46,7 +46,7 @@ def tile_layers(model: LlamaModel, tile_tokens: int, *, keep: bool) -> None:
     apply_policies(model, [manner] * len(model.layers))
 
 
-def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> AttentionContext:
+def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> SequenceContext:
     size = method.cp_size
     topology = Topology(1, size)
     transport = LocalTransport()
@@ -58,7 +58,7 @@ def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> A
     return build_context(group, [LayerAttention(mask, method)], mask.seq_len)
 
 
-def gradients(model: LlamaModel, context: AttentionContext, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def gradients(model: LlamaModel, context: SequenceContext, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Gradients of a weighted sum of the hidden states, float64 and whole; weights [B, N, d]."""
     rows = torch.from_numpy(context.layout.positions(context.group.rank))
     hidden = model(tokens[:, rows], rows, context.functions(len(model.layers)))
