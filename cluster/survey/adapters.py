@@ -31,24 +31,8 @@ tab=$(printf '\t')
 lines=0
 # first FILE: its first line in $value; empty when it cannot be read.
 first() { value=; { IFS= read -r value <"$1"; } 2>/dev/null; }
-# put KEY VALUE: one more field of $line.
-put() {
-    rest=$2 safe=
-    while :; do
-        case $rest in
-            *[%"$tab"]*) ;;
-            *) break ;;
-        esac
-        head=${rest%%[%"$tab"]*}
-        rest=${rest#"$head"}
-        case $rest in
-            %*) safe=$safe$head%25 ;;
-            *) safe=$safe$head%09 ;;
-        esac
-        rest=${rest#?}
-    done
-    line="$line$tab$1=$safe$rest"
-}
+# put KEY VALUE: one more field of $line. No value of these holds a tab; one that does is no answer.
+put() { case $2 in *"$tab"*) ;; *) line="$line$tab$1=$2" ;; esac; }
 put_file() { first "$2"; put "$1" "$value"; }
 show() { printf '%s\n' "$line"; lines=$((lines + 1)); }
 base=$(cd -P "$root/" 2>/dev/null && pwd -P)
@@ -327,7 +311,7 @@ def known_lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
         raise UnreadableError(f"{section.name}: {len(known)} lines, more than a node can have")
     for word, *parts in known:
         pairs = (part.partition("=") for part in parts)
-        yield word, {key: value.replace("%09", " ").replace("%25", "%").strip() for key, _, value in pairs}
+        yield word, {key: value.strip() for key, _, value in pairs}
 
 
 def _port(fields: Mapping[str, str], section: str) -> HcaPort:

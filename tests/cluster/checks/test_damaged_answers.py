@@ -13,7 +13,7 @@ import gpu_rehearsal
 import host_sections
 import pytest
 from fabric_nodes import LO, FabricNode, damaged, default_route, link, net_probe
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testkit.check_fakes import Groups
 
@@ -187,6 +187,7 @@ def test_another_unit_or_decimal_comma_is_not_read(name: str, section: str, old:
 
 @settings(deadline=None)
 @given(st.sampled_from(CUT), st.floats(0, 1, exclude_max=True))
+@example(("fabric", "kernel.log"), 0.9921875)
 def test_output_cut_at_any_place_leaves_no_ok_behind(case: tuple[str, str], share: float) -> None:
     name, section = case
     text = node(name).probe.section(section).output

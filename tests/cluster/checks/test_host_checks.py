@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from host_sections import (
     BARE,
@@ -246,3 +248,5 @@ def test_the_probe_is_told_what_it_must_know() -> None:
         "BURST_SHARED_FOLDER": "/mnt/shared",
     }
     assert "BURST_IMAGE" not in GROUP.settings(BARE)
+    assert "BURST_PYTHON" not in GROUP.settings(replace(DOCKER, python="/opt/python"))
+    assert GROUP.settings(replace(BARE, python="/opt/python"))["BURST_PYTHON"] == "/opt/python"

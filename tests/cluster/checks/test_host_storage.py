@@ -14,6 +14,7 @@ from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.storage import (
+    GROUP,
     WRITE_SCRIPT,
     Answer,
     FolderTest,
@@ -24,6 +25,7 @@ from cluster.checks.groups.storage import (
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.pool import connect
+from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
@@ -65,6 +67,12 @@ def test_a_shared_folder_passes_and_is_left_empty(tmp_path: Path, name: str) -> 
     assert verdicts(check_shared_folder(local("a", "b", "c"), str(folder))) == {"a": OK, "b": OK, "c": OK}
     assert list(folder.iterdir()) == []
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_the_folder_of_the_configuration_is_tried_by_all_nodes(tmp_path: Path) -> None:
+    tests = GROUP.between(ClusterConfig(shared_folder=str(tmp_path)))
+    assert verdicts(tests["host.shared"](local("a", "b"), {})) == {"a": OK, "b": OK}
+    assert GROUP.between(ClusterConfig()) == {}
 
 
 def test_what_is_in_the_folder_already_is_not_touched(tmp_path: Path) -> None:
