@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from paramiko import ECDSAKey
 
 from burst_cli.app import main
 
@@ -22,3 +23,17 @@ def test_the_way_begins_with_what_openssh_begins_with(tmp_path: Path, capsys: py
     assert ways == [("nc gate 22", ["me@gate:22"]), ("nc n2 22", []), (None, [])]
     assert main(argv) == 0
     assert "nc gate 22, me@gate:22" in capsys.readouterr().out
+
+
+def test_an_authority_counts_as_a_known_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("OpenSSH's client is not installed")  # where CI is set, a skip fails the session
+    key = ECDSAKey.generate()
+    (tmp_path / "known_hosts").write_text(f"@cert-authority *.lab {key.get_name()} {key.get_base64()}\n")
+    (tmp_path / "config").write_text(f"Host *\n  HostName %h.lab\n  UserKnownHostsFile {tmp_path}/known_hosts\n")
+    argv = ("hosts", "list", "--hosts", "n1", f"cluster.ssh.config_file={tmp_path}/config")
+    assert main([*argv, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["hosts"]
+    assert [key["type"] for key in row["keys"]] == ["@cert-authority ecdsa-sha2-nistp256"]
+    assert main(argv) == 0
+    assert "without a known host key" not in capsys.readouterr().out
