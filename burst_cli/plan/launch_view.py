@@ -10,7 +10,6 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck
 from burst_cli.plan.table import candidates_table
-from cluster.launch.manifest import FORMS, JOB_FILE
 from cluster.launch.runner import runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan
 from engine.config.errors import ConfigError
@@ -54,6 +53,8 @@ def show_plan(
 
 def show_job(plan: LaunchPlan, form: str) -> None:
     """Print the job of `plan` as YAML. Raises ConfigError for a plan that has none."""
+    from cluster.launch.manifest import FORMS, JOB_FILE
+
     if JOB_FILE not in dict(plan.files):
         raise ConfigError(f"--as {form} needs cluster.launcher=kubernetes, as in cluster=k8s")
     print(FORMS[form](plan), end="")

@@ -68,7 +68,7 @@ class Kubectl:
 
     def check(self) -> None:
         """Raise KubectlError unless jobs of the kind can be created, and the claim is there."""
-        self.run("get", resource_of(self.settings), "--output=name", "--chunk-size=1")
+        self.run("get", resource_of(self.settings), "--output=name", f"--selector={RUN_LABEL}=none")
         self.run("get", "persistentvolumeclaim", self.settings.claim or "", "--output=name")
 
     def query(self, run_id: str) -> Answer:

@@ -157,8 +157,11 @@ class KubernetesJob:
             self._heed_stop()
             answer = self._kubectl.query(self.plan.run_id)
             self._pods |= answer.pods
-            self._fetch(answer)
-            self._answer, self._problem = answer, None
+            try:
+                self._fetch(answer)
+            finally:
+                self._answer = answer
+            self._problem = None
         except KubectlError as error:
             self._problem = str(error)
         except OSError as error:

@@ -13,9 +13,8 @@ from pathlib import Path
 from cluster.control.link import TIME_LIMIT
 from cluster.failure import Failure
 from cluster.slurm.client import SlurmClient, SlurmError
-from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, TIME_IS_UP
-from cluster.slurm.states import AGAIN, JobStatus, describe_end
+from cluster.slurm.states import AGAIN, JobRecord, JobStatus, describe_end, read_record, write_record
 from engine.runs.folder import RunFolder
 from engine.runs.process import process_start
 

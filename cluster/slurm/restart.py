@@ -22,8 +22,8 @@ from cluster.plan import LaunchPlan
 from cluster.plan_record import read_launch_plan
 from cluster.slurm.client import SlurmClient
 from cluster.slurm.job import REQUEUED
-from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP
+from cluster.slurm.states import JobRecord, read_record, write_record
 from cluster.slurm.submit import lay_token
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder

@@ -15,8 +15,8 @@ from pathlib import Path
 from cluster.errors import ClusterError
 from cluster.slurm.client import SlurmClient, client_environment
 from cluster.slurm.job import EXIT_FILE, SlurmJob
-from cluster.slurm.record import JobRecord, Mode, write_record
 from cluster.slurm.sbatch import LOG_PREFIX, SCRIPT_FILE, TOKEN_FILE
+from cluster.slurm.states import JobRecord, Mode, write_record
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder

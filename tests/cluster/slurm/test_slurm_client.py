@@ -12,10 +12,9 @@ from testkit.waiting import wait_for
 from cluster.slurm.client import SlurmClient, SlurmError, client_environment, gres_gpus
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.record import JobRecord, read_record, write_record
 from cluster.slurm.restart import begin
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
-from cluster.slurm.states import JobStatus, describe_end, parse_job
+from cluster.slurm.states import JobRecord, JobStatus, describe_end, parse_job, read_record, write_record
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError
 from engine.config.settings import DataConfig, RunConfig

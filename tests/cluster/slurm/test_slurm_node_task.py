@@ -18,7 +18,7 @@ from cluster.plan_record import PlanFileError, read_launch_plan
 from cluster.slurm.granted import granted_plan, write_granted
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, rank_command, read_place
 from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.record import JobRecord, write_record
+from cluster.slurm.states import JobRecord, write_record
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
