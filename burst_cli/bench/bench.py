@@ -194,7 +194,7 @@ def machine(
     ] = None,
     rank_command: RankCommandOption = "",
     for_seconds: Annotated[
-        float, typer.Option("--seconds", min=1, help="About how long to measure; a loaded machine takes longer.")
+        float, typer.Option("--seconds", min=0.1, help="About how long to measure; a loaded machine takes longer.")
     ] = 30.0,
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE.json", help="The profile; an earlier one is replaced.")
