@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -131,65 +130,3 @@ def test_the_hosts_update_hides_behind_backward_but_for_the_embedding_that_comes
     embedding, layer = 2048 * 256, 4 * 256 * 256 + 3 * 256 * 688
     last = step_on(slow, *TINY, *inside).parts.optimizer / whole_s
     assert last == pytest.approx(embedding / (embedding + 4 * layer), rel=0.01)  # one matrix is embedding and head
-
-
-# Tokens/s per GPU of all rows of BurstEngine's sheets that did not run out of memory, on A800: model, tokens, ranks,
-# attention, memory.
-RINGS = "loongtrain attention.head_parallel_size=1"  # a double ring without head parallelism
-PUBLISHED = {
-    "7b 2097152 32 attn_out burst": 100.1,
-    "7b 2097152 32 seq_fraction burst": 92.41,
-    "7b 2097152 32 full burst": 79.54,
-    "7b 2097152 32 attn_out burst_ulysses": 101.86,
-    "7b 2097152 32 attn_out usp": 87.98,
-    "7b 2097152 32 full usp": 73.43,
-    f"7b 2097152 32 attn_out {RINGS}": 77.37,
-    "7b 2097152 32 full ulysses": 70.83,
-    "14b 1048576 32 attn_out burst": 118.36,
-    "14b 1048576 32 seq_fraction burst": 108.82,
-    "14b 1048576 32 attn_out burst_ulysses": 122.0,
-    "14b 1048576 32 attn_out usp": 99.73,
-    f"14b 1048576 32 attn_out {RINGS}": 55.52,
-    "14b 262144 8 attn_out burst": 393.44,
-    "14b 32768 1 attn_out single": 1201.14,
-}
-
-
-def predicted(row: str) -> float:
-    """Tokens/s per device of a published row."""
-    model, seq_len, ranks, memory, *attention = row.split()
-    shape = ["model.vocab_size=120000"] if model == "14b" else []
-    host = ["memory.optimizer_store=host"] if int(ranks) <= 16 else []
-    return step_on(
-        A800,
-        f"model=llama{model}",
-        f"attention={attention[0]}",
-        *attention[1:],
-        f"memory={memory}",
-        f"train.seq_len={seq_len}",
-        f"cluster.ranks_per_node={ranks}",
-        f"cluster.topology_nodes={max(1, int(ranks) // 8)}",
-        *shape,
-        *host,
-    ).tokens_per_s_per_device
-
-
-def test_published_steps_of_one_node_are_predicted() -> None:
-    for row in ("14b 262144 8 attn_out burst", "14b 32768 1 attn_out single"):
-        assert 0.8 < PUBLISHED[row] / predicted(row) < 1.05, row
-
-
-@pytest.mark.thorough
-def test_published_steps_are_predicted_within_a_tenth_in_the_median_and_in_their_order() -> None:
-    found = {row: predicted(row) for row in PUBLISHED}
-    errors = sorted(abs(PUBLISHED[row] / value - 1) for row, value in found.items())
-    assert errors[len(errors) // 2] < 0.1, found
-    wrong = {
-        (faster, slower)
-        for faster, slower in itertools.permutations(PUBLISHED, 2)
-        if faster.split()[:3] == slower.split()[:3]
-        and PUBLISHED[faster] > 1.1 * PUBLISHED[slower]
-        and found[faster] <= found[slower]
-    }
-    # What held the published double ring back, at 14B by more than half, is not in the model.
-    assert {slower.split(maxsplit=4)[4] for _, slower in wrong} <= {RINGS}, wrong

@@ -20,13 +20,15 @@ DEFAULT_DEVICE = "h100"  # predictions are for it where nothing says otherwise
 
 _TB = 10**12
 # Attention at head size 128 in bfloat16, as published, not the datasheet's peak. FlashAttention-2 on A100 (Dao 2023):
-# up to 228 and 196 of 312 TFLOP/s; taken for its generation and its cards. FlashAttention-3 on H100 (Shah et al. 2024):
-# forward up to 740 of 989 TFLOP/s without a mask, somewhat more than 600 causal, backward about a fifth slower; later
-# devices are taken to do no better.
-_FA2 = (228 / 312, 196 / 312)
+# up to 228 and 196 of 312 TFLOP/s, less a twentieth that the clock loses under minutes of load; taken for its
+# generation and its cards. FlashAttention-3 on H100 (Shah et al. 2024): forward up to 740 of 989 TFLOP/s without a mask,
+# somewhat more than 600 causal, backward about a fifth slower; later devices are taken to do no better.
+_FA2 = (0.95 * 228 / 312, 0.95 * 196 / 312)
 _FA3 = (600 / 989.4, 480 / 989.4)
-# Large bf16 products of cuBLAS: about 260 of 312 TFLOP/s on A100, 700 of 989 on H100, whose clock falls under load.
-_MATMUL_SHARES = {_FA2: 0.83, _FA3: 0.71}
+# Large bf16 products of cuBLAS, whose clock falls under load: 234 of 312 TFLOP/s on A100, 700 of 989 on H100.
+_MATMUL_SHARES = {_FA2: 0.75, _FA3: 0.71}
+# Multiprocessors that NCCL's channels keep from kernels while messages are on their way: 16 of 108, of 132.
+_MESSAGE_SHARES = {_FA2: 16 / 108, _FA3: 16 / 132}
 
 
 def _gpu(
@@ -69,6 +71,7 @@ def _gpu(
         inter_latency_s=15e-6,
         host_bytes_per_s=host_gbps * 1e9,
         host_latency_s=10e-6,
+        message_compute_share=_MESSAGE_SHARES[kernel_shares],
         memory_bytes=None if memory_mib is None else memory_mib * 2**20,
         host_memory_bytes=server_host_bytes,
         bf16_peak=bf16_tflops * 1e12,

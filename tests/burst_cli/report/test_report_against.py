@@ -239,7 +239,7 @@ def test_damaged_cells_are_counted_and_the_rest_is_shown(burst, runs_dir: Path) 
 
 def test_published_rows_carry_hardware_source_and_caveats() -> None:
     rows = load_published("all")
-    assert len(rows) == 47
+    assert len(rows) == 50
     assert all(row["hardware"] is not None and row["source"] and row["caveats"] for row in rows)
     assert [row["tokens_per_s_per_device"] for row in rows if row["status"] == "oom"] == [None] * 3
     best = next(

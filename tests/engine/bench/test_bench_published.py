@@ -1,0 +1,57 @@
+"""Predictions beside published measurements: what is compared, and how near they come."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bench_published import Row, compare, orders, published_rows
+
+
+def row(model: str, method: str, seq_len: int) -> Row:
+    (found,) = [one for one in published_rows() if (one.model, one.method, one.seq_len) == (model, method, seq_len)]
+    return found
+
+
+def test_every_published_speed_of_a_model_and_machine_known_here_is_compared_once() -> None:
+    rows = published_rows()
+    assert len(rows) == len(set(rows)) == 36
+    assert {one.hardware for one in rows} == {"A800-80GB", "8xH100"}
+
+
+def test_a_row_is_planned_as_the_source_ran_it() -> None:
+    config = row("14b", "burst", 32768).config
+    assert (config.attention.preset, config.memory.activation_checkpoint) == ("single", "attn_out")
+    assert (config.memory.optimizer_store, config.train.compute_dtype) == ("host", "bfloat16")
+    half = row("7b", "burst/seq_fraction_0.5", 2**21)
+    assert (half.config.memory.kept_fraction, half.world.nodes, half.world.local_ranks) == (0.5, 4, 8)
+
+
+def test_attention_alone_is_compared_in_flops_of_the_causal_half() -> None:
+    """3.5 forward passes of 4 H D per pair: at the kernels' own rates it would be 40 heads' worth of them."""
+    one = row("attention, 40 heads of 128", "burst", 2**20)
+    machine = one.machine
+    ideal = 3.5 / (1 / machine.forward_flops_per_s + 2.5 / machine.backward_flops_per_s) / 1e12
+    assert 0.9 * ideal < one.predicted_speed() < ideal
+
+
+def test_a_pair_is_in_order_when_the_faster_one_is_predicted_faster() -> None:
+    def found(method: str, speed: float, predicted: float) -> dict[str, object]:
+        alike = {"system": "s", "model": "m", "gpus": 8, "seq_len": 1}
+        return {**alike, "method": method, "speed": speed, "time_ratio": speed / predicted}
+
+    table = [found("a", 100, 90), found("b", 120, 80), found("c", 104, 10)]
+    # b beats a and c by more than a tenth; a and c are too near.
+    assert orders(table) == {"pairs": 2, "right": 1, "wrong": ["m 1: b before a"]}
+
+
+def test_published_steps_of_one_node_are_predicted() -> None:
+    for seq_len in (32768, 262144):
+        one = row("14b", "burst", seq_len)
+        assert 0.88 < one.speed / one.predicted_speed() < 1.05
+
+
+@pytest.mark.thorough
+def test_published_times_are_predicted_within_a_tenth_in_the_median() -> None:
+    document = compare(published_rows(), None)
+    assert max(document["median_time_error"].values()) < 0.1
+    assert document["orders"]["right"] >= 0.85 * document["orders"]["pairs"]
