@@ -1,7 +1,7 @@
 """What is predicted for runs that others published, over what they measured: time and memory, row by row.
 
-Every row of `burst_cli/report/published/figures.csv` that says enough is planned as this engine would run it, on a model
-of its machine. Rows in FITTED were looked at when constants of devices were chosen; all others were not.
+Every row of `burst_cli/report/published/figures.csv` that says enough is planned as this engine would run it, on a
+model of its machine. Rows in FITTED were looked at when constants of devices were chosen; all others were not.
 
     python -m benchmarks.bench_published --output benchmarks/results/published_YYYYMM.json
 """

@@ -21,8 +21,8 @@ DEFAULT_DEVICE = "h100"  # predictions are for it where nothing says otherwise
 _TB = 10**12
 # Attention at head size 128 in bfloat16, as published, not the datasheet's peak. FlashAttention-2 on A100 (Dao 2023):
 # up to 228 and 196 of 312 TFLOP/s, less a twentieth that the clock loses under minutes of load; taken for its
-# generation and its cards. FlashAttention-3 on H100 (Shah et al. 2024): forward up to 740 of 989 TFLOP/s without a mask,
-# somewhat more than 600 causal, backward about a fifth slower; later devices are taken to do no better.
+# generation and its cards. FlashAttention-3 on H100 (Shah et al. 2024): forward up to 740 of 989 TFLOP/s without a
+# mask, somewhat more than 600 causal, backward about a fifth slower; later devices are taken to do no better.
 _FA2 = (0.95 * 228 / 312, 0.95 * 196 / 312)
 _FA3 = (600 / 989.4, 480 / 989.4)
 # Large bf16 products of cuBLAS, whose clock falls under load: 234 of 312 TFLOP/s on A100, 700 of 989 on H100.

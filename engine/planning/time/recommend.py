@@ -14,7 +14,8 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Capacity
-from engine.planning.memory.fit import predicted_fit, sequence_topology, with_ranks
+from engine.planning.memory.cost import policy_cost
+from engine.planning.memory.fit import method_on, predicted_fit, sequence_topology, with_ranks
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.auto import rank_methods
 from engine.planning.methods.topology import Topology
@@ -109,7 +110,8 @@ class Adviser:
         if asked.memory.activation_checkpoint != "auto":
             yield _Option("", replace(settled, memory=_open(settled.memory)), world)
         if not self.capacity.host_is_device:  # more ranks add no cores
-            for other in _other_ranks(world):
+            cost = policy_cost(settled, method_on(settled, world))
+            for other in _other_ranks(world, more=cost.recompute_flops + cost.moved_bytes > 0):
                 nodes = f" --nodes {other.nodes}" if max(other.nodes, world.nodes) > 1 else ""
                 config = replace(with_ranks(settled, world, other), memory=asked.memory)
                 yield _Option(f"--ranks {other.size}{nodes}", config, other)
@@ -131,12 +133,13 @@ def _open(memory: MemoryConfig) -> MemoryConfig:
     )  # fmt: skip
 
 
-def _other_ranks(world: Topology) -> Iterator[Topology]:
-    """Half as many and twice as many: nodes, of a single one ranks up to eight."""
+def _other_ranks(world: Topology, *, more: bool) -> Iterator[Topology]:
+    """Half as many and, where a policy could then keep `more`, twice: nodes, of a single one ranks up to eight."""
     nodes, local_ranks = world.nodes, world.local_ranks
     if nodes % 2 == 0:
         yield Topology(nodes // 2, local_ranks)
     elif nodes == 1 and local_ranks % 2 == 0:
         yield Topology(1, local_ranks // 2)
-    fills_node = nodes == 1 and 2 * local_ranks <= 8
-    yield Topology(1, 2 * local_ranks) if fills_node else Topology(2 * nodes, local_ranks)
+    if more:
+        fills_node = nodes == 1 and 2 * local_ranks <= 8
+        yield Topology(1, 2 * local_ranks) if fills_node else Topology(2 * nodes, local_ranks)
