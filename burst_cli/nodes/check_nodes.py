@@ -193,8 +193,7 @@ def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> F
     if not hosts:
         report = run.check_this_machine(config.cluster, options)
     else:
-        names, groups = [host.name for host in hosts], [group.name for group in options.groups]
-        with open_check_view(console, names, groups) as view:
+        with open_check_view(console, [host.name for host in hosts], options.group_names) as view:
             report = run.check_nodes(hosts, config.cluster, options, view)
     print_notes(console, report.notes)
     return report

@@ -65,8 +65,13 @@ class CheckOptions:
 
     @property
     def groups(self) -> tuple[CheckGroup, ...]:
-        """The groups that nodes are asked about."""
-        return tuple(group for group in self.all_groups if group.name in self.selection.groups)
+        """The groups that nodes are asked about: those with a check that is wanted."""
+        return tuple(group for group in self.all_groups if any(map(self.selection.wants, group.explanations())))
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Their names, each once."""
+        return tuple(dict.fromkeys(group.name for group in self.groups))
 
     def question(self, config: ClusterConfig) -> Mapping[str, Any]:
         """What every node is asked, as arguments of `survey_node`.

@@ -13,7 +13,10 @@ from cluster.checks.groups import engine, gpu, gpu_links, gpu_log, gpu_use, host
 from engine.config.errors import ConfigError
 
 _FILES = (gpu, gpu_log, gpu_links, ib, ib_health, net, host, software, engine, storage, gpu_use)
-GROUPS: tuple[CheckGroup, ...] = tuple(file.GROUP for file in _FILES)
+GROUPS: tuple[CheckGroup, ...] = (
+    *(file.GROUP for file in _FILES),
+    *(gpu_use.DCGM_MONITOR, gpu_use.DCGM_DIAGNOSTIC),
+)
 GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {
     **ssh.EXPLANATIONS,
@@ -29,15 +32,6 @@ class Selection:
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The groups that nodes are asked about; `ssh` needs no asking."""
-        return tuple(
-            name
-            for name in GROUP_NAMES
-            if name not in self.skip and (not self.only or any(_group(word) == name for word in self.only))
-        )
 
     def wants(self, check: str) -> bool:
         """Whether findings of `check` are shown and count."""
@@ -70,7 +64,8 @@ def read_selection(only: Iterable[str] = (), skip: Iterable[str] = ()) -> Select
         for word in selection.skip
         if word in (SSH_GROUP, *_ALWAYS)
     ]
-    if not problems and selection.only and not selection.groups and not any(map(selection.wants, selection.only)):
+    left = (check for check in EXPLANATIONS if selection.wants(check) and _covers(selection.only, check))
+    if not problems and selection.only and not any(left):
         problems.append("--skip takes away everything that --only names; leave one of them out")
     if problems:
         raise ConfigError(problems)

@@ -16,7 +16,7 @@ from engine.config.cluster import ClusterConfig
 # survey; what only makes a node slow or untidy is for `burst check-nodes`.
 _HOST = frozenset({"host.inodes", "host.shm", "host.docker_gpu"})
 _NET = frozenset({"net.subnet", "net.mtu"})
-_GPU_LEFT_OUT = frozenset({"gpu.busy"})
+_GPU_LEFT_OUT = frozenset({"gpu.busy", "gpu.cuda_smoke", "gpu.dcgm_diag"})
 _WITH_NCCL = frozenset({"host.memlock", "host.nccl_conf"})
 _TIMEOUT_S = 60.0
 

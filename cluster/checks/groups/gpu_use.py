@@ -147,14 +147,10 @@ def check_dcgm_diag(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.ok(f"{len(passed)} tests of DCGM {_version(section)} passed")]
 
 
-def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
-    """Which DCGM diagnoses a node and whether it watches: what one node is spared, the others are told."""
-
-    def tell(question: Question, read: Callable[[Section], str]) -> str | None:
-        section = facts.section(question)
-        return "not installed" if section.tool_missing else known(read, section)
-
-    return {DCGM_DIAG.name: tell(DCGM_DIAG, _version), DCGM_HEALTH.name: tell(DCGM_HEALTH, _watching)}
+def _told(facts: NodeFacts, question: Question, read: Callable[[Section], str]) -> str | None:
+    """Which DCGM diagnoses a node, or whether it watches: what one node is spared, the others are told."""
+    section = facts.section(question)
+    return "not installed" if section.tool_missing else known(read, section)
 
 
 def _watching(section: Section) -> str:
@@ -270,10 +266,19 @@ def check_cuda_smoke(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.ok(evidence)]
 
 
-GROUP = CheckGroup(
+# Three: what takes seconds is not asked where nobody wants to know it.
+GROUP = CheckGroup("gpu", (check_busy, check_cuda_smoke), look=look_at_gpus, questions=(AGAIN,))
+DCGM_MONITOR = CheckGroup(
     "gpu",
-    (check_busy, check_dcgm_health, check_dcgm_diag, check_cuda_smoke),
+    (check_dcgm_health,),
     look=look_at_gpus,
-    questions=(AGAIN, DCGM_HEALTH, DCGM_DIAG),
-    traits=_traits,
+    questions=(DCGM_HEALTH,),
+    traits=lambda facts: {DCGM_HEALTH.name: _told(facts, DCGM_HEALTH, _watching)},
+)
+DCGM_DIAGNOSTIC = CheckGroup(
+    "gpu",
+    (check_dcgm_diag,),
+    look=look_at_gpus,
+    questions=(DCGM_DIAG,),
+    traits=lambda facts: {DCGM_DIAG.name: _told(facts, DCGM_DIAG, _version)},
 )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import find_changed
+from cluster.checks.run import CheckOptions
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, Selection, read_selection
 from engine.config.errors import ConfigError
 
@@ -86,10 +87,15 @@ def test_only_and_skip_take_groups_and_checks(only: list[str], skip: list[str], 
 
 
 def test_nodes_are_asked_only_about_groups_that_matter() -> None:
-    assert read_selection().groups == GROUP_NAMES
-    assert read_selection(["gpu.busy"]).groups == ("gpu",)
-    assert read_selection(["ssh"]).groups == ()
-    assert read_selection([], ["gpu", "host.disk"]).groups == ("ib", "net", "host")
+    def asked(only: list[str], skip: list[str]) -> tuple[str, ...]:
+        return CheckOptions(read_selection(only, skip)).group_names
+
+    assert asked([], []) == GROUP_NAMES == ("gpu", "ib", "net", "host")
+    assert asked(["gpu.busy"], []) == ("gpu",)
+    assert asked(["ssh"], []) == asked(["ssh.reach"], []) == ()
+    assert asked([], ["gpu", "host.disk"]) == ("ib", "net", "host")
+    (group,) = CheckOptions(read_selection(["gpu.dcgm_diag"])).groups
+    assert [question.name for question in group.questions] == ["gpu.dcgm_diag"]
 
 
 def test_a_check_that_is_asked_for_and_gives_nothing_is_unknown() -> None:

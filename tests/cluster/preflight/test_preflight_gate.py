@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.run import CheckOptions
 from cluster.preflight.gate import gate_selection, judge_health
 from cluster.preflight.judge import UnfitNodesError
 from engine.config.cluster import ClusterConfig
@@ -19,15 +20,17 @@ def finding(node: str, severity: Verdict, check: str = "gpu.ecc") -> Finding:
 
 
 def test_gpus_and_adapters_are_looked_at_only_where_nccl_uses_them() -> None:
-    assert gate_selection(ClusterConfig(backend="gloo")).groups == ("net", "host")
-    assert gate_selection(ClusterConfig(backend="nccl")).groups == ("gpu", "ib", "net", "host")
+    assert CheckOptions(gate_selection(ClusterConfig(backend="gloo"))).group_names == ("net", "host")
+    assert CheckOptions(gate_selection(ClusterConfig(backend="nccl"))).group_names == ("gpu", "ib", "net", "host")
 
 
 def test_what_the_survey_asks_and_what_only_slows_is_left_to_others() -> None:
     selection = gate_selection(ClusterConfig(backend="nccl"))
     assert selection.wants("gpu.xid")
     assert selection.wants("host.memlock")
-    assert not any(selection.wants(check) for check in ("gpu.busy", "host.image", "host.memory", "net.pairs"))
+    assert not any(
+        selection.wants(check) for check in ("gpu.busy", "gpu.dcgm_diag", "host.image", "host.memory", "net.pairs")
+    )
 
 
 def test_a_failure_stops_the_launch_and_is_said_once_for_all_its_nodes() -> None:
