@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 from cluster.agent.code import check_tree, expand
 from cluster.agent.folder import safe_name
 from cluster.agent.memory import memory_limit_bytes
-from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, all_pids, process_start, read_environ
+from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, all_pids, read_environ
 from cluster.agent.start import holder, lock_folder
 
 _TOOL_S = 20.0
@@ -198,12 +198,12 @@ def _is_locked(inode: int) -> bool:
 
 
 def find_runs(node: str) -> list[dict[str, Any]]:
-    """Processes of runs of ours on this node."""
+    """Processes of runs of ours on this node; one that has ended shows no environment."""
     found = []
     for pid in all_pids():
         environ = read_environ(pid) or {}
         run_id = environ.get(RUN_ID_VARIABLE.encode())
-        if run_id and environ.get(NODE_VARIABLE.encode()) == node.encode() and process_start(pid):
+        if run_id and environ.get(NODE_VARIABLE.encode()) == node.encode():
             found.append({"pid": pid, "run_id": run_id.decode("utf-8", "replace"), "user": _owner(pid)})
     return found[:_MAX_LISTED]
 

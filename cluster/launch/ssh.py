@@ -20,7 +20,6 @@ from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
 from cluster.plan_container import engine_words
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
-from cluster.preflight.gate import check_health
 from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, RemoteFacts, survey_fleet
 from cluster.ssh.connection import Connection
@@ -63,6 +62,8 @@ class SshSurvey:
         return plan
 
     def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
+        from cluster.preflight.gate import check_health  # who leads a run that has begun checks nothing
+
         with self.asked.busy(f"checking {len(self.hosts)} nodes"):
             return check_health(self.hosts, cluster, force=self.asked.force)
 
