@@ -65,7 +65,7 @@ class TrustSession:
         keys = [describe_key(key, added=key in accepted) for key in answer.value or ()]
         trusted = not is_spoilt and any(key["state"] in ("known", "added") for key in keys)
         error = str(answer.error) if answer.error is not None else None
-        return {"name": answer.host.name, "key_name": answer.host.key_names[0], "trusted": trusted, "keys": keys} | {
+        return {"name": answer.host.name, "key_name": answer.host.key_name, "trusted": trusted, "keys": keys} | {
             "error": error
         }
 

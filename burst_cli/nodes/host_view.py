@@ -29,7 +29,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
     while outermost.jump is not None:
         outermost = outermost.jump
         jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
-    keys = [*known.find(host.key_names), *known.authorities(host)]
+    keys = [*known.find(host.key_name), *known.authorities(host)]
     return {
         "name": host.name,
         "address": host.address,
@@ -38,7 +38,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
         "jump": jumps,
         "proxy_command": outermost.proxy_command,
         "identity_files": list(host.identity_files),
-        "key_name": host.key_names[0],
+        "key_name": host.key_name,
         "keys": [
             {"type": f"{key.marker} {key.kind}".strip(), "fingerprint": fingerprint(key.blob), "file": key.file}
             for key in keys

@@ -131,12 +131,12 @@ def forget_hosts(
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     own = HostKeys.load([str(trust_file())])
     rows: list[dict[str, Any]] = [
-        {"name": host.name, "forgotten": len(own.find(host.key_names)), "still_known_in": []} for host in targets.hosts
+        {"name": host.name, "forgotten": len(own.find(host.key_name)), "still_known_in": []} for host in targets.hosts
     ]
-    forget_names([name for host in targets.hosts for name in host.key_names])
+    forget_names([host.key_name for host in targets.hosts])
     after = {files: HostKeys.load(files) for files in {host.known_hosts for host in targets.hosts}}
     for row, host in zip(rows, targets.hosts, strict=True):
-        left = after[host.known_hosts].find(host.key_names)
+        left = after[host.known_hosts].find(host.key_name)
         row["still_known_in"] = sorted({key.file for key in left})
     if as_json:
         render.emit_json({"file": str(trust_file()), "hosts": rows})
@@ -155,5 +155,5 @@ def _print_forgotten(rows: Sequence[dict[str, Any]], hosts: Sequence[Host]) -> N
         keys = f"{row['forgotten']} key{'' if row['forgotten'] == 1 else 's'} forgotten"
         text = f"{row['name']}: {keys if row['forgotten'] else 'was not remembered'}"
         for file in row["still_known_in"]:
-            text += f"; still known in {file}: ssh-keygen -R {quote(host.key_names[0])} -f {quote(file)}"
+            text += f"; still known in {file}: ssh-keygen -R {quote(host.key_name)} -f {quote(file)}"
         console.print(Text(text), soft_wrap=True)

@@ -24,7 +24,7 @@ class Host:
     """One node. Nothing here connects.
 
     name: what people and reports call it. address: what the socket connects to (a name or an IP address).
-    key_names: under which known_hosts lists its key, in order of preference (`[address]:port` where port is not 22).
+    key_name: under which known_hosts lists its key (`[address]:port` where port is not 22).
     identity_files, certificate_files: private keys to offer, certificates of them. known_hosts: files with trusted
     keys; only these count.
     jump: the host to go through. proxy_command: instead of a socket, what a shell runs (OpenSSH's ProxyCommand, its
@@ -37,7 +37,7 @@ class Host:
     address: str
     port: int = 22
     user: str = "root"
-    key_names: tuple[str, ...] = ()
+    key_name: str = ""
     identity_files: tuple[str, ...] = ()
     certificate_files: tuple[str, ...] = ()
     known_hosts: tuple[str, ...] = ()

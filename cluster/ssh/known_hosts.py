@@ -55,13 +55,14 @@ class HostKeys:
         """The keys in `files`; files that are not there are empty, lines that make no sense are passed over."""
         return cls(tuple(key for file in files for key in _read(file)))
 
-    def find(self, names: Sequence[str], marker: str = "") -> tuple[KnownKey, ...]:
-        """Trusted keys that any of `names` is known by, or the lines with another marker that name one of them."""
-        return tuple(key for key in self.keys if key.marker == marker and any(key.matches(name) for name in names))
+    def find(self, name: str, marker: str = "") -> tuple[KnownKey, ...]:
+        """Trusted keys that `name` is known by, or the lines with another marker that speak of it."""
+        return tuple(key for key in self.keys if key.marker == marker and key.matches(name))
 
     def authorities(self, host: Host) -> tuple[KnownKey, ...]:
         """Whose certificates count for `host`; as in OpenSSH, patterns need not know of its port."""
-        return self.find([*host.key_names, *map(_bare, host.key_names)], "@cert-authority")
+        found = (*self.find(host.key_name, "@cert-authority"), *self.find(_bare(host.key_name), "@cert-authority"))
+        return tuple(dict.fromkeys(found))
 
     def check(self, host: Host, blob: bytes, certificate: bytes = b"") -> None:
         """Raise SshError unless the key `blob` is trusted: by itself, or by the certificate that was shown with it."""
@@ -72,8 +73,8 @@ class HostKeys:
             text, remedy = f"its {whose} is marked as revoked: it shows {shown}", "the node needs a new host key"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
         authorities = self.authorities(host)
-        fault = objection(certificate, _bare(host.key_names[0]), [key.blob for key in authorities])
-        found = self.find(host.key_names)
+        fault = objection(certificate, _bare(host.key_name), [key.blob for key in authorities])
+        found = self.find(host.key_name)
         if not fault or any(known.blob == blob for known in found):
             return
         reason = f"; its certificate does not count: {fault}" if certificate else ""
@@ -146,7 +147,7 @@ def _is_hash_of(pattern: str, name: str) -> bool:
 def _way_to_forget(host: Host, key: KnownKey) -> str:
     if Path(key.file).expanduser() == trust_file():
         return host.command("hosts", "forget")
-    return f"ssh-keygen -R {shlex.quote(host.key_names[0])} -f {shlex.quote(key.file)}"
+    return f"ssh-keygen -R {shlex.quote(host.key_name)} -f {shlex.quote(key.file)}"
 
 
 def _known_in_words(keys: Sequence[KnownKey]) -> str:

@@ -162,7 +162,7 @@ class SshPool:
     def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
         """Prove the server's key, log in."""
         known = self.known_keys(host)
-        types = [key.kind for key in known.find(host.key_names)]
+        types = [key.kind for key in known.find(host.key_name)]
         shake_hands(host, transport, deadline, types, wants_certificate=bool(known.authorities(host)))
         known.check(host, *transport.host_key_shown())
         log_in(host, transport, deadline)

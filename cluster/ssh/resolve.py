@@ -120,7 +120,7 @@ class Resolver:
             address,
             number,
             login,
-            key_names=(alias,) if alias else (key_name(address, number),),
+            key_name=alias or key_name(address, number),
             identity_files=tuple(self._path(text, words) for text in self._identities(options)),
             certificate_files=tuple(self._path(text, words) for text in options.get("certificatefile", ())),
             known_hosts=self._known_hosts(options),
@@ -140,7 +140,7 @@ class Resolver:
                 f"let the command carry the bytes itself"
             )
         # Only what the user's own configuration says is a command: names, which may come from elsewhere, are words.
-        words = {"h": host.address, "n": host.name, "p": str(host.port), "r": host.user, "k": host.key_names[0]}
+        words = {"h": host.address, "n": host.name, "p": str(host.port), "r": host.user, "k": host.key_name}
         return replace(host, proxy_command=self._words(command, {k: shlex.quote(w) for k, w in words.items()}))
 
     def _identities(self, options: Options) -> Sequence[str]:

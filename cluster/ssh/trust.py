@@ -44,7 +44,7 @@ class ShownKey:
     @property
     def line(self) -> str:
         """The line of known_hosts that trusts it."""
-        return f"{self.host.key_names[0]} {self.kind} {base64.b64encode(self.blob).decode()}"
+        return f"{self.host.key_name} {self.kind} {base64.b64encode(self.blob).decode()}"
 
 
 def fetch_keys(host: Host, pool: SshPool) -> tuple[ShownKey, ...]:
@@ -69,7 +69,7 @@ def fetch_keys(host: Host, pool: SshPool) -> tuple[ShownKey, ...]:
 
 def judge_keys(host: Host, shown: Sequence[bytes], known: HostKeys) -> tuple[ShownKey, ...]:
     """The keys that a server showed with what `known` says of each."""
-    found = known.find(host.key_names)
+    found = known.find(host.key_name)
     trusted = {entry.blob for entry in found}
     revoked = {entry.blob for entry in known.keys if entry.marker == "@revoked"}
     # A server of which keys are known and that shows none of them is another one, whatever types its keys have.
@@ -97,7 +97,7 @@ def add_keys(keys: Sequence[ShownKey], file: Path | None = None) -> int:
         present = HostKeys.load([str(path)])
         added = []
         for key in keys:
-            same = [known for known in present.find(key.host.key_names[:1]) if known.kind == key.kind]
+            same = [known for known in present.find(key.host.key_name) if known.kind == key.kind]
             if any(known.blob != key.blob for known in same):
                 raise ClusterError(
                     f"{key.host.name}: {path} holds another {key.kind} key; nothing was added. If the node was "

@@ -77,7 +77,7 @@ class Testbed:
             name=name,
             address=self.node(name).address,
             user=SSH_USER,
-            key_names=(name,),
+            key_name=name,
             identity_files=(str(self.folder.client_key),),
             known_hosts=(str(self.folder.known_hosts),),
             connect_timeout_s=connect_timeout_s,

@@ -87,7 +87,7 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
         "127.0.0.1",
         port,
         user=_user(),
-        key_names=(f"[127.0.0.1]:{port}",),
+        key_name=f"[127.0.0.1]:{port}",
         identity_files=(str(folder / "id"),),
         known_hosts=(str(folder / "known_hosts"),),
         agent_socket="",

@@ -48,7 +48,7 @@ Host n1
 """
     (host,) = resolve(tmp_path, config, "n1")
     assert (host.name, host.address, host.user, host.port) == ("n1", "10.1.2.3", "trainer", 2222)
-    assert host.key_names == ("[10.1.2.3]:2222",)
+    assert host.key_name == "[10.1.2.3]:2222"
     assert host.known_hosts == (str(trust_file()), f"{tmp_path}/a", f"{tmp_path}/b")
     assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
     assert not host.identity_files[0].startswith("~")
@@ -72,7 +72,7 @@ def test_settings_override_openssh(tmp_path: Path) -> None:
 
 def test_host_key_alias_is_the_only_key_name(tmp_path: Path) -> None:
     (host,) = resolve(tmp_path, "Host *\n  HostKeyAlias node-one\n  Port 2200\n", "n1")
-    assert host.key_names == ("node-one",)
+    assert host.key_name == "node-one"
 
 
 def test_jump_chains_are_followed_from_the_nearest_back(tmp_path: Path) -> None:

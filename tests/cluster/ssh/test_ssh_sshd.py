@@ -198,7 +198,7 @@ def test_keepalives_keep_a_quiet_connection(server: Server) -> None:
 def test_a_server_with_several_keys_shows_the_one_that_is_known(server: Server, tmp_path: Path) -> None:
     kind, key = (server.log.parent / "host_rsa.pub").read_text().split()[:2]
     known = tmp_path / "known_hosts"
-    known.write_text(f"{server.host.key_names[0]} {kind} {key}\n")
+    known.write_text(f"{server.host.key_name} {kind} {key}\n")
     with connect(replace(server.host, known_hosts=(str(known),))) as connection:
         assert connection.transport.get_remote_server_key().get_name() == "ssh-rsa"
 
