@@ -203,7 +203,7 @@ class KubernetesJob:
 
     def _note(self) -> None:
         """What whoever looks at the run folder sees of the nodes."""
-        for node in self.plan.nodes:
+        for node in self.plan.nodes if self._answer is not None else ():
             status = self.status(node)
             if self._noted.get(node.node_rank) != status or status.phase == "running":
                 self._noted[node.node_rank] = status

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from testkit import PYTHON_PATH
 from testkit.fault_rig import confirm
@@ -264,6 +265,14 @@ def test_dry_run_as_json_is_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert node["command"][-1] == f"{document['path']}/config.yaml"
     assert document["files"]["plan.sh"].rstrip().endswith("config.yaml")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_of_kubernetes_is_printed_alone_and_creates_nothing(tmp_path: Path, burst: Any) -> None:
+    pods = ("cluster=k8s", "cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/burst:1")
+    result = burst("launch", "exp=tiny", *pods, "--as", "kubernetes", "--dry-run")
+    assert (result.code, yaml.safe_load(result.out)["kind"]) == (0, "JobSet")
+    assert list_runs(tmp_path / "runs") == []
+    assert "add --dry-run" in burst("launch", "exp=tiny", *pods, "--as", "skypilot").err
 
 
 def test_runs_dir_that_cannot_be_written_is_refused_before_any_work(
