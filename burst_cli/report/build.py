@@ -151,9 +151,13 @@ def build_report(request: Request) -> Report:
     published = load_published(request.published) if request.published else ()
     records, sweep, problems = _records(request)
     records = with_hardware(records)
-    is_effective = _wants_effective(request, chosen, len(records))
+    asked = {column.key for column in chosen or ()} | {(request.sort or "").removeprefix("-")}
+    is_unasked = request.is_page and chosen is None and len(records) <= EFFECTIVE_UNASKED
+    is_effective = request.effective or is_unasked or not asked.isdisjoint(EFFECTIVE_KEYS)
     if is_effective:
-        records = [_with_effective_time(record) for record in records]
+        records = [
+            {**one, **effective_time(RunFolder(Path(one["path"])))} if one.get("path") else one for one in records
+        ]
     records = _sorted(records, request.sort)
     check_metrics(gates, records)
     baselines = _baselines(request, gates, records)
@@ -315,19 +319,6 @@ def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
 
 
 # --- what else was asked for ------------------------------------------------------------------------------------------
-
-
-def _wants_effective(request: Request, chosen: Sequence[Column] | None, runs: int) -> bool:
-    asked = {column.key for column in chosen or ()} | {(request.sort or "").removeprefix("-")}
-    if request.effective or asked & set(EFFECTIVE_KEYS):
-        return True
-    return request.is_page and chosen is None and runs <= EFFECTIVE_UNASKED
-
-
-def _with_effective_time(record: dict[str, Any]) -> dict[str, Any]:
-    if record.get("path") is None:
-        return record
-    return {**record, **effective_time(RunFolder(Path(record["path"])))}
 
 
 def _baselines(request: Request, gates: Iterable[Gate], records: Sequence[Record]) -> dict[str, Baseline]:

@@ -360,15 +360,15 @@ def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plot
 
 def report_picture(report: Report) -> bytes:
     """The plots as one PNG, a row of panels per group. Raises ConfigError when there is nothing to draw."""
-    return report_png(_picture_rows(report))
 
+    def rows() -> Iterator[tuple[str, list[Panel]]]:
+        styles = style_numbers(report.records)
+        yield "A against B", comparison_panels(report.comparison)
+        for group in report.groups:
+            panels = group_panels(group.names, group.records, styles, report.published)
+            yield group.title, [*panels, *needle_panels(group.records), *run_panels(group.records)]
 
-def _picture_rows(report: Report) -> Iterator[tuple[str, list[Panel]]]:
-    styles = style_numbers(report.records)
-    yield "A against B", comparison_panels(report.comparison)
-    for group in report.groups:
-        panels = group_panels(group.names, group.records, styles, report.published)
-        yield group.title, [*panels, *needle_panels(group.records), *run_panels(group.records)]
+    return report_png(rows())
 
 
 # --- files: nothing that is no report of ours is overwritten unasked, and a reader never sees half of one -------------

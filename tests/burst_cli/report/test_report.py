@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -319,13 +317,3 @@ def test_hostile_text_in_a_run_is_shown_as_text(burst, runs_dir: Path) -> None:
     output = burst("report", "aaaaaa").out
     assert ("[red]x[/red]|" in output, "\x1b" in output) == (True, False)
     assert r"[red]x[/red]\|" in burst("report", "aaaaaa", "--format", "md").out
-
-
-def test_report_imports_no_torch(runs_dir: Path) -> None:
-    code = (
-        "import sys; from burst_cli.app import main; "
-        f"code = main(['report', '--runs-dir', {str(runs_dir)!r}]); "
-        "sys.exit(code or sum(name in sys.modules for name in ('torch', 'hydra', 'omegaconf')))"
-    )
-    root = Path(__file__).parent.parent.parent
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, timeout=200)
