@@ -32,7 +32,7 @@ class CheckGroup:
     """Checks that rest on the same answers. Pure, but for `between`.
 
     name: first part of the names of its checks, and the word of --only and --skip; groups may share it.
-    questions: what nodes are asked, with the variables `settings` exported.
+    questions: all that nodes are asked for these checks, with the variables `settings` exported.
     look: what the judges need of the facts; where there is nothing of the kind, what is to be said of that, if
     anything. May raise UnreadableError.
     judges: `check_pcie` of group `gpu` makes the findings of `gpu.pcie`; its docstring is what `--explain` says.

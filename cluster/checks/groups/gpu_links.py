@@ -11,7 +11,7 @@ from cluster.checks.group import CheckGroup
 from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import Gap, GapError, Gpu, NvidiaDevice
+from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
 
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
@@ -239,6 +239,6 @@ GROUP = CheckGroup(
     "gpu",
     (check_pcie, check_nvlink, check_fabric_manager),
     look=look_at_gpus,
-    questions=(NVLINK, FABRIC_MANAGER),
+    questions=(LSPCI, SMI, NVLINK, FABRIC_MANAGER),
     traits=_traits,
 )

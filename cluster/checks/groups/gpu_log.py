@@ -11,7 +11,7 @@ from cluster.checks.group import CheckGroup, run_check
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
-from cluster.survey.nvidia_smi import normal_address
+from cluster.survey.nvidia_smi import LSPCI, SMI, normal_address
 
 RECOVERY_XID = 154  # its text says what has to be done
 FALLEN_XID = 79
@@ -183,4 +183,4 @@ def _look(facts: NodeFacts) -> NodeFacts | Finding | None:
     return next((finding for finding in told if finding.severity is Verdict.FAIL), None)
 
 
-GROUP = CheckGroup("gpu", (check_xid, check_sxid), look=_look, questions=(KERNEL_LOG,))
+GROUP = CheckGroup("gpu", (check_xid, check_sxid), look=_look, questions=(LSPCI, SMI, KERNEL_LOG))

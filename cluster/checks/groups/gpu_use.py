@@ -14,7 +14,7 @@ from cluster.checks.group import CheckGroup, known
 from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import SMI, Gpu, GpuProcess, SmiTrouble, read_smi
+from cluster.survey.nvidia_smi import LSPCI, SMI, Gpu, GpuProcess, SmiTrouble, read_smi
 from cluster.survey.section import Question, Section, SectionState, UnreadableError
 from engine.config.cluster import ContainerConfig
 from engine.config.errors import ConfigError
@@ -267,18 +267,18 @@ def check_cuda_smoke(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 # Three: what takes seconds is not asked where nobody wants to know it.
-GROUP = CheckGroup("gpu", (check_busy, check_cuda_smoke), look=look_at_gpus, questions=(AGAIN,))
+GROUP = CheckGroup("gpu", (check_busy, check_cuda_smoke), look=look_at_gpus, questions=(LSPCI, SMI, AGAIN))
 DCGM_MONITOR = CheckGroup(
     "gpu",
     (check_dcgm_health,),
     look=look_at_gpus,
-    questions=(DCGM_HEALTH,),
+    questions=(LSPCI, SMI, DCGM_HEALTH),
     traits=lambda facts: {DCGM_HEALTH.name: _told(facts, DCGM_HEALTH, _watching)},
 )
 DCGM_DIAGNOSTIC = CheckGroup(
     "gpu",
     (check_dcgm_diag,),
     look=look_at_gpus,
-    questions=(DCGM_DIAG,),
+    questions=(LSPCI, SMI, DCGM_DIAG),
     traits=lambda facts: {DCGM_DIAG.name: _told(facts, DCGM_DIAG, _version)},
 )

@@ -10,8 +10,9 @@ from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup
 from cluster.checks.groups.ib import FabricView, look_at_adapters
 from cluster.remote_text import one_line
-from cluster.survey.adapters import GPUDIRECT, GpuDirect, HcaPort, known_lines, port_name
+from cluster.survey.adapters import GPUDIRECT, PORTS, GpuDirect, HcaPort, known_lines, port_name
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
+from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import Question, Section, UnreadableError
 
 _COUNTER = re.compile(r"[0-9]{1,20}")
@@ -245,5 +246,5 @@ GROUP = CheckGroup(
     "ib",
     (check_counters, check_flaps, check_health, check_gpudirect),
     look=look_at_adapters,
-    questions=(COUNTERS, GPUDIRECT, KERNEL_LOG),
+    questions=(PORTS, LSPCI, COUNTERS, GPUDIRECT, KERNEL_LOG),
 )

@@ -95,7 +95,7 @@ def test_nodes_are_asked_only_about_groups_that_matter() -> None:
     assert asked(["ssh"], []) == asked(["ssh.reach"], []) == ()
     assert asked([], ["gpu", "host.disk"]) == ("ib", "net", "host")
     (group,) = CheckOptions(read_selection(["gpu.dcgm_diag"])).groups
-    assert [question.name for question in group.questions] == ["gpu.dcgm_diag"]
+    assert [question.name for question in group.questions] == ["gpu.lspci", "gpu.smi", "gpu.dcgm_diag"]
 
 
 def test_a_check_that_is_asked_for_and_gives_nothing_is_unknown() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig
 
@@ -121,6 +122,17 @@ def test_every_check_rests_on_a_section_of_the_tables(name: str) -> None:
     one = node(name)
     assert set(one.rests_on) <= set(one.probe.sections)
     assert one.ok(one.probe) <= set[str]().union(*one.rests_on.values())
+
+
+@pytest.mark.parametrize("name", ["docker", "bare", "fabric", "h100x8", "a100x8"])
+def test_a_group_alone_is_asked_all_that_it_rests_on(name: str) -> None:
+    one = node(name)
+    whole = NodeFacts(one.probe, one.config)
+    for group in (group for groups in one.groups for group in groups.all):
+        asked = {question.name: one.probe.section(question.name) for question in group.questions}
+        alone = NodeFacts(replace(one.probe, sections=asked), one.config)
+        assert (group.check(alone), group.told(alone)) == (group.check(whole), group.told(whole)), group.checks
+        assert group.compare({"n1": alone}) == group.compare({"n1": whole})
 
 
 def in_state(state: SectionState) -> Callable[[Section], Section]:
