@@ -68,7 +68,7 @@ class Timeline:
     intervals: tuple[Interval, ...]
     finish_s: Mapping[int, float]
     compute_s: Mapping[int, float]  # tiles and local operations
-    waited_s: Mapping[int, float]  # standing at a wait: transfers that nothing hides, and ranks that are late
+    waited_s: Mapping[int, float]  # at a wait: transfers that nothing hides, ranks that are late; and lost to messages
 
     @property
     def total_s(self) -> float:
@@ -163,7 +163,9 @@ class _Replay:
         for rank, transfer in posted if machine.message_compute_share else ():
             if transfer.op == "send":
                 start, size = self.clock[rank], self.bytes[rank].of(transfer.view)
-                self.clock[rank] += machine.message_compute_share * size / machine.intra_bytes_per_s
+                lost_s = machine.message_compute_share * size / machine.intra_bytes_per_s
+                self.clock[rank] += lost_s
+                self.waited[rank] += lost_s
                 interval = Interval(rank, COMPUTE_LANE, "copy", start, self.clock[rank], f"{size} B", step)
                 self.intervals.append(interval)
 
