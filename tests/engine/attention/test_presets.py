@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config.settings import (
+    AttentionConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    PresetName,
+    RunConfig,
+    TrainConfig,
+)
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.resolve import INDIFFERENCE, resolve_attention
@@ -98,10 +106,17 @@ def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
             assert burst_tiles == ring_tiles
 
 
-@pytest.mark.parametrize(("preset", "nodes", "most"), [("burst", 1, 0), ("ring", 2, 0), ("burst", 2, 2)])
-def test_local_tiles_are_deferred_only_for_gradients_of_other_nodes(preset: str, nodes: int, most: int) -> None:
-    config = RunConfig(model=GQA, attention=AttentionConfig(preset=preset), train=TrainConfig(seq_len=1 << 13))  # type: ignore[arg-type]
-    assert resolve_attention(config, Topology(nodes, 4), SLOW_RAILS).deferred_local_tiles == most
+@pytest.mark.parametrize(
+    ("preset", "topology", "deferred"),
+    [("burst", Topology(1, 8), 0), ("ring", Topology(2, 4), 0), ("burst", Topology(2, 4), 2)],
+    ids=str,
+)
+def test_local_tiles_are_deferred_only_for_gradients_of_other_nodes(
+    preset: PresetName, topology: Topology, deferred: int
+) -> None:
+    small = ModelConfig(num_heads=8, num_kv_heads=2, head_dim=64)  # a tile hides less than a hop takes
+    config = RunConfig(model=small, attention=AttentionConfig(preset=preset), train=TrainConfig(seq_len=4096))
+    assert resolve_attention(config, topology, SLOW_RAILS).deferred_local_tiles == deferred
 
 
 def test_every_field_can_be_overridden() -> None:
