@@ -140,7 +140,7 @@ class MachineCell:
         """A model of this width, its heads as wide as those that are measured."""
         heads = max(1, hidden_size // self.shape.head_dim)
         return ModelConfig(
-            vocab_size=2048,
+            vocab_size=256,  # whose messages take no time
             hidden_size=hidden_size,
             ffn_hidden_size=8 * hidden_size // 3,
             num_layers=layers,
