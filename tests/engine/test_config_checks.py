@@ -1,4 +1,4 @@
-"""Rules between settings: each one breaks, all at once, and the legal neighbour passes."""
+"""Rules of settings: each one breaks, all at once, and the legal neighbour passes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.sections import changed
 
-from engine.config.cluster import ContainerConfig, SshConfig
 from engine.config.errors import ConfigError
+from engine.config.machines import runs_elsewhere
 from engine.config.rules import check_config, config_problems
-from engine.config.settings import CheckpointConfig, GuardConfig, RopeScalingConfig, RunConfig
+from engine.config.settings import RunConfig
 
 
 def config(**changes: dict[str, Any]) -> RunConfig:
-    """The defaults with some fields of some sections changed."""
-    sections = {name: replace(getattr(RunConfig(), name), **fields) for name, fields in changes.items()}
-    return replace(RunConfig(), **sections)
+    """The defaults with some settings changed."""
+    return changed(RunConfig(), **changes)
 
 
 RANKS4 = {"ranks_per_node": 4}
 
 NOT_CLIPPED = {"max_grad_norm": None}
+SHARDS = {"format": "shards", "paths": ("/",)}
+CHATS = {"format": "jsonl", "paths": (__file__,), "messages_field": "messages", "chat_template": "chatml"}
 
 BROKEN = {
     "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto": {
@@ -41,7 +43,7 @@ BROKEN = {
     "memory.optimizer_in_backward=true has updated the weights before a step can be judged": {
         "memory": {"optimizer_in_backward": True},
         "optimizer": NOT_CLIPPED,
-        "train": {"guard": GuardConfig(spike_deviations=8.0)},
+        "train": {"guard": {"spike_deviations": 8.0}},
     },
     "memory.optimizer_in_backward=true saves nothing here": {
         "memory": {"optimizer_in_backward": True},
@@ -52,7 +54,7 @@ BROKEN = {
         "model": {"require_init_from": True}
     },
     "train.guard: rewind goes back to a checkpoint, but none is saved": {
-        "train": {"guard": GuardConfig(on_nonfinite="rewind"), "checkpoint": CheckpointConfig(at_end=True)}
+        "train": {"guard": {"on_nonfinite": "rewind"}, "checkpoint": {"at_end": True}}
     },
     "model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4": {"model": {"num_kv_heads": 3}},
     "model.num_kv_heads: got 8": {"model": {"num_kv_heads": 8}},
@@ -60,15 +62,13 @@ BROKEN = {
     "model.hidden_size: got 0, expected 1 or more": {"model": {"hidden_size": 0}},
     "model.num_layers: got -1, expected 1 or more layers": {"model": {"num_layers": -1}},
     "model.rope_theta: got inf, expected more than 0": {"model": {"rope_theta": float("inf")}},
-    "model.rope_scaling.original_seq_len: kind=yarn needs the length": {
-        "model": {"rope_scaling": RopeScalingConfig("yarn")}
-    },
-    "model.rope_scaling.factor: got 2.0, but kind=none": {"model": {"rope_scaling": RopeScalingConfig(factor=2.0)}},
+    "model.rope_scaling.original_seq_len: kind=yarn needs the length": {"model": {"rope_scaling": {"kind": "yarn"}}},
+    "model.rope_scaling.factor: got 2.0, but kind=none": {"model": {"rope_scaling": {"factor": 2.0}}},
     "model.rope_scaling.low_freq_factor: got 4.0": {
-        "model": {"rope_scaling": RopeScalingConfig("llama3", original_seq_len=8, low_freq_factor=4.0)}
+        "model": {"rope_scaling": {"kind": "llama3", "original_seq_len": 8, "low_freq_factor": 4.0}}
     },
     "model.rope_scaling.beta_slow: got 32.0": {
-        "model": {"rope_scaling": RopeScalingConfig("yarn", original_seq_len=8, beta_slow=32.0)}
+        "model": {"rope_scaling": {"kind": "yarn", "original_seq_len": 8, "beta_slow": 32.0}}
     },
     "model.vocab_size: got 255, but data.tokenizer=bytes gives 256": {"model": {"vocab_size": 255}},
     "model.vocab_size: got 256, but data.tokenizer=bpe gives 4096": {"data": {"tokenizer": "bpe"}},
@@ -100,10 +100,95 @@ BROKEN = {
     "data.paths: no such file or folder: '/no/such/*.txt'": {"data": {"format": "text", "paths": ("/no/such/*.txt",)}},
     "data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or": {"data": {"tokenizer": "/no/tokenizer.json"}},
     "data.prepared_dir: ": {"data": {"prepared_dir": __file__}},
-    "cluster.container.runtime=docker needs an image: ": {"cluster": {"container": ContainerConfig(runtime="docker")}},
+    "data.paths has 2 entries; data.format=shards takes one": {"data": {"format": "shards", "paths": ("/", "/tmp")}},
+    "data.bos=on: data.tokenizer=bytes has no token that begins a document": {"data": {"bos": "on"}},
+    "data.bos=off: data.format=shards takes tokens as they are": {"data": {**SHARDS, "bos": "off"}},
+    "data.bos=on: conversations begin as the chat template has it": {
+        "data": {**CHATS, "bos": "on", "tokenizer": __file__}
+    },
+    "data.prompt_field names a key of JSON lines, but": {"data": {"prompt_field": "ask"}},
+    "data.messages_field names a key of JSON lines, but data.format=text": {"data": {**CHATS, "format": "text"}},
+    "data.messages_field=messages and data.prompt_field=ask": {"data": {**CHATS, "prompt_field": "ask"}},
+    "data.chat_template: data.tokenizer=bytes has no chat template beside it": {
+        "data": {**CHATS, "chat_template": None}
+    },
+    "data.chat_template: got 'no.jinja', expected null, chatml or the path": {
+        "data": {**CHATS, "chat_template": "no.jinja"}
+    },
+    "data.chat_template=chatml renders conversations, but data.messages_field is null": {
+        "data": {**CHATS, "messages_field": None}
+    },
+    "data.mix_weights: got [], expected one positive number for data.paths and one for each of the 1": {
+        "data": {"mix_paths": ("/tmp",)}
+    },
+    "data.mix_weights: got [1.0], expected one positive": {"data": {"mix_weights": (1.0,)}},
+    "data.mix_weights: got [1.0, -1.0]": {"data": {"mix_paths": ("/tmp",), "mix_weights": (1.0, -1.0)}},
+    "data.mix_weights: got [1.0, 0.0]": {"data": {"mix_paths": ("/tmp",), "mix_weights": (1.0, 0.0)}},
+    "data.mix_paths: no such folder: '/no/such'": {"data": {"mix_paths": ("/no/such",), "mix_weights": (1.0, 1.0)}},
+    "data.length_buckets: got [4, 4], expected lengths": {
+        "data": {"length_buckets": (4, 4), "length_weights": (0.2, 0.2, 0.6)}
+    },
+    "data.length_buckets: got [1], expected lengths": {"data": {"length_buckets": (1,), "length_weights": (0.5, 0.5)}},
+    "data.length_weights: got 1 numbers, expected 2: one more than the 1": {
+        "data": {"length_buckets": (4,), "length_weights": (1.0,)}
+    },
+    "data.length_weights: got 0 numbers, expected 2": {"data": {"length_buckets": (4,)}},
+    "data.length_weights: got 1 numbers, expected 0": {"data": {"length_weights": (1.0,)}},
+    "data.length_weights: got [0.5, 0.6], expected shares of 0 or more that add up to 1": {
+        "data": {"length_buckets": (4,), "length_weights": (0.5, 0.6)}
+    },
+    "data.length_weights: got [-0.5, 1.5]": {"data": {"length_buckets": (4,), "length_weights": (-0.5, 1.5)}},
+    "data.length_weights: got [nan, 1.0]": {"data": {"length_buckets": (4,), "length_weights": (float("nan"), 1.0)}},
+    "attention.documents=true hides what data.echo_tokens repeats": {
+        "data": {"echo_tokens": 8},
+        "attention": {"documents": True},
+    },
+    "data.length_buckets needs whole documents, and data.echo_tokens cuts them": {
+        "data": {"echo_tokens": 8, "length_buckets": (4,), "length_weights": (0.5, 0.5)}
+    },
+    "cluster.container.runtime=docker needs an image: ": {"cluster": {"container": {"runtime": "docker"}}},
     "cluster.shared_folder: got 'rel', expected an absolute path": {"cluster": {"shared_folder": "rel"}},
-    "cluster.ssh.jump: got '-x', expected a name": {"cluster": {"ssh": SshConfig(jump="-x")}},
-    "cluster.ssh.port: got 70000, expected 1 or more, at most 65535": {"cluster": {"ssh": SshConfig(port=70000)}},
+    "cluster.ssh.jump: got '-x', expected a name": {"cluster": {"ssh": {"jump": "-x"}}},
+    "cluster.ssh.port: got 70000, expected 1 or more, at most 65535": {"cluster": {"ssh": {"port": 70000}}},
+    "cluster.launcher=local starts ranks on this machine, but cluster.nodes=n[1-4]": {
+        "cluster": {"launcher": "local", "nodes": "n[1-4]"}
+    },
+    "cluster.launcher=local starts ranks on this machine, but cluster.num_nodes=2": {
+        "cluster": {"launcher": "local", "num_nodes": 2}
+    },
+    "cluster.python: got 'python3', expected an absolute path or one in the home folder": {
+        "cluster": {"python": "python3"}
+    },
+    "cluster.node_folder: got 'burst', expected an absolute path or one in the home": {
+        "cluster": {"node_folder": "burst"}
+    },
+    "cluster.node_folder: got '~/../x', expected a path without `..`": {"cluster": {"node_folder": "~/../x"}},
+    "cluster.node_folder: got '/a:b', expected a path without": {"cluster": {"node_folder": "/a:b"}},
+    "cluster.environment[0]: 'A' is not NAME=VALUE in one line": {"cluster": {"environment": ("A",)}},
+    "cluster.environment[0]: '1A' is not NAME=VALUE in one line": {"cluster": {"environment": ("1A=b",)}},
+    "cluster.environment[0]: 'A' is not NAME=VALUE in one line, with a name": {"cluster": {"environment": ("A=b\nc",)}},
+    "cluster.environment[1]: A is set twice": {"cluster": {"environment": ("A=1", "A=2")}},
+    "cluster.environment[0]: BURST_NODE is set by burst for every rank": {
+        "cluster": {"environment": ("BURST_NODE=x",)}
+    },
+    "cluster.environment[0]: MASTER_PORT is set by torchrun": {"cluster": {"environment": ("MASTER_PORT=1",)}},
+    "cluster.slurm.time_limit: got 'soon', expected [DAYS-]HH:MM:SS": {"cluster": {"slurm": {"time_limit": "soon"}}},
+    "cluster.slurm.options[0]: got '-p main', expected --NAME=VALUE": {"cluster": {"slurm": {"options": ("-p main",)}}},
+    "cluster.container.image: got '-v /:/x', expected NAME:TAG": {"cluster": {"container": {"image": "-v /:/x"}}},
+    'cluster.container.command: got "\'docker", expected a command line': {
+        "cluster": {"container": {"command": "'docker"}}
+    },
+    "cluster.container.command: got '  ', expected a command line": {"cluster": {"container": {"command": "  "}}},
+    "cluster.container.run_options: got 'all' first, expected options": {
+        "cluster": {"container": {"run_options": ("all",)}}
+    },
+    "cluster.container.mounts[0]: got 'data', expected an absolute path": {
+        "cluster": {"container": {"mounts": ("data",)}}
+    },
+    "cluster.container.mounts[0]: got '/a:/b', expected an absolute path": {
+        "cluster": {"container": {"mounts": ("/a:/b",)}}
+    },
+    "cluster.ssh.user: got '-x', expected a name without dash in front": {"cluster": {"ssh": {"user": "-x"}}},
     "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},
     "cluster.topology_nodes: 3 nodes cannot share 4 ranks": {
         "cluster": {**RANKS4, "topology_nodes": 3},
@@ -150,14 +235,35 @@ LEGAL = [
     {"memory": {"optimizer_in_backward": True}, "optimizer": NOT_CLIPPED},
     {"model": {"num_kv_heads": 1}},
     {"model": {"vocab_size": 4096}, "data": {"tokenizer": "bpe"}},
-    {"model": {"vocab_size": 2}, "data": {"format": "shards", "paths": ("/",)}},  # the shards name their own vocabulary
-    {"model": {"require_init_from": True}, "train": {"checkpoint": CheckpointConfig(resume_from="/run")}},
+    {"model": {"vocab_size": 2}, "data": SHARDS},  # the shards name their own vocabulary
+    {"model": {"require_init_from": True}, "train": {"checkpoint": {"resume_from": "/run"}}},
     {"optimizer": {"warmup_steps": 100}},
     {"optimizer": {"schedule": "wsd", "warmup_steps": 50, "decay_steps": 50}},
     {"optimizer": {"max_grad_norm": None, "beta1": 0.0, "weight_decay": 0.0}},
     {"train": {"profile": "100:101"}},
     {"data": {"format": "text", "paths": (__file__, "/tm*")}},
     {"data": {"tokenizer": __file__}},
+    {"data": CHATS},
+    {
+        "cluster": {
+            "nodes": "n[1-4]",
+            "python": "~/venv/bin/python",
+            "node_folder": "/scratch/me",
+            "environment": ("A=b=c", "B="),
+        }
+    },
+    {"cluster": {"launcher": "slurm", "slurm": {"time_limit": "2-00:00:00", "options": ("--reservation=x",)}}},
+    {
+        "cluster": {
+            "container": {
+                "image": "registry.local:5000/a/b@sha256:00",
+                "command": "sudo -n docker",
+                "mounts": ("/a:rw",),
+                "run_options": ("--gpus", "all"),
+            }
+        }
+    },
+    {"cluster": {"container": {"run_options": ()}}},
     {"parallel": {"dp_shard_size": 4}, "cluster": RANKS4},
     {"parallel": {"tp_size": 2, "dp_shard_size": 2}, "cluster": RANKS4},
     {"parallel": {"dp_shard_size": 2, "dp_replicate_size": 2, "cp_size": 1}, "cluster": RANKS4},
@@ -187,6 +293,23 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
 @pytest.mark.parametrize("changes", LEGAL, ids=str)
 def test_a_legal_configuration_passes(changes: dict[str, dict[str, Any]]) -> None:
     check_config(config(**changes))
+
+
+def test_a_secret_that_came_into_a_name_is_not_told() -> None:
+    (problem,) = config_problems(config(cluster={"environment": ("TOKEN=canary-7f3a\n",)}))
+    assert "canary" not in problem.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_looked_for"),
+    [({}, True), ({"launcher": "slurm", "num_nodes": 2}, True), ({"nodes": "n1"}, False), ({"launcher": "ssh"}, False)],
+)
+def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(
+    cluster: dict[str, Any], is_looked_for: bool
+) -> None:
+    found = config(cluster=cluster, data={"format": "text", "paths": ("/none/corpus.txt",)})
+    assert any("no such file" in problem.text for problem in config_problems(found)) == is_looked_for
+    assert runs_elsewhere(found.cluster) != is_looked_for
 
 
 def test_all_broken_rules_are_told_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh
 from engine.training.train_step import TrainStep
+from testkit.sections import changed
 
 TINY_MODEL = ModelConfig(
     name="test",
@@ -60,11 +61,7 @@ PRESETS: dict[str, AttentionConfig] = {
 
 def tiny_config(**changes: Any) -> RunConfig:
     """TINY with fields replaced: a dataclass replaces the whole section, a dict only its keys."""
-    sections = {
-        name: replace(getattr(TINY, name), **value) if isinstance(value, dict) else value
-        for name, value in changes.items()
-    }
-    return replace(TINY, **sections)
+    return changed(TINY, **changes)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
 from rich.console import Console, Group
+from testkit.sections import changed
 
 from burst_cli.compose import compose
 from burst_cli.plan.candidates import MemoryReport, report_memory
@@ -29,14 +29,7 @@ MODEL = ModelConfig(
 
 
 def config(**memory: Any) -> RunConfig:
-    base = RunConfig()
-    return replace(
-        base,
-        model=MODEL,
-        attention=replace(base.attention, preset="burst"),
-        memory=replace(base.memory, **memory),
-        train=replace(base.train, seq_len=2**18),
-    )
+    return changed(RunConfig(), model=MODEL, attention={"preset": "burst"}, memory=memory, train={"seq_len": 2**18})
 
 
 def capacity(gib: float) -> Capacity:

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
-from engine.config.rules import config_problems
 from engine.config.settings import DataConfig, RunConfig
 from engine.data import PreparedData, TokenShards, open_prepared, open_training_data, prepare
 from engine.data.needles import NeedleTasks, needle_tasks
@@ -160,22 +159,6 @@ def check_needles(tasks: NeedleTasks) -> None:
             assert (task.tokens[task.position : task.position + sentence.size] == sentence).all()
     assert positions[0] == 1
     assert all(low < high for low, high in pairwise(positions))
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"bos": "on"}, "data.bos=on: data.tokenizer=bytes has no token that begins a document"),
-        ({"bos": "off", "format": "shards"}, "data.bos=off: data.format=shards takes tokens as they are"),
-        (
-            {"bos": "on", "tokenizer": "t.json", "messages_field": "m", "format": "jsonl"},
-            "data.bos=on: conversations begin as the chat template has it",
-        ),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], text: str) -> None:
-    problems = [problem.text for problem in config_problems(RunConfig(data=DataConfig(**settings)))]
-    assert any(text in problem for problem in problems), problems
 
 
 def test_corpora_with_and_without_it_do_not_mix(tmp_path: Path) -> None:

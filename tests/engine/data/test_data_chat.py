@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.errors import DataError
-from engine.config.rules import config_problems
-from engine.config.settings import DataConfig, RunConfig
+from engine.config.settings import DataConfig
 from engine.data import TokenShards, prepare, sequential_batches
 from engine.data.build import learned_tokens
 from engine.data.chat import ChatTemplate, find_template, render_chat
@@ -280,23 +278,6 @@ def test_without_conversations_the_identity_is_as_it_always_was(tmp_path: Path) 
     (tmp_path / "a.txt").write_text("x")
     config = DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))
     assert set(make_identity(config, open_source(config))) == {"version", "config", "files_hash", "tokenizer_hash"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"format": "text"}, "data.messages_field names a key of JSON lines, but data.format=text"),
-        ({"prompt_field": "ask"}, "data.messages_field=messages and data.prompt_field=ask"),
-        ({"chat_template": None}, "data.tokenizer=bytes has no chat template beside it"),
-        ({"chat_template": "no.jinja"}, "data.chat_template: got 'no.jinja', expected null, chatml or the path"),
-        ({"messages_field": None}, "data.chat_template=chatml renders conversations, but data.messages_field is null"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
-    config = config_of(tmp_path, CONVERSATIONS)
-    assert not [problem for problem in config_problems(RunConfig(data=config)) if "data." in problem.text]
-    problems = config_problems(RunConfig(data=replace(config, **settings)))
-    assert any(text in problem.text for problem in problems), problems
 
 
 def test_a_changed_template_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.data import data_rules
-from engine.config.settings import AttentionConfig, DataConfig, RunConfig
+from engine.config.settings import DataConfig
 from engine.data import open_training_data, prepare
 from engine.data.prepare import open_prepared
 from engine.data.shards import EchoedShards, TokenShards
@@ -68,11 +67,3 @@ def test_the_second_half_of_every_sample_repeats_the_first(config: DataConfig) -
     plain = open_prepared(config)
     np.testing.assert_array_equal(echo.main.validation.read(0, 16), plain.validation.read(0, 16))
     assert echo.content_hash != open_training_data(config).content_hash
-
-
-def test_what_needs_documents_is_refused() -> None:
-    data = DataConfig(echo_tokens=8, length_buckets=(4,), length_weights=(0.5, 0.5))
-    texts = list(data_rules(RunConfig(data=data, attention=AttentionConfig(documents=True))))
-    assert len(texts) == 2
-    assert "hides what data.echo_tokens repeats" in texts[0]
-    assert "needs whole documents" in texts[1]

@@ -15,8 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.config.errors import DataError
-from engine.config.rules import config_problems
-from engine.config.settings import DataConfig, RunConfig
+from engine.config.settings import DataConfig
 from engine.data import LengthRule, TokenShards, length_classes, open_training_data, prepare
 from engine.data.manifest import Manifest
 from engine.data.sampler import BLOCK, Sampler, Samples, by_length, classify
@@ -200,21 +199,3 @@ def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: P
     hashes = {open_training_data(config).content_hash for config in configs}
     assert len(hashes | {plain.content_hash}) == 4
     assert {prepare(config).path for config in configs} == {plain.main.path}
-
-
-@pytest.mark.parametrize(
-    ("buckets", "weights", "text"),
-    [
-        ((4, 4), (0.2, 0.2, 0.6), "data.length_buckets: got [4, 4], expected lengths"),
-        ((1,), (0.5, 0.5), "data.length_buckets: got [1], expected lengths"),
-        ((4,), (1.0,), "got 1 numbers, expected 2: one more than the 1 data.length_buckets"),
-        ((4,), (), "got 0 numbers, expected 2"),
-        ((), (1.0,), "got 1 numbers, expected 0"),
-        ((4,), (0.5, 0.6), "expected shares of 0 or more that add up to 1"),
-        ((4,), (-0.5, 1.5), "expected shares of 0 or more that add up to 1"),
-        ((4,), (float("nan"), 1.0), "expected shares of 0 or more that add up to 1"),
-    ],
-)
-def test_mistakes_are_named(buckets: tuple[int, ...], weights: tuple[float, ...], text: str) -> None:
-    problems = config_problems(RunConfig(data=DataConfig(length_buckets=buckets, length_weights=weights)))
-    assert any(text in problem.text for problem in problems), problems

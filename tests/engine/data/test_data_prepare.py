@@ -18,8 +18,7 @@ import pytest
 from data_helpers import write_token_set
 
 from engine.config.errors import DataError
-from engine.config.rules import config_problems
-from engine.config.settings import DataConfig, RunConfig
+from engine.config.settings import DataConfig
 from engine.data import PreparedData, Progress, open_prepared, prepare
 from engine.data.files import exclusive_lock
 from engine.data.prepare import config_facts
@@ -358,8 +357,3 @@ def test_train_and_validation_must_agree(tmp_path: Path) -> None:
 def test_a_missing_shard_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
         open_prepared(shards_config(tmp_path / "nowhere"))
-
-
-def test_several_shard_paths_are_refused() -> None:
-    problems = config_problems(RunConfig(data=DataConfig(format="shards", paths=("a", "b"))))
-    assert any("data.format=shards takes one" in problem.text for problem in problems)

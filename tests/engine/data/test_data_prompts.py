@@ -11,8 +11,7 @@ import pytest
 from data_helpers import packed
 
 from engine.config.errors import DataError
-from engine.config.rules import config_problems
-from engine.config.settings import DataConfig, RunConfig
+from engine.config.settings import DataConfig
 from engine.data import TokenShards, open_token_set, prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
 
@@ -91,8 +90,3 @@ def test_ranges_that_make_no_sense_are_refused(shards: TokenShards, edges: list[
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompt_count": len(edges) // 2}))
     with pytest.raises(DataError, match="expected ranges of prompts that ascend"):
         open_token_set(shards.folder)
-
-
-def test_other_formats_have_no_prompts() -> None:
-    problems = config_problems(RunConfig(data=DataConfig(prompt_field="ask")))
-    assert any("data.prompt_field names a key of JSON lines" in problem.text for problem in problems)

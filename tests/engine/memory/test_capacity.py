@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.sections import changed
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -26,8 +26,7 @@ SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
-    base = RunConfig()
-    return replace(base, **{name: replace(getattr(base, name), **fields) for name, fields in sections.items()})
+    return changed(RunConfig(), **sections)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_the_gpus_of_this_machine_come_first() -> None:
 
 
 def test_a_named_machine_and_an_option_overrule_what_is_there() -> None:
-    named = config(cluster={"machine": replace(RunConfig().cluster.machine, name="a100")})
+    named = config(cluster={"machine": {"name": "a100"}})
     assert capacity_of(named, 8, hardware=SERVER).device_name == "a100"
     assert capacity_of(named, 8, device="h100", hardware=SERVER).device_name == "h100"
 
