@@ -10,7 +10,7 @@ import ipaddress
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,14 +116,12 @@ def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
     commands = list(testbed.state.network.commands())
     for node in testbed.nodes:
         files |= {str(path): text for path, text in node.files("(made by ssh-keygen)\n", passwd).items()}
-        inside = _inside(node)
-        commands += [node.hold_command(), (*inside, *node.sshd_command())]
-        if spec.docker:
-            commands.append((*inside, *node.docker_command()))
+    for part in _parts(spec):
+        commands += [part.command(node) for node in testbed.nodes]
     if testbed.slurm is not None:
         files |= {str(path): text for path, text in testbed.slurm.files().items()}
         commands += testbed.slurm.commands()
-        commands += [(*_inside(node), *testbed.slurm.node_command(node.name)) for node in testbed.nodes]
+        commands += [_inside(node, testbed.slurm.node_command(node.name)) for node in testbed.nodes]
     return TestbedPlan(spec.name, spec.node_names, str(folder.path), str(config_file), tuple(commands), files)
 
 
@@ -171,9 +169,28 @@ def open_testbed(name: str) -> Testbed:
     return Testbed(folder, state)
 
 
-def _inside(node: Node) -> Command:
-    """What goes before a command of a node in a plan: its namespaces are not there yet."""
-    return ("nsenter", f"--target=$(cat {node.folder.holder_pid})", "--net", "--mount", "--uts")
+@dataclass(frozen=True)
+class _Part:
+    """What runs on every node: started on all, then awaited on all. command: what starts it, as a plan shows it."""
+
+    name: str
+    command: Callable[[Node], Command]
+    start: Callable[[Node], None]
+    wait: Callable[[Node], None]
+
+
+def _parts(spec: TestbedSpec) -> Iterator[_Part]:
+    yield _Part("namespaces", Node.hold_command, Node.start_holder, Node.wait_for_holder)
+    yield _Part("sshd", lambda node: _inside(node, node.sshd_command()), Node.start_sshd, Node.wait_for_sshd)
+    if spec.docker:
+        yield _Part(
+            "Docker", lambda node: _inside(node, node.docker_command()), Node.start_docker, Node.wait_for_docker
+        )
+
+
+def _inside(node: Node, command: Command) -> Command:
+    """A command inside a node, as a plan shows it: the node's namespaces are not there yet."""
+    return ("nsenter", f"--target=$(cat {node.folder.holder_pid})", "--net", "--mount", "--uts", *command)
 
 
 def _build(testbed: Testbed, config_file: Path, on_step: OnStep) -> None:
@@ -183,19 +200,13 @@ def _build(testbed: Testbed, config_file: Path, on_step: OnStep) -> None:
         run_command(command, environment={MARK_VARIABLE: spec.name})
     on_step("keys and files")
     _write_files(testbed)
-    on_step("namespaces")
-    for step in (Node.start_holder, Node.wait_for_holder):
-        for node in nodes:
-            step(node)
-    on_step("sshd")
-    for step in (Node.start_sshd, Node.wait_for_sshd):
-        for node in nodes:
-            step(node)
-    if spec.docker:
-        on_step("Docker")
-        for step in (Node.start_docker, Node.wait_for_docker):
+    for part in _parts(spec):
+        on_step(part.name)
+        for step in (part.start, part.wait):
             for node in nodes:
                 step(node)
+    for node in nodes:
+        lay_hardware(node)
     if testbed.slurm is not None:
         on_step("Slurm")
         testbed.slurm.write()
@@ -220,7 +231,6 @@ def _write_files(testbed: Testbed) -> None:
             options = sshd_options(node.folder.ssh / "sshd_config")
             if options:
                 _write_node(node, client_key, passwd, options)
-        lay_hardware(node.folder, hardware_files(spec.hardware, node.name, node.number, ()), spec.interfaces)
     folder.known_hosts.write_text("".join(node.host_key() for node in testbed.nodes))
 
 

@@ -136,9 +136,7 @@ def _fault_mounts(node: Node) -> list[str]:
 
 
 def _hardware(node: Node, faults: Sequence[Fault]) -> None:
-    spec = node.state.spec
-    values = tuple(fault.value or "" for fault in faults if fault.kind == "hardware")
-    lay_hardware(node.folder, hardware_files(spec.hardware, node.name, node.number, values), spec.interfaces)
+    lay_hardware(node, tuple(fault.value or "" for fault in faults if fault.kind == "hardware"))
 
 
 def _docker(node: Node, faults: Sequence[Fault]) -> None:

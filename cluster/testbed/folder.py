@@ -90,7 +90,7 @@ class NodeFolder:
         self.docker = path / "docker"  # everything of its Docker engine
         self.docker_socket = self.docker / "docker.sock"
         self.bin = path / "bin"  # fake tools, first in PATH
-        self.fake = path / "root"  # of the fake /sys, /proc, ...: what BURST_PROBE_ROOT names
+        self.fake = path / "root"  # of the fake /sys, /proc, ...: what BURST_PROBE_ROOT names; in memory, seen inside
         self.holder_pid = path / "holder.pid"  # of the process that holds the node's namespaces
         self.holder_log = path / "holder.log"
         self.sshd_pid, self.sshd_log = self.ssh / "sshd.pid", self.ssh / "sshd.log"

@@ -17,6 +17,9 @@ if [ -d /sys/fs/cgroup ]; then
     mount --rbind "$folder/cgroup" /sys/fs/cgroup
     umount -l "$folder/cgroup"
 fi
+# Hundreds of small files of fake hardware, which a disk would take seconds for.
+mkdir -p "$folder/root"
+mount -t tmpfs -o mode=0755 tmpfs "$folder/root"
 if [ -n "$disk" ]; then mount -t tmpfs -o mode=0711 tmpfs "$disk"; fi
 echo $$ >"$folder/holder.part"
 mv "$folder/holder.part" "$folder/holder.pid"

@@ -80,6 +80,11 @@ class Node:
         kind, key = (self.folder.ssh / "host_key.pub").read_text(encoding="utf-8").split()[:2]
         return f"{self.name} {kind} {key}\n"
 
+    @property
+    def fake(self) -> Path:
+        """The folder of its fake /sys, /proc, ... as it is reached from outside of the node."""
+        return Path(f"/proc/{self.holder()}/root{self.folder.fake}")
+
     def hold_command(self) -> tuple[str, ...]:
         """What starts the process whose mount and UTS namespaces are the node's."""
         disk = str(self.folder.docker / "data") if self.state.spec.docker_in_memory else ""

@@ -10,12 +10,12 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.testbed.folder import NodeFolder
 from cluster.testbed.hardware.devices import NO_HARDWARE, build_hardware
+from cluster.testbed.node import Node
 from cluster.testbed.templates import render
 from engine.config.errors import ConfigError
 
@@ -114,23 +114,24 @@ def pci_folder(path: tuple[str, ...]) -> str:
     return "/".join((f"sys/devices/pci{path[0][:7]}", *path))
 
 
-def lay_hardware(folder: NodeFolder, files: Mapping[str, FakeFile], interfaces: tuple[str, ...]) -> None:
-    """Put `files` into the node's folder in the place of those that are there; `interfaces` are its real links."""
-    new = folder.path / "hardware.new"
-    for path in (new, folder.fake, folder.bin):
-        shutil.rmtree(path, ignore_errors=True)
+def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
+    """Put the files of the node's hardware, with these faults, in the place of those that are there."""
+    spec = node.state.spec
+    files = hardware_files(spec.hardware, node.name, node.number, faults)
+    places = {"root": node.fake, "bin": node.folder.bin}
+    node.folder.bin.mkdir(exist_ok=True)
+    for old in [old for path in places.values() for old in path.iterdir()]:
+        # Not the folders themselves: to remove one from here unmounts what the node has mounted there.
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     for name, file in files.items():
-        file.write(new / name)
-    for name, path in (("root", folder.fake), ("bin", folder.bin)):
-        (new / name).mkdir(parents=True, exist_ok=True)
-        (new / name).rename(path)
-    shutil.rmtree(new)
+        place, _, rest = name.partition("/")
+        file.write(places[place] / rest)
     for place in _PARTLY_FAKE if files else ():
-        if (folder.fake / place).is_dir():
+        if (node.fake / place).is_dir():
             # Numbers are processes: they come and go, and /proc/self must be the reader's.
-            _link(folder.fake, place, [name for name in os.listdir(f"/{place}") if not name.isdigit()])  # noqa: PTH208
+            _link(node.fake, place, [name for name in os.listdir(f"/{place}") if not name.isdigit()])  # noqa: PTH208
     if files:
-        _link(folder.fake, "sys/class/net", ("lo", *interfaces))
+        _link(node.fake, "sys/class/net", ("lo", *spec.interfaces))
 
 
 def _link(root: Path, place: str, names: Iterable[str]) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import stat
-
 import pytest
 
 from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
-from cluster.testbed.folder import NodeFolder
-from cluster.testbed.hardware.files import FakeFile, lay_hardware
 from engine.config.errors import ConfigError
 
 
@@ -45,10 +41,12 @@ def test_hardware_faults_show_on_their_node_and_are_taken_back(testbed):
     one, other = testbed.node_names
     set_fault(testbed, one, "hardware", "gpu_lost:3")
     set_fault(testbed, one, "hardware", "driver:535.104.05")
+    set_fault(testbed, one, "hardware", "no_peermem")
     broken = run(testbed, one, "nvidia-smi -L")
     clear_faults(testbed, one, "hardware", "gpu_lost:3")
 
     assert "Unable to determine the device handle" in broken
+    assert "nvidia_peermem" not in run(testbed, one, "ls $BURST_PROBE_ROOT/sys/module")
     assert "535.104.05" in run(testbed, one, "nvidia-smi --query-gpu=driver_version --format=csv,noheader")
     clear_faults(testbed, one)
     assert "535.104.05" not in run(testbed, one, "nvidia-smi --query-gpu=driver_version --format=csv,noheader")
@@ -69,20 +67,6 @@ def test_a_fault_of_an_adapter_shows(testbed):
 def test_an_unknown_hardware_fault_is_refused(testbed):
     with pytest.raises(ConfigError, match="coffee"):
         set_fault(testbed, testbed.node_names[0], "hardware", "coffee:3")
-
-
-def test_files_are_laid_with_mode_and_links_and_replace_those_before(tmp_path):
-    folder = NodeFolder(tmp_path)
-    lay_hardware(folder, {"bin/old": FakeFile("old"), "root/sys/a": FakeFile("a")}, ())
-    lay_hardware(
-        folder, {"bin/tool": FakeFile("#!/bin/sh\n", 0o755), "root/sys/b": FakeFile(link_to="../c")}, ("eth0",)
-    )
-
-    assert stat.S_IMODE((folder.bin / "tool").stat().st_mode) == 0o755
-    assert (folder.fake / "sys" / "b").readlink().as_posix() == "../c"
-    assert not (folder.bin / "old").exists()
-    assert not (folder.fake / "sys" / "a").exists()
-    assert (folder.fake / "etc").readlink().as_posix() == "/etc"
 
 
 def test_a_node_with_adapters_may_lock_memory(testbed):
