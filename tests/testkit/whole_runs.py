@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engine.config.settings import DataConfig, RunConfig, dump_config
 from engine.runs.folder import RunFolder, create_run
 from engine.training.rank.faults import FindFaults, read_faults
 from engine.training.rank.process import RankStatus, run_rank
 from engine.training.trainer import run_training
+from testkit.ranks import Pools
+from testkit.tiny_training import tiny_config
 
 
 def small_corpus(folder: Path) -> DataConfig:
     """A text in `folder`, which the first run prepares there."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+
+
+def whole_config(data: DataConfig, *, model: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """A few steps on a corpus of bytes; nothing is measured but what `sections` ask for."""
+    train = {"warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12, **sections.pop("train", {})}
+    return tiny_config(data=data, model={"vocab_size": 320, **(model or {})}, train=train, **sections)
 
 
 def create_run_of(config: RunConfig, folder: Path, name: str = "abcdef") -> RunFolder:
@@ -26,6 +35,13 @@ def train_on_rank(path: str, config: RunConfig, find_faults: FindFaults = read_f
     """Exit code of this rank, as engine.train would end."""
     run = RunFolder(Path(path))
     return run_rank(run, lambda status: run_training(config, run, status, find_faults))
+
+
+def trained(ranks: Pools, size: int, config: RunConfig, folder: Path, name: str = "abcdef") -> RunFolder:
+    """The folder of a run that so many ranks have ended well."""
+    run = create_run_of(config, folder, name)
+    assert ranks(size).run(train_on_rank, str(run.path), config) == [0] * size, run.rank_errors()
+    return run
 
 
 def train_until_error(path: str, config: RunConfig, find_faults: FindFaults = read_faults) -> str:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from testkit.ranks import Pools
 from testkit.tiny_training import full_weights, start_run
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.whole_runs import small_corpus, trained
 
 from burst_cli.compose import compose
 from engine.config.settings import RunConfig
@@ -41,8 +41,7 @@ def first_weights(config: RunConfig) -> dict[str, np.ndarray]:
 def test_the_second_half_begins_with_the_exported_weights_of_the_first(burst, ranks: Pools, tmp_path: Path) -> None:
     first = config_of("exp=toy_1k", "train.seq_len=64", "data.echo_tokens=32")
     first = replace(first, data=replace(small_corpus(tmp_path), validation_fraction=0.2))
-    run = create_run_of(first, tmp_path / "runs")
-    assert ranks(1).run(train_on_rank, str(run.path), first) == [0]
+    run = trained(ranks, 1, first, tmp_path / "runs")
     result = burst("checkpoint", "export", str(run.path), str(tmp_path / "toy_1k_model"), "--dtype", "float32")
     assert result.code == 0, result.err
     second = config_of("exp=toy_8k", f"model.init_from={tmp_path / 'toy_1k_model'}")

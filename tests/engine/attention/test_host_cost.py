@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from attention_oracle import random_inputs
+from testkit.operations import Operations
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
@@ -64,18 +64,6 @@ class IdleStreams:
         return []
 
 
-class Operations(TorchDispatchMode):
-    """Counts operators of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def python_calls(run: Callable[[], object]) -> int:
     """Calls of Python functions in `run`."""
     count = 0
@@ -123,6 +111,7 @@ def test_a_tile_costs_the_host_few_calls_and_operators(
     assert tiles == RANKS
     run[direction]()  # what the first run makes
     assert python_calls(run[direction]) / tiles <= most_calls
-    with Operations() as operations:
+    operations: list[str] = []
+    with Operations(lambda function, *_: operations.append(str(function))):
         run[direction]()
-    assert operations.count / tiles <= most_operations
+    assert len(operations) / tiles <= most_operations

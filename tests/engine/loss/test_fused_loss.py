@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.operations import Operations
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
@@ -114,25 +114,14 @@ def test_no_counted_row_gives_zero_loss_and_zero_gradients(rows: int) -> None:
     assert not dweight.any()
 
 
-class MatmulCounter(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return func(*args, **(kwargs or {}))
-
-
 def count_matmuls(hidden: Tensor, weight: Tensor, labels: Tensor) -> int:
     """Matmuls of forward and, if there is one, backward, over three chunks."""
-    with MatmulCounter() as counter:
+    done: list[Any] = []
+    with Operations(lambda func, *_: done.append(func.overloadpacket)):
         loss = linear_cross_entropy(hidden, weight, labels, options=LossOptions(chunk_tokens=4))
         if loss.requires_grad:
             loss.backward()
-    return counter.count
+    return sum(map(done.count, (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)))
 
 
 def test_three_matmuls_per_chunk_in_training_and_one_in_evaluation() -> None:

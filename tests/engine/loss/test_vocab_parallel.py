@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from testkit.operations import Operations
 from testkit.ranks import Pools
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.data.sampler import IGNORE_INDEX
 from engine.loss.options import LossOptions
@@ -117,26 +117,24 @@ def test_bfloat16_errors_are_those_of_one_rank(ranks: Pools) -> None:
         assert relative_error(found, reference) <= 1.5 * relative_error(alone, reference) + 1e-6
 
 
-class OpRecorder(TorchDispatchMode):
+class Recorder:
     """Counts collectives and remembers the largest tensor that any operation made."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.collectives: list[str] = []
         self.largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Any, out: Any) -> None:
         if func.namespace == "c10d":
             self.collectives.append(str(func.overloadpacket))
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.numel())
-        return out
 
 
 def recorded_loss(options: LossOptions) -> tuple[list[str], int]:
-    with OpRecorder() as recorder:
+    recorder = Recorder()
+    with Operations(recorder.see):
         my_loss(options, torch.float64)
     return recorder.collectives, recorder.largest
 
@@ -154,7 +152,8 @@ def evaluated(options: LossOptions) -> tuple[Tensor, int]:
     hidden, weight, labels = (part.chunk(ranks)[rank] for part in make_inputs(torch.float64))
     assert dist.group.WORLD is not None
     vocabulary = VocabularySlice(dist.group.WORLD, weight.shape[0])
-    with OpRecorder() as recorder, torch.no_grad():
+    recorder = Recorder()
+    with Operations(recorder.see), torch.no_grad():
         loss = vocabulary_parallel_cross_entropy(
             hidden, weight.requires_grad_(), labels, options=options, vocabulary=vocabulary
         )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.operations import Operations
 from testkit.ranks import Pools
 from testkit.tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from engine.attention.library import ContextParallel
@@ -101,26 +101,19 @@ def test_what_is_kept_is_what_the_table_says(ranks: Pools, preset: str, names: l
         assert max(ranks(4).run(kept_bytes, config)) == expected, name
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, (tuple, list)) else [result]
-        self.elements = max([self.elements, *(x.numel() for x in made if isinstance(x, Tensor))])
-        return result
-
-
 def largest_tensor(config: RunConfig) -> int:
+    """The most elements of any tensor that an operation makes."""
+    elements: list[int] = []
+
+    def see(func: Any, args: Any, result: Any) -> None:
+        made = result if isinstance(result, (tuple, list)) else [result]
+        elements.extend(x.numel() for x in made if isinstance(x, Tensor))
+
     run = start_run(config)
     batches = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), run.mesh)
-    with LargestTensor() as largest:
+    with Operations(see):
         run.train_step(0, batches)
-    return largest.elements
+    return max(elements)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attn_out", "seq_fraction", "attn_out_every"])
@@ -134,28 +127,23 @@ def test_with_tiles_nothing_has_as_many_elements_as_rows_times_ffn_or_vocabulary
     assert untiled >= whole
 
 
-class CountedFlops(TorchDispatchMode):
-    """What torch's counter counts; the counter itself follows modules by hooks, which ask for a graph everywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 def matmul_flops(config: RunConfig) -> int:
-    """FLOPs that torch counts in one forward and backward pass; the reference kernel's tiles included."""
+    """FLOPs that torch counts in one forward and backward pass; the reference kernel's tiles included.
+
+    Its own counter follows modules by hooks, which ask for a graph everywhere.
+    """
+    counted: list[int] = []
+
+    def see(func: Any, args: Any, result: Any) -> None:
+        if func._overloadpacket in flop_registry:
+            counted.append(flop_registry[func._overloadpacket](*args, out_val=result))
+
     run = start_run(replace(config, attention=replace(config.attention, kernel="reference")))
     (batch,) = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), run.mesh)
     local = rank_batch(batch, run.model, run.attention, run.mesh)
-    with CountedFlops() as counted:
+    with Operations(see):
         sequence_loss(run.model, local.rows, local.attention).backward()
-    return counted.total
+    return sum(counted)
 
 
 @pytest.mark.parametrize("name", ["attn_out", "every 2"])

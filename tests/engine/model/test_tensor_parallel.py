@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from testkit.operations import Operations
 from testkit.ranks import Pools
 from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, tiny_config
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config.settings import RunConfig
 from engine.data import Batch
@@ -53,23 +53,14 @@ class Sent:
     sent_bytes: float = 0.0
     all_reduces: int = 0
 
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of `ranks` ranks, each of which sends its part to all others."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.sent = Sent()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Any, args: Any, _: Any) -> None:
+        """Counts a collective of four ranks, each of which sends its part to all others."""
         name = str(func.overloadpacket)
-        self.sent.all_reduces += "all_reduce" in name or "allreduce" in name
+        self.all_reduces += "all_reduce" in name or "allreduce" in name
         whole_tensor = {"c10d._allgather_base_": 0, "c10d._reduce_scatter_base_": 1}.get(name)
         if whole_tensor is not None:
-            self.sent.calls += 1
-            self.sent.sent_bytes += args[whole_tensor].nbytes * (self.ranks - 1) / self.ranks
-        return func(*args, **(kwargs or {}))
+            self.calls += 1
+            self.sent_bytes += args[whole_tensor].nbytes * 3 / 4
 
 
 def messages_of_the_layers(policy: str, dtype: str) -> list[Sent]:
@@ -79,12 +70,13 @@ def messages_of_the_layers(policy: str, dtype: str) -> list[Sent]:
     local = local_rows(run, own_batch(run, sequences=1))
     hidden = run.model.embedding(local.tokens).detach().requires_grad_()
     cos, sin = rope_table(local.positions, run.model.config.head_dim, run.model.config.rope_theta)
-    with CollectiveCounter(run.mesh.tp_size) as forward:
+    forward, backward = Sent(), Sent()
+    with Operations(forward.see):
         for layer in run.model.layers:
             hidden = layer(hidden, cos, sin, run.attention)
-    with CollectiveCounter(run.mesh.tp_size) as backward:
+    with Operations(backward.see):
         hidden.sum().backward()
-    return [forward.sent, backward.sent]
+    return [forward, backward]
 
 
 @pytest.mark.parametrize(

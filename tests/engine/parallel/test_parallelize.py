@@ -6,14 +6,13 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from testkit.operations import Operations
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY, TINY_MODEL, own_part, random_batches, start_run, tiny_config, train_losses
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config.errors import ConfigError
 from engine.config.settings import LossConfig
@@ -98,23 +97,14 @@ def test_compiling_on_a_cpu_keeps_out_of_the_folder_that_a_killed_run_may_have_s
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-class Reductions(TorchDispatchMode):
-    """Counts the collectives that sum and divide gradients."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "reduce_scatter" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def reductions(micro_steps: int) -> int:
-    """How many of them one step of so many micro-steps takes."""
+    """How many collectives that sum and divide gradients one step of so many micro-steps takes."""
+    done: list[str] = []
     run = start_run(tiny_config(parallel={"dp_shard_size": 2}))
     batch = random_batches(0, sequences=2 * micro_steps)
-    with Reductions() as reductions:
+    with Operations(lambda func, *_: done.append(str(func))):
         run.train_step(0, own_part(batch, run.mesh, micro_steps=micro_steps))
-    return reductions.count
+    return sum("reduce_scatter" in name for name in done)
 
 
 def test_gradients_are_reduced_after_every_micro_step(ranks: Pools) -> None:

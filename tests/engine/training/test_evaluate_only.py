@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+from testkit.whole_runs import create_run_of, small_corpus, train_until_error, trained, whole_config
 
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
 from engine.runs.folder import RunFolder
@@ -29,21 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> RunConfig:
     """Three steps on two ranks with a checkpoint at the end, and needles at two depths."""
-    train = {"seq_len": 120, "steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, "peak_flops_per_device": 1e12}
+    train = {"seq_len": 120, "steps": 3, "eval_samples": 2, "checkpoint": CheckpointConfig(every_steps=3)}
     needles = {"eval_needle_depths": 2, "eval_needle_samples": 2, "eval_position_buckets": 3}
-    return tiny_config(
-        train={**train, **needles, "checkpoint": CheckpointConfig(every_steps=3)},
-        model={"vocab_size": 320},
-        attention={"preset": "burst"},
-        data=replace(small_corpus(folder), validation_fraction=0.2),
-    )
+    corpus = replace(small_corpus(folder), validation_fraction=0.2)
+    return whole_config(corpus, train={**train, **needles}, attention={"preset": "burst"})
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, config: RunConfig, ranks: Pools) -> RunFolder:
-    run = create_run_of(config, folder / "runs", "aaaaaa")
-    assert ranks(2).run(train_on_rank, str(run.path), config) == [0, 0]
-    return run
+def source(folder: Path, config: RunConfig, ranks: Pools) -> RunFolder:
+    return trained(ranks, 2, config, folder / "runs", "aaaaaa")
 
 
 def evaluation_of(config: RunConfig, source: Path, **train: Any) -> RunConfig:
@@ -51,35 +44,33 @@ def evaluation_of(config: RunConfig, source: Path, **train: Any) -> RunConfig:
     return replace(config, train=changed, attention=AttentionConfig(preset="single"))
 
 
-def test_a_run_measures_needles_beside_its_loss(trained: RunFolder) -> None:
-    row, summary = trained.read_metrics()[-1], trained.read_summary()
+def test_a_run_measures_needles_beside_its_loss(source: RunFolder) -> None:
+    row, summary = source.read_metrics()[-1], source.read_summary()
     assert summary is not None
     assert [depth["depth"] for depth in row["needle_by_depth"]] == [0.0, 1.0]
     assert summary["final_needle_by_depth"] == row["needle_by_depth"]
     assert (summary["final_needle_accuracy"], summary["final_needle_gain"]) == (0.0, row["needle_gain"])
-    assert "needle_gain" not in trained.read_metrics()[0]
+    assert "needle_gain" not in source.read_metrics()[0]
 
 
 def test_on_the_same_ranks_every_figure_is_the_same_number(
-    trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
+    source: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
-    same = replace(evaluation_of(config, trained.path), attention=config.attention)
-    run = create_run_of(same, folder / "runs", "abcabc")
-    assert ranks(2).run(train_on_rank, str(run.path), same) == [0, 0]
-    (row,), expected = run.read_metrics(), trained.read_metrics()[-1]
+    same = replace(evaluation_of(config, source.path), attention=config.attention)
+    run = trained(ranks, 2, same, folder / "runs", "abcabc")
+    (row,), expected = run.read_metrics(), source.read_metrics()[-1]
     names = (*FIGURES, "needle_gain", *TABLES)
     assert {name: row[name] for name in names} == {name: expected[name] for name in names}
 
 
 def test_the_evaluation_of_a_run_has_its_last_figures(
-    trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
+    source: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
-    own = evaluation_of(config, trained.path)
-    run = create_run_of(own, folder / "runs", "bbbbbb")
-    assert ranks(1).run(train_on_rank, str(run.path), own) == [0]
+    own = evaluation_of(config, source.path)
+    run = trained(ranks, 1, own, folder / "runs", "bbbbbb")
     (row,), summary = run.read_metrics(), run.read_summary()
     assert summary is not None
-    expected = trained.read_metrics()[-1]
+    expected = source.read_metrics()[-1]
     assert {name: row[name] for name in FIGURES} == pytest.approx(
         {name: expected[name] for name in FIGURES}, rel=RELATIVE
     )
@@ -89,7 +80,7 @@ def test_the_evaluation_of_a_run_has_its_last_figures(
         for found, known in zip(row[name], expected[name], strict=True):
             assert found == pytest.approx(known, rel=RELATIVE, abs=1e-6)
     assert (summary["status"], summary["steps"], summary["evaluated_step"]) == ("completed", 0, 3)
-    assert summary["evaluated_run"] == trained.run_id
+    assert summary["evaluated_run"] == source.run_id
     assert summary["tokens_per_s"] is None
     assert row["evaluation_s"] > 0
     assert row["peak_memory_bytes"] > 0
@@ -98,12 +89,11 @@ def test_the_evaluation_of_a_run_has_its_last_figures(
     assert phases[-2:] == ["restore", "evaluate"]
 
 
-def test_length_and_step_may_be_others(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
+def test_length_and_step_may_be_others(source: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
     """Longer than the training split, even: nothing is trained."""
-    own = evaluation_of(config, trained.path / "checkpoints" / "step-00000003", seq_len=9000)
+    own = evaluation_of(config, source.path / "checkpoints" / "step-00000003", seq_len=9000)
     own = replace(own, attention=AttentionConfig(preset="ring"))
-    run = create_run_of(own, folder / "runs", "cccccc")
-    assert ranks(2).run(train_on_rank, str(run.path), own) == [0, 0]
+    run = trained(ranks, 2, own, folder / "runs", "cccccc")
     (row,) = run.read_metrics()
     assert row["needle_by_depth"][1]["position"] > 8000
     assert row["validation_loss_by_position"][-1]["first"] == 4500
@@ -122,15 +112,13 @@ def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
     return len(trainer.train_step.optimizer.state), status.advances - before > config.train.eval_samples
 
 
-def test_no_memory_is_spent_on_an_optimizer(trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
-    own = evaluation_of(config, trained.path)
+def test_no_memory_is_spent_on_an_optimizer(source: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
+    own = evaluation_of(config, source.path)
     assert ranks(1).run(optimizer_entries, str(create_run_of(own, folder / "runs", "dddddd").path), own) == [(0, True)]
 
 
-def test_weights_of_another_model_are_refused(
-    trained: RunFolder, folder: Path, config: RunConfig, ranks: Pools
-) -> None:
-    own = evaluation_of(replace(config, model=replace(config.model, ffn_hidden_size=96)), trained.path)
+def test_weights_of_another_model_are_refused(source: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:
+    own = evaluation_of(replace(config, model=replace(config.model, ffn_hidden_size=96)), source.path)
     (error,) = ranks(1).run(train_until_error, str(create_run_of(own, folder / "runs", "eeeeee").path), own)
     assert "is of another model or optimizer: model.layers.0.mlp.down_proj.weight is float32 [32, 64] there" in error
 

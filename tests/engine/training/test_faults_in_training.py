@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error, whole_config
 
 from engine.config.settings import DataConfig, RunConfig
 from engine.training.rank.faults import FAULT_VARIABLE, read_faults
@@ -22,8 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:
-    train = {"steps": 4, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
-    return tiny_config(train=train, model={"vocab_size": 320}, data=corpus, **sections)
+    return whole_config(corpus, train={"steps": 4}, **sections)
 
 
 def train_with_fault(path: str, config: RunConfig, fault: str) -> int:

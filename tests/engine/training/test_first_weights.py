@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from testkit.ranks import Pools
-from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, whole_config
 
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
 from engine.runs.folder import RunFolder
@@ -17,17 +16,11 @@ from engine.runs.folder import RunFolder
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    return tiny_config(
-        train={
-            "steps": 4,
-            "warmup_metric_steps": 1,
-            "eval_samples": 1,
-            "peak_flops_per_device": 1e12,
-            "checkpoint": CheckpointConfig(every_steps=2),
-        },
-        model={"vocab_size": 320, "tie_embeddings": request.param},
+    return whole_config(
+        small_corpus(tmp_path_factory.mktemp("first_weights")),
+        train={"steps": 4, "checkpoint": CheckpointConfig(every_steps=2)},
+        model={"tie_embeddings": request.param},
         attention={"preset": "burst"},
-        data=small_corpus(tmp_path_factory.mktemp("first_weights")),
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, whole_config
 
 from engine.config.settings import CheckpointConfig, GuardConfig, RunConfig
 from engine.runs.folder import RunFolder
@@ -39,14 +38,9 @@ class Injury(Faults):
 
 
 def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: CheckpointConfig) -> RunConfig:
-    train = {"steps": steps, "warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12}
-    return tiny_config(
-        train={**train, "guard": guard, "checkpoint": checkpoint},
-        model={"vocab_size": 320},
-        data=small_corpus(tmp_path),
-        attention={"preset": "ring"},
-        parallel={"cp_size": RANKS},
-    )
+    train = {"steps": steps, "guard": guard, "checkpoint": checkpoint}
+    corpus = small_corpus(tmp_path)
+    return whole_config(corpus, train=train, attention={"preset": "ring"}, parallel={"cp_size": RANKS})
 
 
 def run_with(ranks: Pools, tmp_path: Path, config: RunConfig, injury: Injury) -> tuple[RunFolder, list[int]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.operations import Operations
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.memory.tracker import LiveTensorTracker
@@ -190,22 +190,16 @@ def test_updates_in_backward_save_the_gradients_but_for_a_layer_or_two(ranks: Po
     assert late.peak_bytes - early.peak_bytes >= 0.75 * late.gradient_bytes
 
 
-class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which the host may not read a tensor's value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host read a value"
-        return func(*args, **(kwargs or {}))
-
-
 def step_without_host_reads(config: RunConfig) -> tuple[float, float]:
     """(loss sum, norm) of a step of which the host read nothing."""
     run = start_run(config)
     local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batch_of(0, run)]
     labels = count_labels([batch.rows for batch in local], run.mesh.device)
-    with NoHostReads():
+    done: list[Any] = []
+    with Operations(lambda func, *_: done.append(func)):
         loss_sum = run.train_step.accumulate(local, labels)
         norm = run.train_step.update()
+    assert torch.ops.aten._local_scalar_dense.default not in done
     return loss_sum.item() / labels, norm.item()
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error
+from testkit.whole_runs import create_run_of, small_corpus, train_until_error, trained, whole_config
 
 from engine.config.settings import CheckpointConfig, DataConfig, ParallelConfig, RunConfig
 
@@ -17,14 +16,7 @@ STEPS, HALF = 4, 2
 
 
 def config_of(data: DataConfig, checkpoint: CheckpointConfig, *, steps: int = STEPS, **changes: Any) -> RunConfig:
-    train = {
-        "steps": steps,
-        "warmup_metric_steps": 1,
-        "eval_samples": 1,
-        "peak_flops_per_device": 1e12,
-        "checkpoint": checkpoint,
-    }
-    return tiny_config(train=train, model={"vocab_size": 320}, data=data, **changes)
+    return whole_config(data, train={"steps": steps, "checkpoint": checkpoint}, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 def begun(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of half of the steps, saved at its end."""
     config = config_of(data, CheckpointConfig(every_steps=HALF), steps=HALF)
-    run = create_run_of(config, tmp_path_factory.mktemp("begun"))
-    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
-    return run.path
+    return trained(ranks, 1, config, tmp_path_factory.mktemp("begun")).path
 
 
 def test_the_data_after_a_resume_are_those_that_come_next(
@@ -47,8 +37,7 @@ def test_the_data_after_a_resume_are_those_that_come_next(
     losses = {}
     for name, source in (("aaaaaa", None), ("bbbbbb", str(begun))):
         config = config_of(data, CheckpointConfig(resume_from=source))
-        run = create_run_of(config, tmp_path, name)
-        assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+        run = trained(ranks, 1, config, tmp_path, name)
         losses[name] = {row["step"]: row["loss"] for row in run.read_metrics()}
     assert sorted(losses["bbbbbb"]) == [3, 4]
     assert losses["bbbbbb"] == {step: losses["aaaaaa"][step] for step in (3, 4)}
@@ -66,8 +55,7 @@ def test_another_seed_is_refused_with_both_values(ranks: Pools, data: DataConfig
 def untaught(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of one sample a step whose weights stay as they are, saved after two; the losses of its first samples."""
     config = still(config_of(data, CheckpointConfig(every_steps=HALF, keep_last=10), steps=3 * HALF))
-    run = create_run_of(config, tmp_path_factory.mktemp("untaught"))
-    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    run = trained(ranks, 1, config, tmp_path_factory.mktemp("untaught"))
     return run.path / "checkpoints" / f"step-{HALF:08}", [row["loss"] for row in run.read_metrics()]
 
 
@@ -88,8 +76,7 @@ def test_a_resume_with_another_batch_repeats_and_omits_no_sample(
     parallel = ParallelConfig(dp_shard_size=world_size)
     config = still(config_of(data, CheckpointConfig(resume_from=str(source)), parallel=parallel))
     config = replace(config, train=replace(config.train, **train))
-    run = create_run_of(config, tmp_path)
-    assert ranks(world_size).run(train_on_rank, str(run.path), config) == [0] * world_size
+    run = trained(ranks, world_size, config, tmp_path)
     found = {row["step"]: row["loss"] for row in run.read_metrics()}
     expected = {step: (losses[first] + losses[first + 1]) / 2 for step, first in ((3, 2), (4, 4))}
     assert found == pytest.approx(expected, rel=1e-6)  # fp32 sums in another order

@@ -37,7 +37,7 @@ import pytest
 import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.whole_runs import small_corpus, trained, whole_config
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,16 +216,10 @@ def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
 
 
 def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(ranks: Pools, tmp_path: Path) -> None:
-    config = tiny_config(
-        train={"steps": 7, "warmup_metric_steps": 2, "eval_samples": 1, "peak_flops_per_device": 1e12},
-        model={"vocab_size": 320},
-        data=small_corpus(tmp_path),
-    )
-    checkpoint = replace(config.train.checkpoint, every_steps=7)
-    config = replace(config, train=replace(config.train, checkpoint=checkpoint))
-    run = create_run_of(config, tmp_path)
+    train = {"steps": 7, "warmup_metric_steps": 2, "checkpoint": {"every_steps": 7}}
+    config = whole_config(small_corpus(tmp_path), train=train)
     started = time.perf_counter()
-    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    run = trained(ranks, 1, config, tmp_path)
     wall_s = time.perf_counter() - started
     rows, summary = run.read_metrics(), run.read_summary()
     for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device", "mfu", "hfu"):

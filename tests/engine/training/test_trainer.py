@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank
+from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, trained, whole_config
 
 from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
@@ -68,12 +68,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     """Six steps with a validation every three, on the corpus."""
     settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, **train}
-    return tiny_config(
-        train={**settings, "peak_flops_per_device": 1e12},
-        model={"vocab_size": 320},
-        attention={"preset": "burst"},
-        data=corpus,
-    )
+    return whole_config(corpus, train=settings, attention={"preset": "burst"})
 
 
 class RowWatch(RankStatus):
@@ -155,8 +150,7 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
         attention={"preset": "burst", "documents": True},
         data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
     )
-    run = create_run_of(config, tmp_path)
-    assert ranks(1).run(train_on_rank, str(run.path), config) == [0]
+    run = trained(ranks, 1, config, tmp_path)
     summary = run.read_summary()
     # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
     assert summary["final_train_loss"] < 0.5
@@ -164,12 +158,7 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
 
 
 def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = tiny_config(
-        optimizer={"learning_rate": 1e30, "max_grad_norm": None},
-        train={"steps": 50},
-        model={"vocab_size": 320},
-        data=corpus,
-    )
+    config = whole_config(corpus, optimizer={"learning_rate": 1e30, "max_grad_norm": None}, train={"steps": 50})
     run = create_run_of(config, tmp_path)
     assert ranks(1).run(train_on_rank, str(run.path), config) == [1]
     error = run.first_rank_error()
