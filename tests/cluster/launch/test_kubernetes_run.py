@@ -47,6 +47,7 @@ def started(tmp_path: Path, mode: str) -> Led:
     return lead(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), mode)))
 
 
+@pytest.mark.thorough
 def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: Path, cluster: FakeCluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -91,8 +92,12 @@ def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_a
     begin_attempt(plan, run, None)
     killed = KubernetesJob(plan, run)  # of a launcher that does not live to see the end
     killed.submit()
-    killed.watch()
-    wait_for(lambda: len(run.read_metrics()) == 5, lambda: str(cluster.said()), 60.0)
+
+    def has_five_steps() -> bool:
+        killed.look()  # here, not in its thread: a launcher that was killed does not fetch any more
+        return len(run.read_metrics()) == 5
+
+    wait_for(has_five_steps, lambda: str(cluster.said()), 60.0)
     killed.close()
     assert request_cancel(run).state == "cancelled"
     assert [event["step"] for event in run.read_events() if event["kind"] == "checkpoint"] == [5]
@@ -101,6 +106,7 @@ def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_a
     assert Led(plan, run).begin().wait().status == "completed"  # what `burst resume` does then
     on_claim = RunFolder(tmp_path / "shared" / "runs" / "tiny" / run.run_id)
     assert [attempt.read_metrics() for attempt in run.attempts()] == [one.read_metrics() for one in on_claim.attempts()]
+    assert run.read_summary() == on_claim.read_summary()
     assert run.log_path("pod-1", 1).read_text().count("in mode saves") == 2
 
 
