@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config.settings import LossConfig
@@ -44,7 +43,3 @@ class LMHead(nn.Module):
             return self.score_function(rows, self.weight, targets)
         options = self.options if self.training else replace(self.options, z_loss=0.0)
         return self.loss_function(rows, self.weight, targets, options=options)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] in the dtype of `hidden` [..., d]."""
-        return F.linear(hidden, self.weight.to(hidden.dtype))

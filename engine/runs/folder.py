@@ -241,10 +241,6 @@ class RunFolder:
         """The content of summary.json, or None when the run has none. Raises RunFolderError when it is damaged."""
         return self._read("summary.json")
 
-    def read_provenance(self) -> dict[str, Any] | None:
-        """The content of provenance.json, or None."""
-        return self._read("provenance.json")
-
     def read_memory_plan(self) -> dict[str, Any] | None:
         """The content of memory_plan.json, or None."""
         return self._read("memory_plan.json")
@@ -277,10 +273,6 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError):
                 records.append(read_json_object(path))
         return sorted((record for record in records if record), key=lambda record: record.get("time_ns", 0))
-
-    def first_rank_error(self) -> dict[str, Any] | None:
-        """The earliest error of this attempt, or None."""
-        return next(iter(self.rank_errors()), None)
 
     # --- internals -------------------------------------------------------------------------------------------------
 

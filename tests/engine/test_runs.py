@@ -22,7 +22,6 @@ from engine.runs.folder import (
     new_run_path,
     open_run,
 )
-from engine.runs.process import process_start
 
 PATH_TO = {
     "planned": [],
@@ -170,11 +169,6 @@ def test_reused_pid_does_not_count_as_alive(run: RunFolder) -> None:
     assert run.is_alive() is None
 
 
-def test_process_start_tells_processes_apart() -> None:
-    assert process_start(os.getpid()) == process_start(os.getpid()) is not None
-    assert process_start(dead_pid()) is None
-
-
 def test_concurrent_writers_lose_no_fact(run: RunFolder) -> None:
     def write(index: int) -> None:
         for step in range(10):
@@ -276,8 +270,7 @@ def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> Non
 )
 def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str, exit_code: int) -> None:
     run.write_rank_error(3, error, step=7, phase="forward")
-    record = run.first_rank_error()
-    assert record is not None
+    (record,) = run.rank_errors()
     assert (record["kind"], record["exit_code"]) == (kind, exit_code)
     assert (record["rank"], record["step"], record["phase"]) == (3, 7, "forward")
     assert str(error).splitlines()[0] in record["message"]
@@ -293,4 +286,4 @@ def test_rank_error_is_silent_where_nothing_can_be_written(run: RunFolder) -> No
     (run.path / "logs").rmdir()
     (run.path / "logs").write_text("a file")
     run.write_rank_error(0, ValueError("x"))
-    assert run.first_rank_error() is None
+    assert run.rank_errors() == []

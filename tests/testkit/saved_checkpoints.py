@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from engine.config.settings import ModelConfig
+from engine.config.settings import CheckpointConfig, ModelConfig
 from engine.pretrained.shape import config_json
 from engine.runs.commit import (
     Checkpoint,
@@ -28,9 +29,34 @@ from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.checkpoint.checkpointer import Checkpointer
+    from engine.checkpoint.state import TrainingTensors
+    from testkit.tiny_training import TinyRun
+
 FILE = "rank00000.safetensors"
 MODEL = ModelConfig(name="mine", hidden_size=4, vocab_size=6, num_layers=1, qkv_bias=True)
 WEIGHTS = {"model.embedding.weight": np.arange(24, dtype=np.float32).reshape(6, 4)}
+
+
+@contextmanager
+def checkpointing(
+    run: TinyRun, root: Path | str, tell: Callable[[str], object] = lambda _: None, **how: Any
+) -> Iterator[tuple[Checkpointer, TrainingTensors]]:
+    """The checkpoints of a run, and what they hold of it; `how` is a setting or an argument of Checkpointer."""
+    from engine.checkpoint.checkpointer import Checkpointer
+    from engine.checkpoint.state import training_tensors
+
+    advance = how.pop("advance", lambda: None)
+    settings = CheckpointConfig(**({"every_steps": 1} | how))
+    checkpointer = Checkpointer(settings, Path(root), {}, tell, advance)
+    try:
+        yield checkpointer, training_tensors(run.model, run.train_step.optimizer)
+    finally:
+        checkpointer.close()
+
+
+def take_all(manifest: Manifest) -> None:
+    """What is asked before a checkpoint is read: nothing."""
 
 
 def save_checkpoint(

@@ -10,14 +10,14 @@ from engine.runs.folder import RunFolder, create_run
 from engine.training.rank.faults import FindFaults, read_faults
 from engine.training.rank.process import RankStatus, run_rank
 from engine.training.trainer import run_training
+from testkit.corpora import text_corpus
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 
 
 def small_corpus(folder: Path) -> DataConfig:
     """A text in `folder`, which the first run prepares there."""
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "prepared"))
+    return text_corpus(folder, "the quick brown fox jumps over the lazy dog\n" * 200)
 
 
 def whole_config(data: DataConfig, *, model: dict[str, Any] | None = None, **sections: Any) -> RunConfig:

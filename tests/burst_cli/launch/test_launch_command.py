@@ -121,7 +121,7 @@ def test_run_folder_is_complete(completed: Launch) -> None:
 
 
 def test_provenance_tells_versions_and_hardware(completed: Launch) -> None:
-    provenance = completed.run.read_provenance()
+    provenance = json.loads((completed.run.path / "provenance.json").read_text())
     assert provenance is not None
     assert provenance["versions"]["torch"]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from testkit.ranks import Pools
-from testkit.saved_checkpoints import state_hash
+from testkit.saved_checkpoints import checkpointing, state_hash, take_all
 from testkit.tiny_training import start_run, tiny_config
 
-from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.state import training_tensors
-from engine.config.settings import CheckpointConfig, ParallelConfig
+from engine.checkpoint.checkpointer import Snapshot
+from engine.config.settings import ParallelConfig
 from engine.runs.commit import file_facts, list_checkpoints
 from engine.runs.files import hash_json
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError
@@ -28,35 +27,23 @@ FILE = "rank00001.safetensors"
 
 def save(root: str, step: int, *, background: bool = False) -> str:
     """The error of saving `step`, every rank the same, or nothing."""
-    run = start_run(CONFIG)
-    settings = CheckpointConfig(every_steps=1, keep_last=5, in_background=background)
     try:
-        checkpointer = Checkpointer(settings, Path(root), {})
+        with checkpointing(start_run(CONFIG), root, keep_last=5, in_background=background) as (checkpointer, training):
+            checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
+            checkpointer.finish()
     except CheckpointError as error:
         return str(error)
-    training = training_tensors(run.model, run.train_step.optimizer)
-    try:
-        checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
-        checkpointer.finish()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        checkpointer.close()
     return ""
 
 
 def restore(root: str) -> tuple[int, str, str]:
     """(step, hash of the state, what was told, or the error with step 0)."""
-    run = start_run(CONFIG)
     told: list[str] = []
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
-    training = training_tensors(run.model, run.train_step.optimizer)
-    try:
-        manifest = checkpointer.restore(training, lambda _: None)
-    except CheckpointError as error:
-        return 0, "", str(error)
-    finally:
-        checkpointer.close()
+    with checkpointing(start_run(CONFIG), root, told.append) as (checkpointer, training):
+        try:
+            manifest = checkpointer.restore(training, take_all)
+        except CheckpointError as error:
+            return 0, "", str(error)
     assert manifest is not None
     return manifest.step, state_hash(training.tensors), " ".join(told)
 

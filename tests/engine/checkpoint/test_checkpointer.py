@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
 from testkit.ranks import Pools, RankFailedError
-from testkit.saved_checkpoints import state_hash
-from testkit.tiny_training import own_part, random_batches, start_run, tiny_config, train_losses
+from testkit.saved_checkpoints import checkpointing, state_hash, take_all
+from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, tiny_config, train_losses
 
-from engine.checkpoint.checkpointer import Checkpointer, Snapshot
+from engine.checkpoint.checkpointer import Snapshot
 from engine.checkpoint.state import training_tensors
-from engine.config.settings import AttentionConfig, CheckpointConfig, MemoryConfig, ParallelConfig, RunConfig
-from engine.runs.manifest import CheckpointError, Manifest, read_manifest
+from engine.config.settings import AttentionConfig, MemoryConfig, ParallelConfig, RunConfig
+from engine.runs.manifest import CheckpointError, read_manifest
 
 SEQUENCES = 4
 STEPS = 3
@@ -91,10 +92,6 @@ PAIRS = [
 ]
 
 
-def take_all(manifest: Manifest) -> None:
-    """What is asked before a checkpoint is read: nothing."""
-
-
 def train(
     config: RunConfig, root: str, saves: int | None, restores: bool, background: bool = False, more: int = MORE
 ) -> dict[str, Any]:
@@ -102,29 +99,27 @@ def train(
 
     more: steps after the saved ones.
     """
-    run = start_run(config)
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1, in_background=background), Path(root), {})
-    first = 0
-    if restores:
-        tensors = training_tensors(run.model, run.train_step.optimizer)
-        manifest = checkpointer.restore(tensors, take_all)
-        assert manifest is not None
-        first = manifest.step
-    hashes = {first: state_hash(training_tensors(run.model, run.train_step.optimizer).tensors)} if restores else {}
-    losses = {}
-    for step in range(first, STEPS + more):
-        batch = own_part(random_batches(step, sequences=SEQUENCES), run.mesh)
-        micro = len(batch)
-        assert micro == 1
-        losses[step] = run.train_step(step, batch).loss
-        if step + 1 not in (saves, STEPS + more):
-            continue
-        tensors = training_tensors(run.model, run.train_step.optimizer)
-        hashes[step + 1] = state_hash(tensors.tensors)
-        if step + 1 == saves:
-            checkpointer.save(Snapshot(step + 1, tensors.tensors, {"updates": tensors.updates}))
-    checkpointer.close()
+    run, first = start_run(config), 0
+    losses, hashes = {}, {}
+    with checkpointing(run, root, in_background=background) as (checkpointer, before):
+        if restores:
+            manifest = checkpointer.restore(before, take_all)
+            assert manifest is not None
+            first = manifest.step
+            hashes[first] = hash_now(run)
+        for step in range(first, STEPS + more):
+            losses[step] = run.train_step(step, own_part(random_batches(step, sequences=SEQUENCES), run.mesh)).loss
+            if step + 1 in (saves, STEPS + more):
+                hashes[step + 1] = hash_now(run)
+            if step + 1 == saves:
+                tensors = training_tensors(run.model, run.train_step.optimizer)
+                checkpointer.save(Snapshot(step + 1, tensors.tensors, {"updates": tensors.updates}))
     return {"losses": losses, "hashes": hashes}
+
+
+def hash_now(run: TinyRun) -> str:
+    """Of all that a checkpoint would hold."""
+    return state_hash(training_tensors(run.model, run.train_step.optimizer).tensors)
 
 
 class Saved(Protocol):
@@ -183,18 +178,16 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
 def restore_damaged(config: RunConfig, root: str) -> tuple[int, str]:
     run = start_run(config)
     told: list[str] = []
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
-    for step in (1, 2):
-        tensors = training_tensors(run.model, run.train_step.optimizer)
-        checkpointer.save(Snapshot(step, tensors.tensors, {"updates": 0}))
-    if run.mesh.rank == 0:
-        path = Path(root) / "step-00000002" / "rank00001.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(bytes(content))
-    torch.distributed.barrier()
-    manifest = checkpointer.restore(training_tensors(run.model, run.train_step.optimizer), take_all)
-    checkpointer.close()
+    with checkpointing(run, root, told.append) as (checkpointer, training):
+        for step in (1, 2):
+            checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
+        if run.mesh.rank == 0:
+            path = Path(root) / "step-00000002" / "rank00001.safetensors"
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(bytes(content))
+        torch.distributed.barrier()
+        manifest = checkpointer.restore(training, take_all)
     assert manifest is not None
     return manifest.step, " ".join(told)
 
@@ -210,16 +203,13 @@ def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_tak
 
 def count_advances(config: RunConfig, root: str) -> tuple[int, int]:
     """How often a save, and then a restore, said that it goes on."""
-    run = start_run(config)
     told: list[str] = []
-    settings = CheckpointConfig(every_steps=1)
-    checkpointer = Checkpointer(settings, Path(root), {}, advance=lambda: told.append("it goes on"))
-    training = training_tensors(run.model, run.train_step.optimizer)
-    begun = len(told)
-    checkpointer.save(Snapshot(1, training.tensors, {"updates": 0}))
-    saved = len(told)
-    checkpointer.restore(training, take_all)
-    checkpointer.close()
+    advance = partial(told.append, "it goes on")
+    with checkpointing(start_run(config), root, advance=advance) as (checkpointer, training):
+        begun = len(told)
+        checkpointer.save(Snapshot(1, training.tensors, {"updates": 0}))
+        saved = len(told)
+        checkpointer.restore(training, take_all)
     return saved - begun, len(told) - saved
 
 
@@ -230,18 +220,14 @@ def test_every_part_of_a_save_and_of_a_restore_counts_as_progress_on_every_rank(
 
 
 def refuse_other_model(config: RunConfig, other: RunConfig, root: str) -> str:
-    run = start_run(config)
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
-    tensors = training_tensors(run.model, run.train_step.optimizer)
-    checkpointer.save(Snapshot(1, tensors.tensors, {"updates": 0}))
+    with checkpointing(start_run(config), root) as (checkpointer, training):
+        checkpointer.save(Snapshot(1, training.tensors, {"updates": 0}))
     run = start_run(other)
-    before = state_hash(training_tensors(run.model, run.train_step.optimizer).tensors)
-    try:
-        checkpointer.restore(training_tensors(run.model, run.train_step.optimizer), take_all)
-    except CheckpointError as error:
-        assert state_hash(training_tensors(run.model, run.train_step.optimizer).tensors) == before
-        return str(error)
-    raise AssertionError("it was taken")
+    before = hash_now(run)
+    with checkpointing(run, root) as (checkpointer, training), pytest.raises(CheckpointError) as caught:
+        checkpointer.restore(training, take_all)
+    assert hash_now(run) == before
+    return str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(ranks: Pools, tmp_path: Path) -> None:
@@ -252,18 +238,12 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(ranks:
 
 def fail_to_write(config: RunConfig, root: str) -> str:
     run = start_run(config)
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
-    tensors = training_tensors(run.model, run.train_step.optimizer)
-    checkpointer.save(Snapshot(1, tensors.tensors, {"updates": 0}))
-    if run.mesh.rank == 1:
-        broken = dict(tensors.tensors)
-        broken["model.norm.weight"] = "no tensor"  # type: ignore[assignment]
-        tensors.tensors = broken
-    try:
-        checkpointer.save(Snapshot(2, tensors.tensors, {"updates": 0}))
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    with checkpointing(run, root) as (checkpointer, training):
+        checkpointer.save(Snapshot(1, training.tensors, {"updates": 0}))
+        broken: dict[str, Any] = {"model.norm.weight": "no tensor"} if run.mesh.rank == 1 else {}
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(Snapshot(2, {**training.tensors, **broken}, {"updates": 0}))
+    return str(caught.value)
 
 
 def test_a_rank_that_fails_fails_the_save_on_all_and_loses_nothing(ranks: Pools, tmp_path: Path) -> None:
@@ -277,11 +257,9 @@ def restore_from(config: RunConfig, root: str, source: str) -> tuple[int, str, s
     """(step, hash of what was read, what was told) of taking up another run's state."""
     run = start_run(config)
     told: list[str] = []
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {}, told.append)
-    training = training_tensors(run.model, run.train_step.optimizer)
-    manifest = checkpointer.restore_from(Path(source), training, take_all)
-    checkpointer.close()
-    return manifest.step, state_hash(training_tensors(run.model, run.train_step.optimizer).tensors), " ".join(told)
+    with checkpointing(run, root, told.append) as (checkpointer, training):
+        manifest = checkpointer.restore_from(Path(source), training, take_all)
+    return manifest.step, hash_now(run), " ".join(told)
 
 
 def restore_where_it_is(config: RunConfig, root: str, sources: list[str]) -> tuple[int, str, str]:
@@ -388,12 +366,8 @@ def test_files_on_a_disk_that_no_rank_sees_are_an_error_and_nothing_is_put_aside
 def restore_on_disks(config: RunConfig, roots: list[str]) -> int | None:
     """The step that ranks go on from, each with the folder of its node; None: from the beginning."""
     run = start_run(config)
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(roots[torch.distributed.get_rank()]), {})
-    training = training_tensors(run.model, run.train_step.optimizer)
-    try:
-        manifest = checkpointer.restore(training, lambda _: None)
-    finally:
-        checkpointer.close()
+    with checkpointing(run, roots[run.mesh.rank]) as (checkpointer, training):
+        manifest = checkpointer.restore(training, take_all)
     return None if manifest is None else manifest.step
 
 

@@ -1,14 +1,13 @@
-"""Small corpora and hand-written token sets, as another tool would write them."""
+"""Sources without files, token sets opened at once, batches of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hypothesis import settings
+from testkit.corpora import write_token_set
 
 from engine.data.build import Piece, iter_pieces
 from engine.data.sampler import Sampler, Samples
@@ -33,24 +32,6 @@ def make_source(*documents: str | Sequence[str]) -> Source:
 
 def make_pieces(*documents: str | Sequence[str], max_bytes: int | None = None) -> list[Piece]:
     return list(iter_pieces(make_source(*documents), max_bytes))
-
-
-def write_token_set(folder: Path, tokens: Sequence[int], *, dtype: str = "uint16", **changes: Any) -> Path:
-    """A token set of one file, as a foreign tool might write it; `changes` go into the manifest (None removes)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    np.asarray(tokens, dtype=np.dtype(dtype).newbyteorder("<")).tofile(folder / "t.bin")
-    manifest = {
-        "format": "burst-tokens",
-        "version": 1,
-        "dtype": dtype,
-        "vocab_size": 100,
-        "token_count": len(tokens),
-        "files": [{"name": "t.bin", "token_count": len(tokens)}],
-        **changes,
-    }
-    text = json.dumps({key: value for key, value in manifest.items() if value is not None})
-    (folder / "manifest.json").write_text(text)
-    return folder
 
 
 def packed(shards: TokenShards, seq_len: int, seed: int, **settings: Any) -> Sampler:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_tokenizer import write_tokenizer
+from testkit.corpora import record_corpus
 from tokenizer_families import FAMILIES, write_family
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
@@ -39,10 +40,8 @@ def tokenizer_of(folder: Path, template: str | None, **settings: Any) -> str:
 
 
 def config_of(tmp_path: Path, tokenizer: str, texts: Sequence[str] = TEXTS, **settings: Any) -> DataConfig:
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "ask": text[:11]}) + "\n" for text in texts))
-    given = {"prepared_dir": str(tmp_path / "prepared"), "validation_fraction": 0.2, "tokenizer": tokenizer}
-    return DataConfig(format="jsonl", paths=(str(path),), **(given | settings))
+    records = [{"text": text, "ask": text[:11]} for text in texts]
+    return record_corpus(tmp_path, records, tokenizer=tokenizer, **settings)
 
 
 def documents_of(shards: TokenShards) -> list[list[int]]:

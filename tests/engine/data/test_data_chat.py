@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from chat_tokenizer import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_t
 from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.corpora import record_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -42,15 +42,9 @@ CONVERSATIONS = [
 ]
 
 
-def write_chats(path: Path, conversations: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return path
-
-
 def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) -> DataConfig:
-    path = write_chats(tmp_path / "chats.jsonl", conversations)
-    given = {"chat_template": "chatml", "validation_fraction": 0.2, "prepared_dir": str(tmp_path / "prepared")}
-    return DataConfig(format="jsonl", paths=(str(path),), messages_field="messages", **(given | settings))
+    records = [{"messages": messages} for messages in conversations]
+    return record_corpus(tmp_path, records, **({"chat_template": "chatml", "messages_field": "messages"} | settings))
 
 
 def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
@@ -261,7 +255,7 @@ def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None
     ],
 )
 def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
-    with pytest.raises(DataError, match=rf"chats\.jsonl:2: {text}"):
+    with pytest.raises(DataError, match=rf"records\.jsonl:2: {text}"):
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
 
 

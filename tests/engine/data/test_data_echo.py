@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.corpora import text_corpus
 
 from engine.config.settings import DataConfig
 from engine.data import open_training_data, prepare
@@ -51,10 +52,7 @@ def test_every_piece_comes_twice(count: int, piece: int, data: st.DataObject) ->
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    (tmp_path / "a.txt").write_text("".join(chr(97 + i * i % 26) for i in range(3000)))
-    return DataConfig(
-        format="text", paths=(str(tmp_path / "a.txt"),), prepared_dir=str(tmp_path / "p"), validation_fraction=0.3
-    )
+    return text_corpus(tmp_path, "".join(chr(97 + i * i % 26) for i in range(3000)), validation_fraction=0.3)
 
 
 def test_the_second_half_of_every_sample_repeats_the_first(config: DataConfig) -> None:

@@ -13,6 +13,7 @@ import pytest
 from data_helpers import make_shards, quick
 from hypothesis import example, given
 from hypothesis import strategies as st
+from testkit.corpora import text_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -165,12 +166,8 @@ def test_sets_without_an_index_of_documents_are_refused(tmp_path: Path) -> None:
 
 def prepared(tmp_path: Path, name: str, letter: str) -> DataConfig:
     """Sixty short documents of a small letter and six long ones of a capital, which only this corpus has."""
-    folder = tmp_path / f"{name}-text"
-    folder.mkdir()
-    for index in range(66):
-        text = f"{index % 10}" + (letter * 29 if index < 60 else letter.upper() * 299)
-        (folder / f"{index:03d}.txt").write_text(text)
-    config = DataConfig(format="text", paths=(str(folder),), prepared_dir=str(tmp_path / name), validation_fraction=0.1)
+    texts = [f"{index % 10}" + (letter * 29 if index < 60 else letter.upper() * 299) for index in range(66)]
+    config = text_corpus(tmp_path / name, *texts, validation_fraction=0.1)
     prepare(config)
     return config
 
@@ -178,7 +175,7 @@ def prepared(tmp_path: Path, name: str, letter: str) -> DataConfig:
 def test_each_corpus_of_a_mixture_is_divided_within_itself(tmp_path: Path) -> None:
     main = prepared(tmp_path, "main", "a")
     prepared(tmp_path, "other", "b")
-    config = replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 3.0))
+    config = replace(main, mix_paths=(str(tmp_path / "other" / "prepared"),), mix_weights=(1.0, 3.0))
     config = replace(config, length_buckets=(100,), length_weights=(0.2, 0.8))
     sampler = open_training_data(config).sampler(20, 0, grad_accum_steps=1)
     counts: Counter[str] = Counter()

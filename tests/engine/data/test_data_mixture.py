@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_helpers import make_shards
+from testkit.corpora import text_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -64,15 +66,8 @@ def test_a_batch_holds_rows_of_several_sets_whole(sources: list[Samples]) -> Non
     assert (batch.labels == batch.tokens + 1).all()
 
 
-def prepared(tmp_path: Path, name: str, text: str, **settings: str) -> DataConfig:
-    (tmp_path / f"{name}.txt").write_text(text)
-    config = DataConfig(
-        format="text",
-        paths=(str(tmp_path / f"{name}.txt"),),
-        prepared_dir=str(tmp_path / name),
-        validation_fraction=0.2,
-        **settings,  # type: ignore[arg-type]
-    )
+def prepared(tmp_path: Path, name: str, text: str, **settings: Any) -> DataConfig:
+    config = text_corpus(tmp_path / name, text, validation_fraction=0.2, **settings)
     prepare(config)
     return config
 
@@ -80,7 +75,7 @@ def prepared(tmp_path: Path, name: str, text: str, **settings: str) -> DataConfi
 def test_prepared_corpora_are_mixed(tmp_path: Path) -> None:
     main = prepared(tmp_path, "main", "all work and no play makes jack a dull boy\n" * 200)
     prepared(tmp_path, "other", "THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG\n" * 200)
-    config = replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 3.0))
+    config = replace(main, mix_paths=(str(tmp_path / "other" / "prepared"),), mix_weights=(1.0, 3.0))
     data = open_training_data(config)
     batch = data.sampler(40, 0, grad_accum_steps=1).batch(0, 0, 0, 1, 400)
     shouted = [bytes(row[row < 256].astype(np.uint8)).isupper() for row in batch.tokens]
@@ -92,6 +87,6 @@ def test_prepared_corpora_are_mixed(tmp_path: Path) -> None:
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     main = prepared(tmp_path, "main", "all work and no play makes jack a dull boy\n" * 200)
-    prepared(tmp_path, "other", "the quick brown fox\n" * 400, tokenizer="bpe", bpe_vocab_size=300)  # type: ignore[arg-type]
+    prepared(tmp_path, "other", "the quick brown fox\n" * 400, tokenizer="bpe", bpe_vocab_size=300)
     with pytest.raises(DataError, match=r"Prepare both with the same data\.tokenizer"):
-        open_training_data(replace(main, mix_paths=(str(tmp_path / "other"),), mix_weights=(1.0, 1.0)))
+        open_training_data(replace(main, mix_paths=(str(tmp_path / "other" / "prepared"),), mix_weights=(1.0, 1.0)))

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_helpers import write_token_set
+from testkit.corpora import write_token_set
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig

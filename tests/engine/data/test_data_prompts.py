@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_helpers import packed
+from testkit.corpora import record_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -22,16 +23,8 @@ PAIRS = [(f"question {index}? ", f"answer {index * 7}.") for index in range(60)]
 
 
 def corpus(tmp_path: Path, pairs: list[tuple[str, str]] = PAIRS) -> DataConfig:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"ask": ask, "say": say}) + "\n" for ask, say in pairs))
-    return DataConfig(
-        format="jsonl",
-        paths=(str(path),),
-        text_field="say",
-        prompt_field="ask",
-        prepared_dir=str(tmp_path / "prepared"),
-        validation_fraction=0.2,
-    )
+    records = [{"ask": ask, "say": say} for ask, say in pairs]
+    return record_corpus(tmp_path, records, text_field="say", prompt_field="ask")
 
 
 @pytest.fixture

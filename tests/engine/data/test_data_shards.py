@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import make_shards, quick, write_token_set
+from data_helpers import make_shards, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.corpora import write_token_set
 
 from engine.config.errors import DataError
 from engine.data.manifest import DTYPES, TokenSetWriter, storage_dtype

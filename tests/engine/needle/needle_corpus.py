@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from testkit.corpora import write_token_set
 
 from engine.data.needles import NeedleTasks
 from engine.data.shards import TokenShards, open_token_set
@@ -17,19 +17,8 @@ TEXTS = tuple(f"Document {index}: grey ducks swim, and number {index} of them is
 
 def write_split(folder: Path, tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> TokenShards:
     """The texts as a token set, each ended by the tokenizer's own id."""
-    folder.mkdir(parents=True, exist_ok=True)
     ids = np.concatenate([np.append(text, tokenizer.eod_id) for text in tokenizer.encode_many(texts)])
-    ids.astype("<u2").tofile(folder / "t.bin")
-    manifest = {
-        "format": "burst-tokens",
-        "version": 1,
-        "dtype": "uint16",
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-        "token_count": len(ids),
-        "files": [{"name": "t.bin", "token_count": len(ids)}],
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_token_set(folder, ids.tolist(), vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id)
     return open_token_set(folder)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from needle_corpus import TEXTS, make_tasks, write_split
+from testkit.corpora import text_corpus
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FileFormat
 
@@ -22,7 +23,6 @@ from engine.data.shards import TokenShards
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 quick = settings(deadline=None, max_examples=40)  # machines under load are slow
-SENTENCE = " The secret number of {} is {}."
 
 
 def words_of_pieces() -> FileTokenizer:
@@ -163,9 +163,7 @@ def test_a_tokenizer_that_cannot_spell_numbers_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    folder = tmp_path_factory.mktemp("prepared")
-    (folder / "text.txt").write_text("".join(TEXTS) * 9)
-    config = DataConfig(format="text", paths=(str(folder / "text.txt"),), prepared_dir=str(folder / "tokens"))
+    config = text_corpus(tmp_path_factory.mktemp("prepared"), "".join(TEXTS) * 9)
     prepare(config)
     return config
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from testkit.saved_checkpoints import checkpointing
 from testkit.tiny_training import full_weights, own_part, random_batches, start_run, tiny_config, whole
 
-from engine.checkpoint.checkpointer import Checkpointer, Snapshot
-from engine.checkpoint.state import training_tensors
-from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
+from engine.checkpoint.checkpointer import Snapshot
+from engine.config.settings import AttentionConfig, RunConfig
 from engine.parallel.shard import shard_batch
 from engine.pretrained.names import hugging_face_name
 from engine.pretrained.shape import read_pretrained
@@ -55,10 +55,8 @@ def train_and_save(config: RunConfig, root: str) -> torch.Tensor:
     run = start_run(config)
     for step in range(5):
         run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh))
-    checkpointer = Checkpointer(CheckpointConfig(every_steps=1), Path(root), {})
-    training = training_tensors(run.model, run.train_step.optimizer)
-    checkpointer.save(Snapshot(5, training.tensors, {"updates": 5}))
-    checkpointer.close()
+    with checkpointing(run, root) as (checkpointer, training):
+        checkpointer.save(Snapshot(5, training.tensors, {"updates": 5}))
     batch = random_batches(0, sequences=1)
     local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
     with torch.no_grad():

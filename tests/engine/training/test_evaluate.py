@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from testkit.corpora import text_corpus
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config
 
@@ -60,15 +61,8 @@ def validated(config: RunConfig) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """Documents of 20 to 60 bytes, 40 of them and more for validation."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for index in range(120):
-        (folder / f"{index}.txt").write_text(f"document {index} says: " + "words " * (index % 7))
-    data = DataConfig(
-        format="text",
-        paths=(str(folder),),
-        validation_fraction=0.4,
-        prepared_dir=str(tmp_path_factory.mktemp("p") / "p"),
-    )
+    texts = [f"document {index} says: " + "words " * (index % 7) for index in range(120)]
+    data = text_corpus(tmp_path_factory.mktemp("corpus"), *texts, validation_fraction=0.4)
     prepare(data)
     return data
 

@@ -81,8 +81,7 @@ def test_a_rank_alone_has_nobody_to_wait_for(ranks: Pools, corpus: DataConfig, t
     assert ranks(1).run(train_with_fault, str(run.path), config, "disk;0;4") == [1]
     rows = run.read_metrics()
     assert [row["rank_wait_s_max"] for row in rows] == [None] * 3
-    error = run.first_rank_error()
-    assert error is not None
+    (error,) = run.rank_errors()
     assert "No space left on device" in error["message"]
     assert error["step"] == 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, trained, whole_config
@@ -138,12 +138,9 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
 
 def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
     """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
-    tokens = np.full(4000, 63, dtype="<u2")
+    tokens = np.full(4000, 63)
     tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
-    tokens.tofile(tmp_path / "t.bin")
-    manifest = {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 64, "token_count": 4000}
-    files = [{"name": "t.bin", "token_count": 4000}]
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "eod_id": 63, "files": files}))
+    write_token_set(tmp_path, tokens.tolist(), vocab_size=64, eod_id=63)
     config = tiny_config(
         train={"steps": 15, "peak_flops_per_device": 1e12},
         optimizer={"learning_rate": 3e-2},
@@ -161,7 +158,7 @@ def test_a_run_that_diverges_stops_with_step_and_remedy(ranks: Pools, corpus: Da
     config = whole_config(corpus, optimizer={"learning_rate": 1e30, "max_grad_norm": None}, train={"steps": 50})
     run = create_run_of(config, tmp_path)
     assert ranks(1).run(train_on_rank, str(run.path), config) == [1]
-    error = run.first_rank_error()
+    (error,) = run.rank_errors()
     assert "training has diverged" in error["message"]
     assert "Lower optimizer.learning_rate" in error["message"]
     assert error["phase"] == "train"
