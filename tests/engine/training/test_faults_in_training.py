@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, train_until_error, whole_config
+from testkit.whole_runs import create_run_of, train_on_rank, train_until_error, whole_config
 
 from engine.config.settings import DataConfig, RunConfig
 from engine.training.rank.faults import FAULT_VARIABLE, read_faults
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """A small corpus, prepared once."""
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def config_of(corpus: DataConfig, **sections: Any) -> RunConfig:

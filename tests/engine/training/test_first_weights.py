@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, whole_config
+from testkit.whole_runs import create_run_of, train_on_rank, whole_config
 
-from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
+from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, RunConfig
 from engine.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def config(request: pytest.FixtureRequest, corpus: DataConfig) -> RunConfig:
     return whole_config(
-        small_corpus(tmp_path_factory.mktemp("first_weights")),
+        corpus,
         train={"steps": 4, "checkpoint": CheckpointConfig(every_steps=2)},
         model={"tie_embeddings": request.param},
         attention={"preset": "burst"},

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, whole_config
+from testkit.whole_runs import create_run_of, train_on_rank, whole_config
 
-from engine.config.settings import CheckpointConfig, GuardConfig, RunConfig
+from engine.config.settings import CheckpointConfig, DataConfig, GuardConfig, RunConfig
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import Manifest, read_manifest
 from engine.training.rank.faults import NO_FAULTS, Faults
@@ -37,9 +37,8 @@ class Injury(Faults):
         return loss * self.factor
 
 
-def config_of(tmp_path: Path, steps: int, guard: GuardConfig, checkpoint: CheckpointConfig) -> RunConfig:
+def config_of(corpus: DataConfig, steps: int, guard: GuardConfig, checkpoint: CheckpointConfig) -> RunConfig:
     train = {"steps": steps, "guard": guard, "checkpoint": checkpoint}
-    corpus = small_corpus(tmp_path)
     return whole_config(corpus, train=train, attention={"preset": "ring"}, parallel={"cp_size": RANKS})
 
 
@@ -57,9 +56,11 @@ def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:
     return [event for event in run.read_events() if event["kind"] == kind]
 
 
-def test_a_skipped_step_leaves_weights_and_moments_as_they_were(ranks: Pools, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_weights_and_moments_as_they_were(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
     guard = GuardConfig(on_nonfinite="skip")
-    config = config_of(tmp_path, 6, guard, CheckpointConfig(every_steps=1, keep_last=10))
+    config = config_of(corpus, 6, guard, CheckpointConfig(every_steps=1, keep_last=10))
     run, codes = run_with(ranks, tmp_path, config, Injury(1, 3, once=True))
     assert codes == [0] * RANKS
     saved = [read_manifest(run.path / "checkpoints" / f"step-{step:08d}") for step in range(1, 7)]
@@ -79,9 +80,9 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(ranks: Pools, tm
     assert (dropped["first_sample"], dropped["last_sample"]) == (2 * samples, 3 * samples - 1)
 
 
-def test_rewound_training_goes_on_with_other_data(ranks: Pools, tmp_path: Path) -> None:
+def test_rewound_training_goes_on_with_other_data(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     guard = GuardConfig(on_nonfinite="rewind")
-    config = config_of(tmp_path, 6, guard, CheckpointConfig(every_steps=2, keep_last=10))
+    config = config_of(corpus, 6, guard, CheckpointConfig(every_steps=2, keep_last=10))
     run, codes = run_with(ranks, tmp_path, config, Injury(0, 4, once=True))
     assert codes == [0] * RANKS
     rows = run.read_metrics()
@@ -93,9 +94,9 @@ def test_rewound_training_goes_on_with_other_data(ranks: Pools, tmp_path: Path) 
     assert rows[2]["loss"] != rows[4]["loss"]  # the same weights, other samples
 
 
-def test_what_returns_after_every_rewind_ends_the_run(ranks: Pools, tmp_path: Path) -> None:
+def test_what_returns_after_every_rewind_ends_the_run(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     guard = GuardConfig(on_nonfinite="rewind", most_in_a_row=2)
-    config = config_of(tmp_path, 6, guard, CheckpointConfig(every_steps=2))
+    config = config_of(corpus, 6, guard, CheckpointConfig(every_steps=2))
     run, codes = run_with(ranks, tmp_path, config, Injury(0, 4, once=False))
     assert codes == [1] * RANKS
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 3, 4, 3]
@@ -103,8 +104,8 @@ def test_what_returns_after_every_rewind_ends_the_run(ranks: Pools, tmp_path: Pa
         assert "the loss of step 4 is nan, and 2 steps before it were dropped without progress" in error["message"]
 
 
-def test_without_a_checkpoint_there_is_nothing_to_rewind_to(ranks: Pools, tmp_path: Path) -> None:
-    config = config_of(tmp_path, 6, GuardConfig(on_nonfinite="rewind"), CheckpointConfig(every_steps=5))
+def test_without_a_checkpoint_there_is_nothing_to_rewind_to(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = config_of(corpus, 6, GuardConfig(on_nonfinite="rewind"), CheckpointConfig(every_steps=5))
     run, codes = run_with(ranks, tmp_path, config, Injury(0, 2, once=False))
     assert codes == [1] * RANKS
     assert all("no checkpoint yet to go back to" in error["message"] for error in run.rank_errors())
@@ -112,9 +113,9 @@ def test_without_a_checkpoint_there_is_nothing_to_rewind_to(ranks: Pools, tmp_pa
 
 @pytest.mark.parametrize(("deviations", "expected"), [(6.0, [12]), (None, [])])
 def test_a_spike_that_one_rank_sees_is_dropped_on_all(
-    ranks: Pools, tmp_path: Path, deviations: float | None, expected: list[int]
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, deviations: float | None, expected: list[int]
 ) -> None:
-    config = config_of(tmp_path, 14, GuardConfig(spike_deviations=deviations), CheckpointConfig(every_steps=20))
+    config = config_of(corpus, 14, GuardConfig(spike_deviations=deviations), CheckpointConfig(every_steps=20))
     run, codes = run_with(ranks, tmp_path, config, Injury(1, 12, once=True, factor=20.0))
     assert codes == [0] * RANKS
     assert [event["step"] for event in events(run, "dropped")] == expected
@@ -124,13 +125,11 @@ def test_a_spike_that_one_rank_sees_is_dropped_on_all(
     assert losses[11] > 2 * losses[10]
 
 
-def test_judging_changes_nothing_where_nothing_is_dropped(ranks: Pools, tmp_path: Path) -> None:
+def test_judging_changes_nothing_where_nothing_is_dropped(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     losses = []
     for index, guard in enumerate((GuardConfig(), GuardConfig(on_nonfinite="skip", spike_deviations=1e6))):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        config = config_of(folder, 4, guard, CheckpointConfig())
-        run, codes = run_with(ranks, folder, config, Injury(0, -1, once=True))
+        config = config_of(corpus, 4, guard, CheckpointConfig())
+        run, codes = run_with(ranks, tmp_path / str(index), config, Injury(0, -1, once=True))
         assert codes == [0] * RANKS
         losses.append([row["loss"].hex() for row in run.read_metrics()])
     assert losses[0] == losses[1]

@@ -8,35 +8,30 @@ from typing import Any
 
 import pytest
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, small_corpus, train_until_error, trained, whole_config
+from testkit.whole_runs import create_run_of, train_until_error, trained, whole_config
 
 from engine.config.settings import CheckpointConfig, DataConfig, ParallelConfig, RunConfig
 
 STEPS, HALF = 4, 2
 
 
-def config_of(data: DataConfig, checkpoint: CheckpointConfig, *, steps: int = STEPS, **changes: Any) -> RunConfig:
-    return whole_config(data, train={"steps": steps, "checkpoint": checkpoint}, **changes)
+def config_of(corpus: DataConfig, checkpoint: CheckpointConfig, *, steps: int = STEPS, **changes: Any) -> RunConfig:
+    return whole_config(corpus, train={"steps": steps, "checkpoint": checkpoint}, **changes)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return small_corpus(tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module")
-def begun(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of half of the steps, saved at its end."""
-    config = config_of(data, CheckpointConfig(every_steps=HALF), steps=HALF)
+    config = config_of(corpus, CheckpointConfig(every_steps=HALF), steps=HALF)
     return trained(ranks, 1, config, tmp_path_factory.mktemp("begun")).path
 
 
 def test_the_data_after_a_resume_are_those_that_come_next(
-    ranks: Pools, data: DataConfig, begun: Path, tmp_path: Path
+    ranks: Pools, corpus: DataConfig, begun: Path, tmp_path: Path
 ) -> None:
     losses = {}
     for name, source in (("aaaaaa", None), ("bbbbbb", str(begun))):
-        config = config_of(data, CheckpointConfig(resume_from=source))
+        config = config_of(corpus, CheckpointConfig(resume_from=source))
         run = trained(ranks, 1, config, tmp_path, name)
         losses[name] = {row["step"]: row["loss"] for row in run.read_metrics()}
     assert sorted(losses["bbbbbb"]) == [3, 4]
@@ -44,17 +39,19 @@ def test_the_data_after_a_resume_are_those_that_come_next(
     assert len(set(losses["aaaaaa"].values())) == STEPS
 
 
-def test_another_seed_is_refused_with_both_values(ranks: Pools, data: DataConfig, begun: Path, tmp_path: Path) -> None:
-    config = config_of(data, CheckpointConfig(resume_from=str(begun)), seed=4)
+def test_another_seed_is_refused_with_both_values(
+    ranks: Pools, corpus: DataConfig, begun: Path, tmp_path: Path
+) -> None:
+    config = config_of(corpus, CheckpointConfig(resume_from=str(begun)), seed=4)
     run = create_run_of(config, tmp_path)
     (error,) = ranks(1).run(train_until_error, str(run.path), config)
     assert "is of other data: seed was 3, is 4" in error
 
 
 @pytest.fixture(scope="module")
-def untaught(ranks: Pools, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def untaught(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of one sample a step whose weights stay as they are, saved after two; the losses of its first samples."""
-    config = still(config_of(data, CheckpointConfig(every_steps=HALF, keep_last=10), steps=3 * HALF))
+    config = still(config_of(corpus, CheckpointConfig(every_steps=HALF, keep_last=10), steps=3 * HALF))
     run = trained(ranks, 1, config, tmp_path_factory.mktemp("untaught"))
     return run.path / "checkpoints" / f"step-{HALF:08}", [row["loss"] for row in run.read_metrics()]
 
@@ -70,11 +67,11 @@ def still(config: RunConfig) -> RunConfig:
     ids=["rows", "micro-steps", "ranks"],
 )
 def test_a_resume_with_another_batch_repeats_and_omits_no_sample(
-    ranks: Pools, data: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
+    ranks: Pools, corpus: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
 ) -> None:
     source, losses = untaught
     parallel = ParallelConfig(dp_shard_size=world_size)
-    config = still(config_of(data, CheckpointConfig(resume_from=str(source)), parallel=parallel))
+    config = still(config_of(corpus, CheckpointConfig(resume_from=str(source)), parallel=parallel))
     config = replace(config, train=replace(config.train, **train))
     run = trained(ranks, world_size, config, tmp_path)
     found = {row["step"]: row["loss"] for row in run.read_metrics()}

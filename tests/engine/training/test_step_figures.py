@@ -37,11 +37,11 @@ import pytest
 import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
-from testkit.whole_runs import small_corpus, trained, whole_config
+from testkit.whole_runs import trained, whole_config
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
+from engine.config.settings import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from engine.data import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.methods.resolve import resolve_attention
@@ -215,9 +215,11 @@ def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
     assert allocated <= 1.02 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(ranks: Pools, tmp_path: Path) -> None:
+def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
+) -> None:
     train = {"steps": 7, "warmup_metric_steps": 2, "checkpoint": {"every_steps": 7}}
-    config = whole_config(small_corpus(tmp_path), train=train)
+    config = whole_config(corpus, train=train)
     started = time.perf_counter()
     run = trained(ranks, 1, config, tmp_path)
     wall_s = time.perf_counter() - started

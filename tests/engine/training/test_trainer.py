@@ -15,7 +15,7 @@ import pytest
 from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, small_corpus, train_on_rank, trained, whole_config
+from testkit.whole_runs import create_run_of, train_on_rank, trained, whole_config
 
 from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
@@ -57,12 +57,6 @@ CONTRACT = [
     "rank_wait_s_min",
     "rank_wait_s_max",
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """A small corpus, prepared once."""
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
