@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from testkit.sections import LLAMA_7B
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,15 +20,6 @@ SHAPE = ModelConfig(
 )
 TOKENS, BATCH = 16, 3
 EVERY_PAIR = BATCH * SHAPE.num_layers * TOKENS**2
-LLAMA_7B = ModelConfig(
-    vocab_size=32000,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
