@@ -132,6 +132,7 @@ def compare(got: list[dict[str, Any]], want: dict[str, Any], tolerance: dict[str
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (2, {"preset": "ring"}),
     (2, {"preset": "ulysses"}),
+    (2, {"preset": "striped"}),
     (4, {"preset": "ring"}),
     (4, {"preset": "burst", "nodes": 2}),
     (4, {"preset": "burst", "nodes": 2, "backward_circulates": "q"}),
@@ -210,26 +211,6 @@ def run_autocast() -> float:
 def test_autocast_gives_the_loss_of_stock_attention_to_its_precision(ranks: Any) -> None:
     found = sum(ranks(2).run(run_autocast))
     assert found == pytest.approx(stock("llama", torch.float32)["loss"], rel=0.02)  # 8 bits of mantissa
-
-
-def logits_of(tokens: Tensor, settings: dict[str, Any]) -> Tensor:
-    model = build("llama", torch.float64)
-    parallel = ContextParallel(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float64, **settings
-    )
-    sharder = enable_context_parallel(model, parallel)
-    with torch.no_grad():
-        return sharder.context(SEQ_LEN).gather(model(**sharder.shard_inputs(tokens)).logits)
-
-
-@pytest.mark.parametrize("settings", [{"preset": "ring"}, {"preset": "striped"}, {"preset": "ulysses"}], ids=str)
-def test_a_changed_token_changes_no_earlier_logit(ranks: Any, settings: dict[str, Any]) -> None:
-    place, tokens = 20, make_tokens(1)
-    changed = tokens.clone()
-    changed[0, place] = (changed[0, place] + 1) % VOCAB
-    before, after = (ranks(2).run(logits_of, x, settings)[0] for x in (tokens, changed))
-    assert torch.equal(before[:, :place], after[:, :place])
-    assert (before[:, place:] != after[:, place:]).any(-1).all()
 
 
 def local_parallel(**settings: Any) -> ContextParallel:
