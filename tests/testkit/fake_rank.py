@@ -255,6 +255,8 @@ def main(first: str, *words: str) -> None:
     from engine.runs.folder import open_run
     from engine.training.rank.process import leave, run_rank
 
+    while not Path(first).exists():  # ranks of a real run meet the first pod, which lays it, before they look for it
+        time.sleep(0.01)
     folder = open_run(first)
     number = int(os.environ["RANK"])
     leave(run_rank(folder, lambda status: train(folder, os.environ["FAKE_MODE"], number, status)))
