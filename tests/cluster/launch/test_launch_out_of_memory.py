@@ -21,6 +21,7 @@ from testkit.process_table import run_processes
 from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
+from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchOutcome, LaunchTiming, SilentObserver, StopRequests
 from cluster.launch.local import LocalLink
 from engine.runs.folder import RunFolder, create_run, new_run_path
@@ -48,6 +49,10 @@ class OtherMachine(LocalLink):
             assert process.poll() is None, f"the supervisor ended with exit code {process.returncode} and began nothing"
             time.sleep(0.02)
         self.process = process
+
+    def poll(self) -> NodeStatus:
+        status = super().poll()
+        return dataclasses.replace(status, is_begun=status.phase != "none")
 
 
 @dataclass(frozen=True)
