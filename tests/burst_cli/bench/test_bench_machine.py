@@ -16,7 +16,7 @@ from burst_cli.app import main
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import machine_fields
 
-SMALL = ("--ranks", "2", "--nodes", "2", "--heads", "2", "--head-dim", "16", "--seconds", "0.1")
+SMALL = ("--heads", "2", "--head-dim", "16", "--seconds", "0.1")
 
 
 def run(*argv: str) -> tuple[int, str, str]:
@@ -27,9 +27,13 @@ def run(*argv: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Measured by two processes, taken to be two nodes."""
-    path = tmp_path_factory.mktemp("machine") / "new" / "mine.json"
-    code, out, err = run("bench", "machine", *SMALL, "--output", str(path))
+    """A profile that one process measured."""
+    return measure(tmp_path_factory.mktemp("machine"), "--ranks", "1")
+
+
+def measure(folder: Path, *argv: str) -> Path:
+    path = folder / "new" / "mine.json"
+    code, out, err = run("bench", "machine", *argv, *SMALL, "--output", str(path))
     assert code == 0, err
     assert f"use it with --device {path}" in err
     assert "products of matrices" in out
@@ -53,8 +57,9 @@ def test_a_profile_holds_every_rate_and_what_they_were_measured_on(path: Path) -
         assert [rate(size) for size, _ in series] == pytest.approx([value for _, value in series])
 
 
-def test_links_between_nodes_are_measured_where_there_are_several(path: Path) -> None:
-    series = json.loads(path.read_text())["measured"]["series"]
+@pytest.mark.thorough
+def test_links_between_nodes_are_measured_where_there_are_several(tmp_path: Path) -> None:
+    series = json.loads(measure(tmp_path, "--ranks", "2", "--nodes", "2").read_text())["measured"]["series"]
     assert (len(series["intra_message_s"]), len(series["inter_message_s"]) > 1) == (0, True)
 
 

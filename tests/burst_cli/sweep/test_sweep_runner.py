@@ -108,7 +108,7 @@ def test_as_many_cells_run_at_a_time_as_parallel_says(burst, ledger: Path, monke
     (launcher / "__init__.py").touch()
     (launcher / "__main__.py").write_text(f"import runpy\nrunpy.run_path({str(FAKE[1])!r}, run_name='__main__')\n")
     monkeypatch.chdir(ledger.parent)
-    monkeypatch.setenv("FAKE_CELL_S", "0.5")
+    monkeypatch.setenv("FAKE_TOGETHER", "2")  # the first waits for another, however long that takes to start
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # cells must not share GPUs
     result = burst("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force", "--json")
     assert result.code == 0, result.err
