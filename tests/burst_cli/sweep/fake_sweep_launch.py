@@ -1,7 +1,7 @@
 """A stand-in for `python -m burst_cli` as a sweep calls it: `launch OVERRIDES --run-path RUN` and `resume RUN`.
 
 Each cell takes FAKE_CELL_S seconds, and with FAKE_TOGETHER waits until so many have begun. A cell whose overrides hold
-`mode=WORD` fails, runs out of memory, is refused. Every start leaves a line in FAKE_LEDGER, so that a test can count them.
+`mode=WORD` fails, runs out of memory, is refused. Every start leaves a line in FAKE_LEDGER for tests to count.
 """
 
 from __future__ import annotations
