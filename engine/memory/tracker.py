@@ -142,12 +142,6 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._device.live_bytes
 
     @property
-    def live_host_bytes(self) -> int:
-        """Host bytes of the storages that are alive now."""
-        self._recount()
-        return self._host.live_bytes
-
-    @property
     def peak_bytes(self) -> int:
         """Most device bytes alive at the end of any operation since the start or the last `reset_peak`."""
         return self._device.peak.total_bytes

@@ -93,7 +93,8 @@ def device_bytes_after_forward(store: HostStore | None) -> tuple[int, int]:
         with offloaded(store, leave=inputs) if store is not None else contextlib.nullcontext():
             out = block(*inputs, attend)
         owned = sum(x.untyped_storage().nbytes() for x in (*block.parameters(), *inputs, out))
-        alive = tracker.live_bytes + tracker.live_host_bytes
+        tracker.reset_peak()
+        alive = tracker.peak_bytes + tracker.peak_host_bytes
         return alive - (store.in_use_bytes if store is not None else 0), owned
 
 

@@ -78,11 +78,12 @@ def test_resized_storages_are_counted_at_their_size() -> None:
 def test_host_memory_counts_apart_with_a_peak_of_its_own() -> None:
     with LiveTensorTracker() as tracker:
         on_host = host_empty((100,), torch.float32, pinned=False)
-        assert (tracker.live_bytes, tracker.live_host_bytes) == (0, 100 * FLOAT)
+        assert (tracker.live_bytes, tracker.peak_host_bytes) == (0, 100 * FLOAT)
         on_device = on_host[:30].clone()
         del on_host
-        assert (tracker.live_bytes, tracker.live_host_bytes) == (on_device.nbytes, 0)
-        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (30 * FLOAT, 100 * FLOAT)
+        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (on_device.nbytes, 100 * FLOAT)
+        tracker.reset_peak()
+        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (30 * FLOAT, 0)
 
 
 def test_host_memory_that_is_older_than_the_tracker_is_known_by_its_mark() -> None:
