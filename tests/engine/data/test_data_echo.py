@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import make_shards, quick
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.corpora import text_corpus
@@ -17,28 +18,19 @@ from engine.data.prepare import open_prepared
 from engine.data.shards import EchoedShards, TokenShards
 
 
-class Text(TokenShards):
+def text_of(folder: Path, count: int) -> TokenShards:
     """Tokens 0, 1, 2, ...; every third is a prompt."""
-
-    def __init__(self, count: int) -> None:
-        self.token_count = count
-        self.eod_id = None
-        self.vocab_size = 1000
-        self.manifest = None  # type: ignore[assignment]
-        self.folder = Path("text")
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        assert start >= 0
-        assert start + count <= self.token_count
-        return np.arange(start, start + count, dtype=np.int64)
-
-    def is_prompt(self, start: int, count: int) -> np.ndarray:
-        return self.read(start, count) % 3 == 0
+    prompts = np.array([[start, start + 1] for start in range(0, count, 3)], dtype="<i8")
+    prompts.tofile(folder / "p.bin")
+    return make_shards(folder, range(count), prompts_file="p.bin", prompt_count=len(prompts))
 
 
-@given(st.integers(1, 60), st.integers(1, 9), st.data())
-def test_every_piece_comes_twice(count: int, piece: int, data: st.DataObject) -> None:
-    shards = EchoedShards(Text(count), piece)
+@given(count=st.integers(1, 60), piece=st.integers(1, 9), data=st.data())
+@quick
+def test_every_piece_comes_twice(
+    tmp_path_factory: pytest.TempPathFactory, count: int, piece: int, data: st.DataObject
+) -> None:
+    shards = EchoedShards(text_of(tmp_path_factory.mktemp("text"), count), piece)
     pieces = [list(range(first, first + piece)) for first in range(0, count - piece + 1, piece)]
     expected = np.array([token for one in pieces for token in one + one], dtype=np.int64)
     assert shards.token_count == expected.size
