@@ -170,7 +170,7 @@ class KubernetesJob:
             self._note()
 
     def _heed_stop(self) -> None:
-        if self._term_due:
+        if self._term_due and self._answer is not None:  # else it is not known yet whom to tell
             self._term_due = False
             running = [pod for pod in self._pods.values() if pod.phase == "running"]
             with ThreadPoolExecutor(_AT_ONCE) as threads:

@@ -34,7 +34,8 @@ class FakeCluster:
     @property
     def calls(self) -> list[list[str]]:
         """The words of every call of kubectl."""
-        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def said(self) -> list[str]:
         """What the pods printed, for a test that waits in vain."""

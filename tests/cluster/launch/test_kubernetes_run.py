@@ -129,3 +129,14 @@ def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is
     assert (refusal.kind, refusal.type, refusal.host) == ("start", "ImagePullBackOff", "pod-1")
     assert "Back-off pulling image" in refusal.message
     assert any(words[:2] == ["delete", "jobsets.jobset.x-k8s.io"] for words in cluster.calls)
+
+
+def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_the_same(
+    tmp_path: Path, cluster: FakeCluster
+) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    cluster.answer(JOB, with_container(0, "Running", running={"startedAt": "2026-01-01T00:00:00Z"}))
+    job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)), poll_s=0.02)
+    job.stop("cancel", 60.0)
+    wait_for(lambda: any(words[0] == "exec" for words in cluster.calls), lambda: str(cluster.calls))
+    job.close()
