@@ -48,6 +48,8 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
         run.append_event("phase", phase="train")
     lead = RunFolder(Path(os.environ.get("FAKE_LEAD", run.path)))
     print(f"rank {rank} in mode {mode}", flush=True)
+    while mode == "saves" and lead.read_state()["state"] not in ("running", "completed"):
+        time.sleep(0.01)  # the records are those of the attempt before until rank 0 has begun this one
     for step in range(1, STEPS + 1):
         status.step, status.phase = step, "forward"
         while mode == "gate" and step == STEPS and not (lead.path / "gate").exists():
