@@ -104,6 +104,7 @@ class SshTransport(paramiko.Transport):
     """
 
     packetizer: BoundedPacketizer
+    host_key: paramiko.PKey
     # paramiko's own, unknown to its type stubs.
     _handler_table: dict[int, Callable[[paramiko.Message], None]]
     _send_message: Callable[[paramiko.Message], None]
@@ -134,7 +135,7 @@ class SshTransport(paramiko.Transport):
 
     def host_key_shown(self) -> tuple[bytes, bytes]:
         """(the server's key, proven; the certificate that it showed with it, or nothing)."""
-        key = self.get_remote_server_key()
+        key = self.host_key  # paramiko's own question fails where the server has left since
         return key.asbytes(), key.public_blob.key_blob if key.public_blob is not None else b""
 
     def watch(self) -> None:

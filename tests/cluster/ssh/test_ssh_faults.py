@@ -24,10 +24,11 @@ from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import clean_text
-from cluster.ssh.connection import CommandResult
+from cluster.ssh.connection import CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out
-from cluster.ssh.pool import SshPool, connect
+from cluster.ssh.pool import SshPool, connect, open_socket
 from cluster.ssh.resolve import resolve_hosts
+from cluster.ssh.transport import SshTransport, shake_hands
 from engine.config.cluster import SshConfig
 
 CONNECT_S = 2.0
@@ -111,6 +112,15 @@ def test_healthy_and_merely_slow_nodes_answer(
     value = checked[0][name].value
     assert value is not None, str(checked[0][name].error)
     assert (value.ok, value.stdout) == (True, b"hello")
+
+
+def test_the_key_of_a_connection_that_ended_after_the_handshake_is_still_told(fleet: Fleet) -> None:
+    (host,) = hosts_of(fleet, "ok")
+    deadline = Deadline.after(30.0)
+    with contextlib.closing(SshTransport(open_socket(host, deadline))) as transport:
+        shake_hands(host, transport, deadline, ["ssh-ed25519"])
+        transport.close()
+        assert b"ssh-ed25519" in transport.host_key_shown()[0]
 
 
 def test_all_nodes_take_as_long_as_the_slowest_and_not_the_sum(
