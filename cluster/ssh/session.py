@@ -118,6 +118,9 @@ class SshProcess:
             except TimeoutError:
                 if deadline is not None and deadline.is_over:
                     return None
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                # paramiko tells the server what was read, on a connection that has ended meanwhile.
+                raise self._lost() from error
 
     def _is_lost(self) -> bool:
         """Whether the connection, and not the command, ended the output: then it may be cut anywhere."""
