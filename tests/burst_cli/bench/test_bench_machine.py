@@ -16,7 +16,7 @@ from burst_cli.app import main
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import machine_fields
 
-SMALL = ("--heads", "2", "--head-dim", "16", "--seconds", "0.1")
+SMALL = ("--threads", "1", "--heads", "2", "--head-dim", "16", "--seconds", "0.1")
 
 
 def run(*argv: str) -> tuple[int, str, str]:
