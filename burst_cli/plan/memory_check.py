@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -62,7 +63,8 @@ class MemoryPlanner:
             device, cluster = self.capacity(config).device_name, config.cluster
             if cluster.machine.name == "auto" and find_device(device) is None:
                 return None
-            machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank)
+            cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
+            machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
             return predict_step(config, world_of(config), machine)
         except ConfigError:
             return None

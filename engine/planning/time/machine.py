@@ -135,14 +135,18 @@ class Machine:
         """Seconds between the post of a message by both ends and its first byte."""
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
-    def shared_by(self, local_ranks: int, threads: int | None = None) -> Machine:
+    def shared_by(self, local_ranks: int, threads: int | None = None, cores: int | None = None) -> Machine:
         """As one of `local_ranks` ranks of a node sees it, each of so many threads; a GPU is nobody else's.
 
-        Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's.
+        Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's, and
+        more threads than there are cores, where that is known, have a part of one.
         """
         if not self.is_cpu:
             return self
-        faster = (threads or 1) if self.local_ranks is None else self.local_ranks / local_ranks
+        if self.local_ranks is not None:
+            faster = self.local_ranks / local_ranks
+        else:
+            faster = min(threads or 1, math.inf if cores is None else cores / local_ranks)
         changes = {
             name: getattr(self, name) * (faster if name.endswith("_per_s") else 1 / faster)
             for name in machine_fields()

@@ -99,6 +99,8 @@ def test_a_core_of_the_table_is_that_of_one_thread() -> None:
     core = find_machine("cpu")
     assert core.shared_by(4, 3).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
     assert core.shared_by(4).tile_overhead_s == core.tile_overhead_s
+    assert core.shared_by(4, 1, cores=2).matmul_flops_per_s == pytest.approx(core.matmul_flops_per_s / 2)
+    assert core.shared_by(2, 3, cores=64).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
 
 
 @pytest.mark.parametrize(
